@@ -1,0 +1,187 @@
+"""What a method is, and where methods are found: the folder is the registry.
+
+A method is a frozen dataclass in a file of its own name; its fields are its options. Its module imports nothing heavy
+at the top (torch, engines): the parent process reads labels and asks for plans without them, so they are imported where
+training starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from harness.spec import Budget, Plan, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAINED_BY = (ROOT / "harness/model.py", ROOT / "harness/data.py", ROOT / "harness/spec.py")
+
+
+class Unavailable(Exception):
+    """This method cannot run here; the text says why and which command helps."""
+
+
+class Step(NamedTuple):
+    """One step's loss and global gradient norm before clipping: scalars on the device, not synchronized."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None = None
+
+
+class TensorState(NamedTuple):
+    """A parameter after training: fp32 weight (the master's, in mixed precision) and first moment, shaped alike."""
+
+    name: str
+    weight: torch.Tensor
+    exp_avg: torch.Tensor | None = None
+
+
+class Trained(NamedTuple):
+    """What a method leaves behind for the gate, and the bytes it moved between memories."""
+
+    tensors: Iterable[TensorState]
+    moved_bytes: int = 0
+
+
+Training = Generator[Step, None, Trained]
+
+
+class Method(Protocol):
+    """label, color (hex) and paper are for figures; bit_exact promises the reference's very bits on CPU in fp32;
+    is_reference is set by one method only."""
+
+    label: ClassVar[str]
+    color: ClassVar[str]
+    paper: ClassVar[str]
+    world_size: ClassVar[int]
+    bit_exact: ClassVar[bool]
+    is_reference: ClassVar[bool]
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        """What training would need, allocating nothing; ValueError where the options make no sense for this size."""
+        ...
+
+    def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
+        """Train on each (inputs, targets) batch, (B, T) token ids on the device; yield after each step; return when
+        every update is done. Raises Unavailable, or torch's OutOfMemoryError."""
+        ...
+
+
+DEFAULTS: dict[str, Any] = {"paper": "", "world_size": 1, "bit_exact": False, "is_reference": False, "color": "#888888"}
+
+
+@functools.cache
+def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for folder in (ROOT / "methods", *folders):
+        if not folder.is_dir():
+            raise ValueError(f"no folder of methods {folder}: name one with --methods")
+        for path in sorted(folder.glob("[!_]*.py")):
+            files[path.stem.replace("_", "-")] = path
+    return files
+
+
+def names(folders: tuple[Path, ...] = ()) -> list[str]:
+    """Every method's name, as the command line spells it: the file's, with hyphens."""
+    return sorted(_files(folders))
+
+
+def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
+    """The method's class. Raises ValueError naming the nearest method, or saying what its file lacks."""
+    files = _files(folders)
+    if name not in files:
+        near = difflib.get_close_matches(name, files, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"no method {name!r}: {hint}choose one of {', '.join(sorted(files))}")
+    module = _module(files[name])
+    classes = [
+        item
+        for item in vars(module).values()
+        if isinstance(item, type) and item.__module__ == module.__name__ and hasattr(item, "train")
+    ]
+    if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):
+        raise ValueError(f"{files[name]} must hold one frozen dataclass with plan() and train(); see README")
+    for attribute, value in {"label": name, **DEFAULTS}.items():
+        if not hasattr(classes[0], attribute):
+            setattr(classes[0], attribute, value)
+    return classes[0]
+
+
+def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -> Method:
+    """The method with these options. Raises ValueError for an unknown method, option or value."""
+    cls = load(name, folders)
+    allowed = option_names(cls)
+    for option in options:
+        if option not in allowed:
+            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
+    return cls(**options)
+
+
+def option_names(cls: type[Method]) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
+def reference(folders: tuple[Path, ...] = ()) -> str:
+    """The name of the method that the others are judged by."""
+    marked = [name for name in names(folders) if load(name, folders).is_reference]
+    if len(marked) != 1:
+        raise ValueError(f"one method must say is_reference = True, not {len(marked)}: {', '.join(marked)}")
+    return marked[0]
+
+
+def largest_depth(method: Method, workload: Workload, budget: Budget) -> int:
+    """Layers of the deepest model whose plan fits the budget; 0 when none does. Plans grow with depth."""
+
+    def fits(num_layers: int) -> bool:
+        try:
+            return method.plan(workload.at_depth(num_layers), budget).shortfall(budget) is None
+        except ValueError:  # such as a window beyond these few layers
+            return True
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, high * 2
+        if high > 2**20:
+            return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
+    """Hash of the code that decides how this method trains, blind to comments and layout."""
+    path = _files(folders)[name]
+    shared = sorted((ROOT / "methods").glob("_*.py")) + sorted(path.parent.glob("_*.py"))
+    digest = hashlib.sha256()
+    for source in (*TRAINED_BY, *dict.fromkeys(shared), path):
+        digest.update(ast.dump(ast.parse(source.read_text())).encode())
+    return digest.hexdigest()[:16]
+
+
+def _module(path: Path) -> ModuleType:
+    name = f"methods.{path.stem}"
+    module = sys.modules.get(name)
+    if module is not None and module.__file__ == str(path):
+        return module
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{path} does not load: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,114 @@
+"""The GPT that every method trains: two ends that share the token embedding, and a list of equal layers.
+
+Pre-LN decoder, learned positions, fused QKV, exact GELU, tied head (FACTS 1.5). Every tensor is seeded by its own name,
+so a layer can be made where it will live, in any order, without the rest of the model.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.spec import Workload
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INIT_STD = 0.02
+
+
+class Layer(nn.Module):
+    """One transformer block: (B, T, D) to (B, T, D)."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        size = workload.hidden_size
+        self.num_heads = workload.num_heads
+        self.dropout = workload.dropout
+        self.ln1 = nn.LayerNorm(size)
+        self.qkv = nn.Linear(size, 3 * size)  # rows: 3, heads, head size
+        self.proj = nn.Linear(size, size)
+        self.ln2 = nn.LayerNorm(size)
+        self.fc1 = nn.Linear(size, 4 * size)
+        self.fc2 = nn.Linear(4 * size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.proj(self._attention(self.ln1(x))), self.dropout)
+        return x + F.dropout(self.fc2(F.gelu(self.fc1(self.ln2(x)))), self.dropout)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        batch, tokens, size = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, size // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=self.dropout)
+        return mixed.transpose(1, 2).reshape(batch, tokens, size)
+
+
+class Ends(nn.Module):
+    """What comes before the first layer and after the last."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.dropout = workload.dropout
+        self.wte = nn.Embedding(workload.vocab_size, workload.hidden_size)
+        self.wpe = nn.Embedding(workload.seq_len, workload.hidden_size)
+        self.lnf = nn.LayerNorm(workload.hidden_size)
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """(B, T) token ids to (B, T, D)."""
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        return F.dropout(self.wte(inputs) + self.wpe(positions), self.dropout)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy over all tokens, in fp32; the head is the token embedding."""
+        logits = F.linear(self.lnf(x), self.wte.weight).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class GPT(nn.Module):
+    """The whole model; every layer is recomputed in the backward pass from its input."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.ends = Ends(workload)
+        self.layers = nn.ModuleList(Layer(workload) for _ in range(workload.num_layers))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.ends.embed(inputs)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.ends.loss(x, targets)
+
+
+def build(workload: Workload, device: str = "cpu") -> GPT:
+    """The seeded model in the workload's dtype on a device."""
+    with torch.device("meta"):
+        model = GPT(workload)
+    model = model.to(DTYPES[workload.dtype]).to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(initial(name, parameter.shape, workload))
+    return model
+
+
+def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
+    """The fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters).
+
+    N(0, 0.02); the two projections into the residual stream by 1/sqrt(2 L) of that; biases 0, norm weights 1.
+    """
+    if len(shape) == 1:
+        is_norm_weight = name.endswith("weight")
+        return torch.ones(shape) if is_norm_weight else torch.zeros(shape)
+    std = INIT_STD / math.sqrt(2 * workload.num_layers) if ".proj." in name or ".fc2." in name else INIT_STD
+    seed = hashlib.sha256(f"{workload.seed} {name}".encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def decays(parameter: Tensor) -> bool:
+    """Whether weight decay applies: matrices only, neither biases nor norms."""
+    return parameter.ndim > 1

@@ -1,0 +1,221 @@
+"""The words of a run as values: Workload, Budget, Plan, Job. Standard library only, nothing is allocated.
+
+Units: bytes, seconds, parameters. GiB = 2**30, 1 B = 10**9 parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+GIB = 2**30
+KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+# The published run's optimizer (FACTS 1.5): AdamW, linear warm-up, cosine decay.
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.01
+MIN_LEARNING_RATE = 1e-5
+LR_WARMUP_STEPS = 3200
+LR_DECAY_STEPS = 320_000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A GPT, its optimizer and its data: what every method trains alike.
+
+    Raises ValueError, one line that names the allowed values, where the sizes make no model.
+    """
+
+    num_layers: int = 16
+    hidden_size: int = 2048
+    num_heads: int = 16
+    seq_len: int = 1024
+    batch_size: int = 4
+    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
+    dtype: str = "fp32"  # or "bf16": bf16 weights and gradients, fp32 master weights and moments
+    dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
+    clip_norm: float = 1.0  # of the global gradient norm; 0 switches clipping off
+    learning_rate: float = 1.5e-4
+    seed: int = 1234
+    corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None is the synthetic stream
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.hidden_size % self.num_heads:
+            below = self.hidden_size // self.num_heads * self.num_heads
+            nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
+            raise ValueError(
+                f"hidden size {self.hidden_size} is not divisible by {self.num_heads} heads: try {nearest}, or --heads"
+            )
+        if self.dtype not in ("fp32", "bf16"):
+            raise ValueError(f"dtype must be fp32 or bf16, not {self.dtype!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout}")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
+            raise ValueError(f"clip must be 0 (off) or a positive norm, not {self.clip_norm}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"the learning rate must be positive, not {self.learning_rate}")
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one layer: two norms, fused QKV, projection, a 4x MLP, all with biases."""
+        return 12 * self.hidden_size**2 + 13 * self.hidden_size
+
+    @property
+    def end_params(self) -> int:
+        """Parameters of both ends: tied token embedding, learned positions, final norm."""
+        return (self.vocab_size + self.seq_len + 2) * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        return self.end_params + self.num_layers * self.layer_params
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight, gradient or activation as computed with."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def flops_per_step(self) -> float:
+        """Floating-point operations of one step as run: forward, recompute of every layer, backward; causal attention
+        counted as half of full. The embedding's look-up and elementwise work are not counted."""
+        return 4 * self._layer_flops + 3 * self._head_flops
+
+    @property
+    def model_flops_per_step(self) -> float:
+        """The same without the recompute: what MFU is measured against."""
+        return 3 * self._layer_flops + 3 * self._head_flops
+
+    @property
+    def _layer_flops(self) -> float:
+        tokens = self.batch_size * self.seq_len
+        return self.num_layers * (24 * tokens * self.hidden_size**2 + 2 * tokens * self.seq_len * self.hidden_size)
+
+    @property
+    def _head_flops(self) -> float:
+        return 2.0 * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
+
+    @property
+    def boundary_bytes(self) -> int:
+        """The input of one layer, kept for its recompute."""
+        return self.batch_size * self.seq_len * self.hidden_size * self.weight_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """Estimate of the largest transient: a layer under recompute and backward, or the logits, their softmax and
+        their gradient, whichever is more."""
+        logits = self.batch_size * self.seq_len * self.vocab_size * (12 if self.dtype == "fp32" else 14)
+        return max(24 * self.boundary_bytes, logits)
+
+    def learning_rate_at(self, step: int) -> float:
+        """The published schedule; `step` counts from 1. Iterations 10 and 50 give 4.687e-07 and 2.344e-06."""
+        if step <= LR_WARMUP_STEPS:
+            return self.learning_rate * step / LR_WARMUP_STEPS
+        floor = min(MIN_LEARNING_RATE, self.learning_rate)
+        done = min(1.0, (step - LR_WARMUP_STEPS) / (LR_DECAY_STEPS - LR_WARMUP_STEPS))
+        return floor + (self.learning_rate - floor) * (1 + math.cos(math.pi * done)) / 2
+
+    def at_depth(self, num_layers: int) -> Workload:
+        return dataclasses.replace(self, num_layers=num_layers)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may use; None is whatever the machine has."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"the budget's {name} must be positive, not {value}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a method says it will need, by arithmetic: bytes by memory and kind, and its options as resolved."""
+
+    device: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+    disk: dict[str, int] = field(default_factory=dict)
+    moved_bytes: int = 0  # per step, both directions
+    step_seconds: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for memory in (self.device, self.host, self.disk):
+            unknown = set(memory) - set(KINDS)
+            if unknown:
+                raise ValueError(f"a plan's kinds are {', '.join(KINDS)}, not {', '.join(sorted(unknown))}")
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
+
+    def shortfall(self, budget: Budget) -> str | None:
+        """The first memory that does not suffice, in words with its kinds, or None when the plan fits."""
+        for memory in ("device", "host", "disk"):
+            need, have = getattr(self, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")
+            if have is not None and need > have:
+                kinds = getattr(self, memory)
+                parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)
+                return f"needs {gib(need)} of {memory} memory ({parts}), there is {gib(have)}"
+        return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run as plain data. Two jobs of equal key measure the same thing."""
+
+    method: str
+    workload: Workload
+    options: dict[str, Any] = field(default_factory=dict)
+    budget: Budget = Budget()
+    steps: int = 20
+    warmup: int = 5
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, not {self.steps}")
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(f"warm-up must be from 0 to {self.steps - 1} of {self.steps} steps, not {self.warmup}")
+
+    def key(self, **context: str) -> str:
+        """Identity of this job in a context: the method's source, the machine's checked facts."""
+        text = json.dumps([self.to_dict(), context], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Job:
+        data = dict(data, workload=Workload(**data["workload"]), budget=Budget(**data["budget"]))
+        return Job(**data)
+
+
+def gib(size: float) -> str:
+    """Bytes as a human reads them."""
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} bytes"

@@ -1,0 +1,1 @@
+"""One file is one method; a leading underscore is not a method."""

@@ -1,0 +1,35 @@
+"""What streaming a model's layers needs, by arithmetic; no torch, nothing allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.spec import Plan, Workload
+
+
+def state_bytes(workload: Workload) -> dict[str, int]:
+    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master and, during the update, an fp32
+    gradient of one layer, which is not counted here."""
+    size = workload.weight_bytes
+    master = 0 if size == 4 else 4
+    return {"weights": size, "gradients": size, "optimizer": 8 + master}
+
+
+def streamed_plan(workload: Workload, num_slots: int, num_resident: int, options: dict[str, Any] | None = None) -> Plan:
+    """Both ends and `num_resident` layers wholly on the device, `num_slots` slots for the others, which live on the
+    host. A streamed layer's weights come in twice a step, its gradient goes home once; layers that are still in the
+    window when the pass turns are not fetched again for the backward pass."""
+    size, per_param = workload.weight_bytes, state_bytes(workload)
+    streamed = workload.num_layers - num_resident
+    at_device = workload.end_params + num_resident * workload.layer_params
+    at_host = streamed * workload.layer_params
+    fetches = 2 * streamed - min(num_slots, streamed)
+    device = {kind: count * at_device for kind, count in per_param.items()}
+    device["buffers"] = 2 * size * num_slots * workload.layer_params
+    device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes
+    return Plan(
+        device=device,
+        host={kind: count * at_host for kind, count in per_param.items()},
+        moved_bytes=(fetches + streamed) * size * workload.layer_params,
+        options=options or {},
+    )

@@ -1,0 +1,59 @@
+"""L2L (Pudipeddi et al. 2020): one layer at a time on the device, the rest and the optimizer on the host.
+
+The device holds a single layer, the embedding and the loss. A layer is fetched for its forward pass and again for its
+backward pass, its gradient goes home, the host updates it; every copy and every update is waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.method import Step, Trained, Training
+from harness.spec import Budget, Plan, Workload
+from methods._plans import streamed_plan
+
+
+@dataclass(frozen=True)
+class L2L:
+    label = "L2L"
+    color = "#E7D6EF"
+    paper = "Pudipeddi et al. 2020, arXiv:2002.05645"
+    world_size = 1
+    bit_exact = True
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        return streamed_plan(workload, num_slots=1, num_resident=0)
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        from methods._ends import ResidentEnds
+        from methods._stream import Clip, Device, Home, Slot, new_layer
+
+        with Device(device) as gpu:
+            ends = ResidentEnds(gpu, workload)
+            homes = [Home(gpu, new_layer(workload), f"layers.{i}.", workload, host=True) for i in range(workload.num_layers)]
+            slot = Slot(gpu, new_layer(workload), workload)
+            for step, (inputs, targets) in enumerate(batches, start=1):
+                learning_rate = workload.learning_rate_at(step)
+                x, saved = ends.embed(inputs), []
+                for home in homes:
+                    slot.prefetch(home)
+                    slot.wait()
+                    x, kept = slot.forward(x)
+                    saved.append(kept)
+                loss, dx = ends.loss(x, targets)
+                norms = []
+                for home in reversed(homes):
+                    slot.prefetch(home)
+                    slot.wait()
+                    dx = slot.backward(saved.pop(), dx)
+                    norms.append(slot.norms())
+                    slot.offload(home)
+                    slot.wait()
+                ends.backward(dx)
+                clip = Clip(gpu, [*ends.norms(), *sum(reversed(norms), [])], workload.clip_norm)
+                ends.home.update(learning_rate, clip.factor)
+                for home in homes:
+                    home.update(learning_rate, clip.on_host())
+                yield Step(loss, clip.total)
+            gpu.synchronize()
+            return Trained([state for home in (ends.home, *homes) for state in home.states()], gpu.moved_bytes)

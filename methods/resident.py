@@ -1,0 +1,70 @@
+"""Everything on the device: plain PyTorch, every layer recomputed. The reference that the others are judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.method import Step, TensorState, Trained, Training
+from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+
+
+@dataclass(frozen=True)
+class Resident:
+    label = "Resident"
+    color = "#8A8A8A"
+    paper = "PyTorch, with activation recompute (Chen et al. 2016)"
+    world_size = 1
+    bit_exact = True
+    is_reference = True
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        params, size = workload.num_params, workload.weight_bytes
+        master = 0 if size == 4 else 8  # fp32 weights and, at the step, fp32 gradients
+        return Plan(
+            device={
+                "weights": size * params,
+                "gradients": size * params,
+                "optimizer": (8 + master) * params,
+                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
+            }
+        )
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        import torch
+
+        from harness.model import build, decays, initial
+
+        model = build(workload, device)
+        names, weights = zip(*model.named_parameters(), strict=True)
+        mixed = workload.dtype != "fp32"
+        masters = weights
+        if mixed:
+            seeded = zip(names, weights, strict=True)
+            masters = [initial(name, weight.shape, workload).to(device) for name, weight in seeded]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in masters if decays(p)], "weight_decay": WEIGHT_DECAY},
+                {"params": [p for p in masters if not decays(p)], "weight_decay": 0.0},
+            ],
+            betas=BETAS,
+            eps=EPSILON,
+            fused=True,
+        )
+        for step, (inputs, targets) in enumerate(batches, start=1):
+            loss = model(inputs, targets)
+            loss.backward()
+            if mixed:
+                for master, weight in zip(masters, weights, strict=True):
+                    master.grad, weight.grad = weight.grad.float(), None
+            # Without clipping the norm is only reported.
+            norm = torch.nn.utils.clip_grad_norm_(masters, workload.clip_norm or float("inf"))
+            for group in optimizer.param_groups:
+                group["lr"] = workload.learning_rate_at(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if mixed:
+                with torch.no_grad():
+                    torch._foreach_copy_(weights, masters)
+            yield Step(loss.detach(), norm)
+        columns = zip(names, masters, strict=True)
+        return Trained([TensorState(name, p.detach(), optimizer.state[p]["exp_avg"]) for name, p in columns])
