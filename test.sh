@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# The tests: sets up .venv with the test extra if need be, then runs pytest with the arguments given.
+set -u
+. "$(dirname "${BASH_SOURCE[0]}")/venv.sh" test
+cd "$root" && exec "$python" -m pytest "$@"
