@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -41,13 +42,16 @@ class HostStream:
 class CpuStreams:
     """Streams and threads where the device is the CPU."""
 
-    stream = HostStream
-    current = HostStream
+    stream: Any = HostStream
+    current: Any = HostStream
 
     def use(self, stream: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def pool(self, num_threads: int) -> Any:
+        """Threads of one core each. torch hands a thread its number of cores at its first parallel work, from a count
+        that these threads overwrite: the computing thread takes its own first."""
+        torch.get_num_threads()
         return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
@@ -117,10 +121,11 @@ class Layout:
 
 
 class Clip:
-    """The global gradient norm and the factor it asks for; the factor also goes to the host."""
+    """The global gradient norm, of each layer's norms in the model's order, and the factor it asks for, which also goes
+    to the host."""
 
-    def __init__(self, device: Device, norms: list[Tensor], max_norm: float) -> None:
-        self.total = torch.linalg.vector_norm(torch.stack(norms))
+    def __init__(self, device: Device, norms: list[list[Tensor]], max_norm: float) -> None:
+        self.total = torch.linalg.vector_norm(torch.stack([*chain.from_iterable(norms)]))
         self.factor = self.host_factor = None
         if not max_norm:
             return

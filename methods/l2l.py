@@ -30,7 +30,9 @@ class L2L:
 
         with Device(device) as gpu:
             ends = ResidentEnds(gpu, workload)
-            homes = [Home(gpu, new_layer(workload), f"layers.{i}.", workload, host=True) for i in range(workload.num_layers)]
+            homes = [
+                Home(gpu, new_layer(workload), f"layers.{i}.", workload, host=True) for i in range(workload.num_layers)
+            ]
             slot = Slot(gpu, new_layer(workload), workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
@@ -50,7 +52,7 @@ class L2L:
                     slot.offload(home)
                     slot.wait()
                 ends.backward(dx)
-                clip = Clip(gpu, [*ends.norms(), *sum(reversed(norms), [])], workload.clip_norm)
+                clip = Clip(gpu, [ends.norms(), *reversed(norms)], workload.clip_norm)
                 ends.home.update(learning_rate, clip.factor)
                 for home in homes:
                     home.update(learning_rate, clip.on_host())

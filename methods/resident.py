@@ -37,7 +37,7 @@ class Resident:
         model = build(workload, device)
         names, weights = zip(*model.named_parameters(), strict=True)
         mixed = workload.dtype != "fp32"
-        masters = weights
+        masters = list(weights)
         if mixed:
             seeded = zip(names, weights, strict=True)
             masters = [initial(name, weight.shape, workload).to(device) for name, weight in seeded]

@@ -89,7 +89,7 @@ class Stronghold:
                         slots[i].prefetch(homes[i])
                 ends.backward(dx)
 
-                clip = Clip(gpu, [*ends.norms(), *sum(reversed(norms), [])], workload.clip_norm)
+                clip = Clip(gpu, [ends.norms(), *reversed(norms)], workload.clip_norm)
                 for home in (ends.home, *homes[:first]):
                     home.update(learning_rate, clip.factor)
                 if workload.clip_norm:
