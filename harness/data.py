@@ -73,7 +73,9 @@ def corpus(workload: Workload) -> Sampler:
         start = int(_uniform(workload.seed, index, 1)[0] * places)
         window = np.asarray(tokens[start : start + workload.seq_len + 1], dtype=np.int64)
         if window.min() < 0 or window.max() >= workload.vocab_size:
-            raise ValueError(f"{prefix}.bin holds token {window.max()}, the vocabulary has {workload.vocab_size}: --vocab")
+            raise ValueError(
+                f"{prefix}.bin holds token {window.max()}, the vocabulary has {workload.vocab_size}: --vocab"
+            )
         return window
 
     return sample

@@ -12,13 +12,13 @@ import dataclasses
 import difflib
 import functools
 import hashlib
-import importlib.util
-import sys
-from collections.abc import Generator, Iterable
+import importlib
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
+import methods
 from harness.spec import Budget, Plan, Workload
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     for attribute, value in {"label": name, **DEFAULTS}.items():
         if not hasattr(classes[0], attribute):
             setattr(classes[0], attribute, value)
-    return classes[0]
+    found: Any = classes[0]
+    return found
 
 
 def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -> Method:
@@ -125,6 +126,10 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
     for option in options:
         if option not in allowed:
             raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
+    hints = get_type_hints(cls)
+    for option, value in options.items():
+        if not isinstance(value, hints[option]):
+            raise ValueError(f"{name}'s option {option} takes {hints[option]}, not {value!r}")
     return cls(**options)
 
 
@@ -140,15 +145,9 @@ def reference(folders: tuple[Path, ...] = ()) -> str:
     return marked[0]
 
 
-def largest_depth(method: Method, workload: Workload, budget: Budget) -> int:
-    """Layers of the deepest model whose plan fits the budget; 0 when none does. Plans grow with depth."""
-
-    def fits(num_layers: int) -> bool:
-        try:
-            return method.plan(workload.at_depth(num_layers), budget).shortfall(budget) is None
-        except ValueError:  # such as a window beyond these few layers
-            return True
-
+def largest_depth(fits: Callable[[int], bool]) -> int:
+    """Layers of the deepest model that fits, by doubling and bisection; 0 when one layer does not. Needs grow with
+    depth."""
     low, high = 0, 1
     while fits(high):
         low, high = high, high * 2
@@ -171,17 +170,11 @@ def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
 
 
 def _module(path: Path) -> ModuleType:
-    name = f"methods.{path.stem}"
-    module = sys.modules.get(name)
-    if module is not None and module.__file__ == str(path):
-        return module
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    """The method's module; files beside it are importable as methods._name, wherever the folder lies."""
+    if str(path.parent) not in methods.__path__:
+        methods.__path__.append(str(path.parent))
+    importlib.invalidate_caches()
     try:
-        spec.loader.exec_module(module)
+        return importlib.import_module(f"methods.{path.stem}")
     except Exception as error:
-        del sys.modules[name]
         raise ValueError(f"{path} does not load: {type(error).__name__}: {error}") from error
-    return module

@@ -190,6 +190,7 @@ class Job:
     workload: Workload
     options: dict[str, Any] = field(default_factory=dict)
     budget: Budget = Budget()
+    device: str = "cpu"  # or "cuda"
     steps: int = 20
     warmup: int = 5
 

@@ -1,0 +1,163 @@
+"""Is this the reference's training? A verdict with its evidence, from two records alone.
+
+Own conditions first: all steps ran, all losses are finite, every tensor changed. Then the comparison: losses step by
+step, and for each tensor how much of it changed, how far it moved and the size of its first moment. A method that
+promises bit-equality is held to it on a CPU in fp32; elsewhere the tolerances below apply. Where a run fails, the most
+telling difference names the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from harness.record import Gate, Record
+
+# Largest relative difference of a step's loss. fp32: kernels that sum in another order differ by about 1e-6 after 20
+# steps; bf16 has 8 bits of mantissa. CUDA adds atomics and fused attention.
+LOSS_TOLERANCE = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2}
+# How far a tensor moved, and its first moment, relative to the reference's.
+SIZE_TOLERANCE = 0.1
+# Share of a tensor's elements that changed, relative to the reference's.
+CHANGED_TOLERANCE = 0.1
+
+
+def judge(
+    record: Record,
+    reference: Record | None = None,
+    twins: tuple[Record, Record] | None = None,
+    peers: list[Record] | None = None,
+) -> Gate:
+    """The verdict on a record.
+
+    `reference` is the same workload trained by the reference, or the record itself where it is that. Where the
+    reference does not fit, `twins` are this method and the reference at the largest depth where it does, and `peers`
+    are other methods' records of this very workload.
+    """
+    if record.status != "ok":
+        return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
+    own = _own_conditions(record)
+    if own is not None:
+        return own
+    if reference is record:
+        return Gate("exact", "", "is the reference: every step finite, every tensor changed")
+    if reference is not None:
+        return _compare(record, reference)
+    if twins is not None:
+        return _by_twin(record, twins, peers or [])
+    return Gate()
+
+
+def _own_conditions(record: Record) -> Gate | None:
+    for step, loss in enumerate(record.losses, start=1):
+        if loss is not None and not math.isfinite(loss):
+            return _failed("not-finite", f"the loss is {loss} from step {step} on", step=step)
+    if len(record.losses) != record.job.steps:
+        return _failed("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
+    if not record.tensors:
+        return _failed("missing", "the method returned no trained tensors")
+    unchanged = [name for name, tensor in record.tensors.items() if not tensor["changed"]]
+    if unchanged:
+        return _failed("unchanged", f"{_some(unchanged)} did not change in {record.job.steps} steps", tensors=unchanged)
+    return None
+
+
+def _compare(record: Record, reference: Record) -> Gate:
+    where = (record.job.device, record.job.workload.dtype)
+    evidence = {"reference": reference.key, "loss_difference": _loss_difference(record, reference)}
+    if reference.status != "ok" or _own_conditions(reference) is not None:
+        return Gate("untested", "no-reference", f"the reference itself ended as {reference.status}", evidence)
+    if record.data_sha256 != reference.data_sha256:
+        return _failed("data", "trained on other data than the reference", **evidence)
+    if set(record.tensors) != set(reference.tensors):
+        names = sorted(set(record.tensors) ^ set(reference.tensors))
+        return _failed("missing", f"the tensors are not the reference's: {_some(names)}", **evidence)
+    steps = f"{record.job.steps} steps"
+    if _bit_equal(record, reference):
+        return Gate("exact", "", f"{steps} and all weights bit-equal to {reference.job.method}", evidence)
+    must_be_exact = record.bit_exact and where == ("cpu", "fp32")
+    tolerance = 0.0 if must_be_exact else LOSS_TOLERANCE[where]
+    difference = _tensor_difference(record, reference) or _first_loss_beyond(record, reference, tolerance)
+    if difference is not None:
+        return _failed(difference[0], difference[1], tolerance=tolerance, **evidence)
+    if must_be_exact:
+        return _failed("weights", "losses agree but the final weights are not the reference's bits", **evidence)
+    text = f"{steps} within {tolerance:g} of {reference.job.method} (largest {evidence['loss_difference']:.1e})"
+    return Gate("tolerance", "", text, {**evidence, "tolerance": tolerance})
+
+
+def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) -> Gate:
+    twin, twin_reference = twins
+    depth = twin.job.workload.num_layers
+    verdict = judge(twin, twin_reference)
+    evidence: dict[str, Any] = {"twin": twin.key, "twin_layers": depth, "twin_verdict": verdict.verdict}
+    if not verdict.passed:
+        reason = f"its twin at {depth} layers: {verdict.text}"
+        return Gate("failed" if verdict.verdict == "failed" else "untested", verdict.reason, reason, evidence)
+    tolerance = LOSS_TOLERANCE[record.job.device, record.job.workload.dtype]
+    agreeing = []
+    for peer in peers:
+        if _own_conditions(peer) is None and peer.data_sha256 == record.data_sha256:
+            beyond = _first_loss_beyond(record, peer, tolerance)
+            if beyond is not None:
+                return _failed("peers", f"{peer.job.method} trains this size otherwise: {beyond[1]}", **evidence)
+            agreeing.append(peer.job.method)
+    also = f", and agrees with {', '.join(agreeing)} here" if agreeing else ""
+    return Gate("twin", "", f"its twin at {depth} layers is {verdict.verdict}{also}", {**evidence, "peers": agreeing})
+
+
+def _bit_equal(record: Record, reference: Record) -> bool:
+    same_weights = all(record.tensors[name]["sha256"] == item["sha256"] for name, item in reference.tensors.items())
+    return record.losses == reference.losses and same_weights
+
+
+def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | None:
+    """The most telling difference between final tensors: part of one left out, a wrong step size, a wrong gradient."""
+    checks = (
+        (
+            "partial-update",
+            "changed",
+            CHANGED_TOLERANCE,
+            "{name} changed in {ours:.1%} of its elements, {theirs:.1%} in",
+        ),
+        ("update-size", "moved", SIZE_TOLERANCE, "{name} moved {ratio:.3g} times as far as in"),
+        ("gradient-scale", "exp_avg", SIZE_TOLERANCE, "{name}'s first moment is {ratio:.3g} times that in"),
+    )
+    for reason, key, tolerance, text in checks:
+        worst, ratio = None, 1.0
+        for name, theirs in reference.tensors.items():
+            ours = record.tensors[name]
+            if ours.get(key) is None or not theirs.get(key):
+                continue
+            candidate = ours[key] / theirs[key]
+            if worst is None or abs(candidate - 1) > abs(ratio - 1):
+                worst, ratio = name, candidate
+        if worst is not None and not abs(ratio - 1) <= tolerance:
+            values = {"ours": record.tensors[worst][key], "theirs": reference.tensors[worst][key]}
+            return reason, f"{text.format(name=worst, ratio=ratio, **values)} the reference"
+    return None
+
+
+def _first_loss_beyond(record: Record, other: Record, tolerance: float) -> tuple[str, str] | None:
+    for step, (ours, theirs) in enumerate(zip(record.losses, other.losses, strict=False), start=1):
+        if ours is None or theirs is None:
+            continue
+        difference = abs(ours - theirs) / abs(theirs)
+        if not difference <= tolerance:
+            allowed = f"relative {difference:.1e}, {tolerance:g} allowed"
+            return "loss", f"loss {ours:.7g} instead of {theirs:.7g} at step {step} ({allowed})"
+    return None
+
+
+def _loss_difference(record: Record, other: Record) -> float:
+    """Largest relative difference over the steps that both have."""
+    pairs = [(a, b) for a, b in zip(record.losses, other.losses, strict=False) if a is not None and b is not None]
+    return max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=math.nan)
+
+
+def _failed(reason: str, text: str, **evidence: Any) -> Gate:
+    return Gate("failed", reason, text, evidence)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,110 @@
+"""What a person sees while a sweep runs: a bar on a terminal, plain lines elsewhere, or JSON lines for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from harness.spec import Job, gib
+from harness.sweep import closing_line, summary
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@contextmanager
+def reporter(as_json: bool) -> Iterator[Report]:
+    if as_json:
+        yield _print_json
+    elif sys.stdout.isatty():
+        with _Bar() as bar:
+            yield bar.report
+    else:
+        yield _Lines().report
+
+
+def _print_json(event: dict[str, Any]) -> None:
+    plain = {**event}
+    if "record" in event:
+        plain["record"] = summary(event["record"])
+    for name in ("job", "plan"):
+        if name in event:
+            plain[name] = dataclasses.asdict(event[name])
+    print(json.dumps(plain), flush=True)
+
+
+def _title(event: dict[str, Any]) -> str:
+    """Which job this is and why it is run."""
+    job: Job = event["job"]
+    place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
+    return f"{place}{job.method}, {job.workload.num_layers} layers"
+
+
+class _Lines:
+    """A line at the start, at every tenth of the steps, and at the end of a job."""
+
+    def __init__(self, write: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
+        self.write, self.steps = write, 0
+
+    def report(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "start":
+            self.steps = event["job"].steps
+            plan, job = event["plan"], event["job"]
+            options = "".join(f" {name}={value}" for name, value in job.options.items())
+            self.write(
+                f"{_title(event)}: {job.workload.num_params / 1e9:.3f} B parameters,{options or ' no options'}; plan:"
+                f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}"
+            )
+        elif kind == "recorded":
+            self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
+        elif kind == "step" and (event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps):
+            self.write(f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s")
+        elif kind == "end":
+            self.write(closing_line(event["record"]))
+        elif kind == "warning":
+            self.write(f"warning: {event['text']}")
+
+
+class _Bar:
+    """The same lines, and a bar with loss, samples/s and time left while a job runs."""
+
+    def __enter__(self) -> _Bar:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self.progress = Progress(*columns, transient=True)
+        self.lines = _Lines(
+            lambda line: self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        )
+        self.task: Any = None
+        self.batch_size = 0
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def report(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "step":
+            speed = self.batch_size / event["seconds"]
+            numbers = f"loss {event['loss']:.4f}  {speed:.3g} samples/s"
+            self.progress.update(self.task, completed=event["step"], numbers=numbers)
+            return
+        if kind == "phase" and self.task is not None:
+            self.progress.update(self.task, numbers=event["phase"])
+            return
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+            self.task = None
+        self.lines.report(event)
+        if kind == "start":
+            self.batch_size = event["job"].workload.batch_size
+            self.task = self.progress.add_task(_title(event), total=event["job"].steps, numbers="start")

@@ -1,0 +1,51 @@
+"""The readable log in the published artifact's lines, so that scripts made for it read ours."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from harness.spec import Job
+
+INTERVAL = 10  # steps
+
+
+def header_lines(job: Job) -> list[str]:
+    load = job.workload
+    return [
+        f"method {job.method} with {job.options or 'no options'}, {job.steps} steps on {job.device}, {load}",
+        f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {load.num_params}",
+    ]
+
+
+def interval_lines(job: Job, measured: dict[str, Any], peaks: dict[str, int]) -> list[str]:
+    """The published metric lines for the interval that the last step closes; none inside an interval.
+
+    Times and losses are means over the interval, warm-up included, as published; Tera Flops count this harness's
+    FLOPs, recompute included.
+    """
+    step = len(measured["losses"])
+    if step % INTERVAL:
+        return []
+    load, seconds = job.workload, statistics.fmean(measured["step_seconds"][-INTERVAL:])
+    norm = f" grad norm: {measured['grad_norms'][-1]:.3f} |" if measured["grad_norms"] else ""
+    losses = [loss for loss in measured["losses"][-INTERVAL:] if math.isfinite(loss)]
+    loss = f" lm loss: {statistics.fmean(losses):.6E} |" if losses else ""
+    lines = [
+        f" iteration {step:8d}/{job.steps:8d} | elapsed time per iteration (ms): {seconds * 1000:.1f} |"
+        f" learning rate: {load.learning_rate_at(step):.3E} | global batch size: {load.batch_size:5d} |"
+        f"{loss} loss scale: 1.0 |{norm}"
+        f" number of skipped iterations: {0:3d} | number of nan iterations: {INTERVAL - len(losses):3d} |",
+        f"Effective Tera Flops per GPU: {load.flops_per_step / seconds / 1e12:.2f}"
+        f" and total parameters {load.num_params / 1e9:.3f} B",
+        f"NumWorkers: 1; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
+        f"  SamplesPerSecond: {load.batch_size / seconds}",
+    ]
+    if peaks and step == INTERVAL:
+        allocated, reserved = (peaks[name] / 2**20 for name in ("device_allocated", "device_reserved"))
+        lines.append(
+            f"[Rank 0] (after {step} iterations) memory (MB) | allocated: {allocated} | max allocated: {allocated} |"
+            f" reserved: {reserved} | max reserved: {reserved}"
+        )
+    return lines

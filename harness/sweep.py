@@ -1,0 +1,186 @@
+"""Many jobs in order: what has a record is not run again, what ends is judged, a crash loses nothing.
+
+Each job is followed by the gate. The reference it needs is a job like any other: it is run when no record of it exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import gate, machine, method
+from harness.launch import launch
+from harness.record import Gate, Record, new_stem, read_all
+from harness.spec import Budget, Job, Plan, gib
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | None]:
+    """The job with the options that its plan settled on, the plan, and what does not fit, if anything.
+
+    Raises ValueError for options that make no sense.
+    """
+    trained = method.create(job.method, job.options, folders)
+    budget = machine.budget(job.budget, job.device)
+    plan = trained.plan(job.workload, budget)
+    options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
+    resolved = dataclasses.replace(job, options=options)
+    shortfall = one_pool(plan, budget).shortfall(budget)
+    if shortfall is None:
+        return resolved, plan, None
+    if budget.device_bytes is None:
+        shortfall = shortfall.replace("host memory", "memory")
+    depth = _largest(trained, job, budget)
+    hint = f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
+    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers {shortfall}; {hint}"
+
+
+def one_pool(plan: Plan, budget: Budget) -> Plan:
+    """The plan as it falls on the memories there are: without a device budget, a CPU's device memory is the host's."""
+    if budget.device_bytes is not None:
+        return plan
+    kinds = {kind: plan.device.get(kind, 0) + plan.host.get(kind, 0) for kind in {**plan.device, **plan.host}}
+    return dataclasses.replace(plan, device={}, host=kinds)
+
+
+def _largest(trained: method.Method, job: Job, budget: Budget) -> int:
+    def fits(num_layers: int) -> bool:
+        try:
+            plan = trained.plan(job.workload.at_depth(num_layers), budget)
+        except ValueError:  # such as a window beyond these few layers
+            return True
+        return one_pool(plan, budget).shortfall(budget) is None
+
+    return method.largest_depth(fits)
+
+
+class Sweep:
+    """A folder of results and what is to be added to it."""
+
+    def __init__(
+        self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False
+    ) -> None:
+        self.results, self.folders, self.rerun = results, folders, rerun
+        self.report = report or (lambda event: None)
+        self.records, complaints = read_all(results)
+        self.measured_now: set[str] = set()
+        for complaint in complaints:
+            self.report({"event": "warning", "text": complaint})
+
+    def run(self, jobs: list[Job]) -> list[Record]:
+        """A judged record for each resolved job, in order, measured now or before."""
+        finished = []
+        for index, job in enumerate(jobs, start=1):
+            path = self._measure(job, {"index": index, "total": len(jobs)})
+            record = self._judge(path)
+            self.report({"event": "end", "path": str(path), "record": record})
+            finished.append(record)
+        return finished
+
+    def key(self, job: Job) -> str:
+        return job.key(source=method.source_hash(job.method, self.folders), **machine.checked())
+
+    def _measure(self, job: Job, place: dict[str, Any]) -> Path:
+        """The path of the job's record: the newest result there is, else one made now."""
+        key = self.key(job)
+        known = [path for path, record in self.records.items() if record.key == key and record.is_result]
+        if known and (not self.rerun or key in self.measured_now):
+            self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
+            return known[-1]
+        self.measured_now.add(key)
+        resolved, plan, shortfall = resolve(job, self.folders)
+        self.report({"event": "start", "job": resolved, "plan": plan, **place})
+        if shortfall:
+            path = self._refuse(resolved, key, shortfall)
+        else:
+            path = launch(resolved, key, self.results, self.folders, self.report)
+        self.records[path] = Record.read(path)
+        return path
+
+    def _refuse(self, job: Job, key: str, shortfall: str) -> Path:
+        path = Path(f"{new_stem(self.results, job)}.json")
+        facts, versions = machine.facts(), machine.software()
+        Record(job, key, "does-not-fit", "plan", shortfall, machine=facts, software=versions).write(path)
+        path.with_name(path.name.removesuffix(".json") + ".txt").write_text(shortfall + "\n")
+        return path
+
+    def _judge(self, path: Path) -> Record:
+        """The record with its verdict, given now if it had none."""
+        record = self.records[path]
+        if record.status != "ok" or record.gate.verdict != "untested":
+            return record
+        reference = method.reference(self.folders)
+        if record.job.method == reference:
+            verdict = gate.judge(record, record)
+        else:
+            other = dataclasses.replace(record.job, method=reference, options={})
+            _, _, shortfall = resolve(other, self.folders)
+            if shortfall is None:
+                judged_by = self._judge(self._measure(other, {"role": "reference"}))
+                verdict = gate.judge(record, judged_by)
+            else:
+                verdict = self._judge_by_twin(record, other)
+        record = record.with_gate(verdict)
+        record.write(path)
+        self.records[path] = record
+        return record
+
+    def _judge_by_twin(self, record: Record, reference: Job) -> Gate:
+        trained = method.create(reference.method, {}, self.folders)
+        depth = _largest(trained, reference, machine.budget(reference.budget, reference.device))
+        if depth < 1:
+            return Gate("untested", "no-reference", "the reference does not fit at any depth")
+        twins = []
+        for job in (record.job, reference):
+            small = dataclasses.replace(job, workload=job.workload.at_depth(depth))
+            try:
+                resolve(small, self.folders)
+            except ValueError as error:
+                return Gate("untested", "no-twin", f"no twin at {depth} layers: {error}")
+            twins.append(self.records[self._measure(small, {"role": "twin"})])
+        same_size = [
+            other
+            for other in self.records.values()
+            if other.job.workload == record.job.workload
+            and other.job.steps == record.job.steps
+            and other.job.method != record.job.method
+            and other.status == "ok"
+        ]
+        return gate.judge(record, twins=(twins[0], twins[1]), peers=same_size)
+
+
+def summary(record: Record) -> dict[str, Any]:
+    """What a closing line tells, as data."""
+    return {
+        "method": record.job.method,
+        "num_layers": record.job.workload.num_layers,
+        "options": record.job.options,
+        "num_params": record.job.workload.num_params,
+        "status": record.status,
+        "reason": record.reason,
+        "samples_per_second": record.samples_per_second,
+        "peaks": record.peaks,
+        "gate": record.gate.verdict,
+        "gate_text": record.gate.text,
+    }
+
+
+def closing_line(record: Record) -> str:
+    """One line for people: parameters, samples/s, peaks against budget, gate."""
+    job = record.job
+    options = "".join(f" {name}={value}" for name, value in job.options.items())
+    title = f"{job.method}{options}, {job.workload.num_layers} layers, {job.workload.num_params / 1e9:.3f} B parameters"
+    if record.status != "ok":
+        return f"{title}: {record.status}: {record.reason}"
+    speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
+    budget = machine.budget(job.budget, job.device)
+    host = f"host peak {gib(record.host_peak_bytes)} of {gib(budget.host_bytes or 0)}"
+    reserved = record.peaks.get("device_reserved")
+    device = f"device peak {gib(reserved)} of {gib(budget.device_bytes or 0)}, " if reserved else ""
+    verdict = (
+        record.gate.verdict if record.gate.verdict in ("failed", "untested") else f"passed ({record.gate.verdict})"
+    )
+    return f"{title}: {speed}, {device}{host}; gate {verdict}: {record.gate.text}"

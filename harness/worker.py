@@ -1,0 +1,271 @@
+"""One job in this process: train under the clock, look at what was trained, classify the end, write the record.
+
+Started by launch.py with the job on standard input, which stays open: when it closes, the parent is gone and the run
+ends as interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their
+own, so that nothing an engine prints can be mistaken for a measurement.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness import machine, published
+from harness.method import Method, Step, Trained, Unavailable, create
+from harness.record import Record
+from harness.spec import Job
+
+Emit = Callable[[dict[str, Any]], None]
+HOST_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
+
+
+class Clock:
+    """Marks between steps: CUDA events, so that no step waits for the device, or the CPU's counter."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch, self.cuda = torch, device == "cuda"
+        self.marks: list[Any] = []
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            self.torch.cuda.synchronize()
+
+    def mark(self) -> None:
+        if self.cuda:
+            self.marks.append(self.torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def done(self, index: int) -> bool:
+        return not self.cuda or self.marks[index].query()
+
+    def seconds(self, index: int) -> float:
+        """Between mark index - 1 and mark index."""
+        before, after = self.marks[index - 1 : index + 1]
+        return before.elapsed_time(after) / 1000 if self.cuda else after - before
+
+
+class Run:
+    """What has been measured so far, in whatever way the run ends."""
+
+    def __init__(self, job: Job, emit: Emit) -> None:
+        self.job, self.emit = job, emit
+        self.measured: dict[str, Any] = {"losses": [], "grad_norms": [], "step_seconds": [], "phase_seconds": {}}
+        self.phase, self._since = "start", time.perf_counter()
+        self.measured["phase_seconds"]["process"] = time.time() - psutil.Process().create_time()
+        self._waiting: list[tuple[Any, Any]] = []  # loss and norm on their way to the host
+
+    def enter(self, phase: str) -> None:
+        now = time.perf_counter()
+        before = "training" if self.phase.startswith("step") else self.phase
+        spent = self.measured["phase_seconds"]
+        spent[before] = spent.get(before, 0.0) + now - self._since
+        self.phase, self._since = phase, now
+        if not phase.startswith("step"):
+            self.emit({"event": "phase", "phase": phase})
+
+    def train(self, method: Method) -> None:
+        """Data, build, warm-up, timed steps, drain: everything between two synchronizations is the method's."""
+        import torch
+
+        from harness import data
+
+        job = self.job
+        self.enter("data")
+        tokens = data.batches(job.workload, job.steps)
+        self.measured["data_sha256"] = data.sha256(tokens)
+        batches = torch.from_numpy(tokens).to(job.device)
+        inputs, targets = batches[..., :-1].contiguous(), batches[..., 1:].contiguous()
+        self.clock = Clock(job.device)
+        torch.manual_seed(job.workload.seed)
+        self.enter("build")
+
+        def feed() -> Iterator[tuple[Any, Any]]:
+            """The first batch is asked for when the method has built its model: the clock starts there."""
+            for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
+                if step == 1:
+                    self.clock.synchronize()
+                    self.clock.mark()
+                self.enter(f"step {step}")
+                yield batch
+
+        training = method.train(job.workload, feed(), job.device)
+        try:
+            trained = self._drive(training)
+        finally:
+            training.close()
+        self.clock.synchronize()
+        self._collect(wait=True)
+        self.measured["moved_bytes"] = trained.moved_bytes
+        self.enter("inspect")
+        self.measured["tensors"] = inspect(trained, job)
+        self.enter("done")
+
+    def _drive(self, training: Any) -> Trained:
+        try:
+            while True:
+                step: Step = next(training)
+                self._waiting.append(tuple(_to_host(value) for value in step))
+                if len(self.clock.marks) == self.job.warmup:
+                    self.clock.synchronize()
+                self.clock.mark()
+                self._collect(wait=False)
+        except StopIteration as end:
+            self.enter("drain")
+            return end.value or Trained([])
+
+    def _collect(self, wait: bool) -> None:
+        """Take in the steps whose losses have arrived; never makes the device wait."""
+        losses = self.measured["losses"]
+        while self._waiting and (wait or self.clock.done(len(losses) + 1)):
+            loss, norm = self._waiting.pop(0)
+            losses.append(float(loss))
+            if norm is not None:
+                self.measured["grad_norms"].append(float(norm))
+            self.measured["step_seconds"].append(self.clock.seconds(len(losses)))
+            seconds = self.measured["step_seconds"][-1]
+            self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds})
+            for line in published.interval_lines(self.job, self.measured, device_peaks(self.job.device)):
+                print(line, flush=True)
+
+
+def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
+    """Train one job here and return its record, however it ended."""
+    started, run = time.time(), Run(job, emit)
+    status, reason, evidence = "ok", "", {}
+    method = create(job.method, job.options, folders)
+    limits = {}
+    try:
+        run.enter("import")
+        limits = limit(job)
+        run.train(method)
+    except KeyboardInterrupt:
+        status, reason = "interrupted", f"interrupted at {run.phase}"
+    except Exception as error:
+        status, reason = classify(error, job.device)
+        evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
+        print(evidence["traceback"], flush=True)
+    gc.collect()
+    return Record(
+        job=job, key=key, status=status, phase=run.phase, reason=reason, evidence=evidence, clock=job.device,
+        machine=machine.facts(), software=machine.software(), started=started, limits=limits,
+        predicted=_predicted(method, job), bit_exact=method.bit_exact,
+        peaks=device_peaks(job.device), **run.measured,
+    )  # fmt: skip
+
+
+def limit(job: Job) -> dict[str, str]:
+    """Put the device budget in force where that is possible; says what does it."""
+    import torch
+
+    if job.budget.device_bytes is None:
+        return {}
+    if job.device != "cuda":
+        return {"device": "planned, not enforced on a CPU"}
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, job.budget.device_bytes / total))
+    return {"device": "cap of the caching allocator"}
+
+
+def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
+    """For each tensor against its seeded start: share of elements changed, distance moved, size of the first moment."""
+    import torch
+
+    from harness.model import initial
+
+    found = {}
+    for name, weight, exp_avg in trained.tensors:
+        weight = weight.detach().float().cpu()
+        change = weight - initial(name, weight.shape, job.workload)
+        found[name] = {
+            "changed": torch.count_nonzero(change).item() / change.numel(),
+            "moved": torch.linalg.vector_norm(change).item(),
+            "exp_avg": None if exp_avg is None else torch.linalg.vector_norm(exp_avg.float()).item(),
+            "sha256": hashlib.sha256(weight.contiguous().numpy().tobytes()).hexdigest()[:16],
+        }
+    return found
+
+
+def device_peaks(device: str) -> dict[str, int]:
+    torch = sys.modules.get("torch")
+    if device != "cuda" or torch is None:
+        return {}
+    return {
+        "device_allocated": torch.cuda.max_memory_allocated(),
+        "device_reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+def classify(error: Exception, device: str) -> tuple[str, str]:
+    """Status and one line for an exception, its causes looked through: an engine may have wrapped it."""
+    import torch
+
+    cause: BaseException | None = error
+    while cause is not None:
+        line = f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300]
+        if isinstance(cause, MemoryError) or HOST_ALLOCATION_FAILED in str(cause) or "page-lock" in str(cause):
+            return "oom-host", line
+        if isinstance(cause, torch.OutOfMemoryError):
+            return "oom-device" if device == "cuda" else "oom-host", line
+        if isinstance(cause, (Unavailable, ImportError)):
+            return "unavailable", line
+        cause = cause.__cause__ or cause.__context__
+    return "crash", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _predicted(method: Method, job: Job) -> dict[str, Any]:
+    plan = method.plan(job.workload, machine.budget(job.budget, job.device))
+    return {"device": plan.device, "host": plan.host, "disk": plan.disk, "moved_bytes": plan.moved_bytes}
+
+
+def _to_host(value: Any) -> Any:
+    return value if value is None else value.detach().to("cpu", non_blocking=True)
+
+
+def _watch_parent() -> None:
+    """Standard input ends when the parent does: then this run is over, too."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    order = json.loads(sys.stdin.readline())
+    events = os.fdopen(order["events"], "w", buffering=1)
+    threading.Thread(target=_watch_parent, daemon=True).start()
+    job = Job.from_dict(order["job"])
+    for line in published.header_lines(job):
+        print(line, flush=True)
+
+    def emit(event: dict[str, Any]) -> None:
+        try:
+            events.write(json.dumps(event) + "\n")
+        except BrokenPipeError:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    folders = tuple(Path(folder) for folder in order["folders"])
+    record = run(job, order["key"], folders, emit)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    record.write(Path(order["record"]))
+    # Threads of engines must not hold up a run that has ended.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
