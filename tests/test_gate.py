@@ -1,0 +1,172 @@
+"""The gate on real training: what is right passes, each way of training wrongly fails for its own reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from harness import gate, worker
+from harness.method import ROOT
+from harness.record import Gate, Record
+from harness.spec import Job, Workload
+
+# A learning rate at which eight steps of so small a model move its loss.
+WORKLOAD = Workload(
+    num_layers=4, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1
+)
+STEPS = 8
+
+# One broken line each: file, the line as it is, the line as it must not be, the gate's reason.
+MUTANTS = {
+    "updates only the first row of each tensor": (
+        "_stream.py",
+        "rows = zip(self.layout.decays, *map(self.layout.views, slabs), self.steps, strict=True)",
+        "rows = zip(self.layout.decays, *([view[:1] for view in self.layout.views(slab)] for slab in slabs), self.steps)",
+        "partial-update",
+    ),
+    "skips one layer's update": (
+        "stronghold.py",
+        "for home in homes[first:]:",
+        "for home in homes[first + 1 :]:",
+        "unchanged",
+    ),
+    "clips by each layer's own norm": (
+        "_stream.py",
+        "grads.mul_(factor)",
+        "grads.mul_(torch.clamp(1 / (torch.linalg.vector_norm(grads) + 1e-6), max=1.0))",
+        "gradient-scale",
+    ),
+    "drops the schedule on host layers": (
+        "stronghold.py",
+        "home.update_when_landed(learning_rate, clip.on_host)",
+        "home.update_when_landed(workload.learning_rate, clip.on_host)",
+        "update-size",
+    ),
+    "uses last step's weights once": (
+        "stronghold.py",
+        "for i in range(first, first + window):\n                        slots[i].prefetch(homes[i])",
+        "for i in range(first + (step == 3), first + window):\n                        slots[i].prefetch(homes[i])",
+        "loss",
+    ),
+}
+
+
+def trained(method: str, options: dict | None = None, folders: tuple[Path, ...] = (), **changes) -> Record:
+    workload = dataclasses.replace(WORKLOAD, **changes)
+    job = Job(method, workload, options or {}, steps=STEPS, warmup=1)
+    record = worker.run(job, method, folders, lambda event: None)
+    assert record.status == "ok", record.evidence
+    return record
+
+
+@functools.cache
+def reference(**changes) -> Record:
+    return trained("resident", **changes)
+
+
+def mutant(folder: Path, number: int, file: str, right: str, wrong: str) -> str:
+    """A copy of stronghold in a folder of its own, with one line broken; returns its name."""
+    sources = {name: (ROOT / "methods" / name).read_text() for name in ("stronghold.py", "_ends.py", "_stream.py")}
+    assert sources[file].count(right) == 1
+    sources[file] = sources[file].replace(right, wrong)
+    for name, source in sources.items():
+        for shared in ("_stream", "_ends"):
+            source = source.replace(f"from methods.{shared} ", f"from methods.{shared}{number} ")
+        own = name.replace(".py", f"{number}.py")
+        (folder / own).write_text(source)
+    return f"stronghold{number}"
+
+
+def verdict_on(text: str, folder: Path, number: int, **changes) -> Gate:
+    file, right, wrong, _ = MUTANTS[text]
+    name = mutant(folder, number, file, right, wrong)
+    return gate.judge(trained(name, {"window_size": 2}, (folder,), **changes), reference(**changes))
+
+
+@pytest.mark.parametrize("text", MUTANTS)
+def test_wrong_training_fails_for_its_named_reason(text: str, tmp_path: Path) -> None:
+    verdict = verdict_on(text, tmp_path, list(MUTANTS).index(text))
+    assert (verdict.verdict, verdict.reason) == ("failed", MUTANTS[text][3]), verdict.text
+
+
+def test_stale_weights_that_move_no_loss_are_seen_in_the_weights(tmp_path: Path) -> None:
+    verdict = verdict_on("uses last step's weights once", tmp_path, 98, learning_rate=1.5e-4)
+    assert (verdict.verdict, verdict.reason) == ("failed", "weights")
+
+
+def test_an_unbroken_copy_passes_exactly(tmp_path: Path) -> None:
+    name = mutant(
+        tmp_path, 99, "stronghold.py", "num_layers = workload.num_layers", "num_layers = workload.num_layers "
+    )
+    assert gate.judge(trained(name, {"window_size": 2}, (tmp_path,)), reference()).verdict == "exact"
+
+
+def test_bf16_passes() -> None:
+    verdict = gate.judge(trained("stronghold", {"window_size": 2}, dtype="bf16"), reference(dtype="bf16"))
+    assert verdict.passed
+
+
+def test_a_nan_loss_fails_at_its_step() -> None:
+    record = reference()
+    losses = [*record.losses[:4], float("nan"), *record.losses[5:]]
+    verdict = gate.judge(dataclasses.replace(record, losses=losses), record)
+    assert (verdict.reason, verdict.evidence["step"]) == ("not-finite", 5)
+
+
+def test_a_missing_step_fails() -> None:
+    record = reference()
+    assert gate.judge(dataclasses.replace(record, losses=record.losses[:-1]), record).reason == "incomplete"
+
+
+def test_other_data_fails() -> None:
+    assert gate.judge(dataclasses.replace(reference(), data_sha256="other"), reference()).reason == "data"
+
+
+def test_tensors_left_out_fail() -> None:
+    tensors = dict(reference().tensors)
+    del tensors["layers.0.fc1.weight"]
+    assert gate.judge(dataclasses.replace(reference(), tensors=tensors), reference()).reason == "missing"
+
+
+def test_a_last_update_left_out_fails_though_all_losses_agree() -> None:
+    tensors = {name: {**tensor, "sha256": "other"} for name, tensor in reference().tensors.items()}
+    verdict = gate.judge(dataclasses.replace(reference(), tensors=tensors), reference())
+    assert (verdict.verdict, verdict.reason) == ("failed", "weights")
+
+
+def test_a_method_that_promises_bits_is_not_let_off_with_a_tolerance() -> None:
+    losses = [loss * (1 + 1e-7) for loss in reference().losses]
+    near = dataclasses.replace(reference(), losses=losses)
+    assert gate.judge(near, reference()).verdict == "failed"
+    assert gate.judge(dataclasses.replace(near, bit_exact=False), reference()).verdict == "tolerance"
+
+
+def test_what_did_not_finish_is_not_judged() -> None:
+    assert gate.judge(dataclasses.replace(reference(), status="oom-host"), reference()).verdict == "untested"
+
+
+def test_a_twin_stands_in_where_the_reference_does_not_fit() -> None:
+    deep = trained("l2l", num_layers=5)
+    verdict = gate.judge(deep, twins=(trained("l2l"), reference()))
+    assert (verdict.verdict, verdict.evidence["twin_layers"]) == ("twin", 4)
+
+
+def test_a_failing_twin_fails_what_it_stands_for() -> None:
+    twin = dataclasses.replace(trained("l2l"), losses=[1.0] * STEPS)
+    assert gate.judge(trained("l2l", num_layers=5), twins=(twin, reference())).verdict == "failed"
+
+
+def test_methods_that_disagree_at_a_size_without_reference_fail_there() -> None:
+    deep = trained("l2l", num_layers=5)
+    peer = dataclasses.replace(deep, losses=[loss * 1.01 for loss in deep.losses])
+    assert gate.judge(deep, twins=(trained("l2l"), reference()), peers=[peer]).reason == "peers"
+
+
+def test_no_throughput_without_a_passing_gate() -> None:
+    record = reference()
+    assert record.with_gate(gate.judge(record, record)).samples_per_second is not None
+    assert record.with_gate(Gate("failed", "loss", "differs")).samples_per_second is None
+    assert record.samples_per_second is None

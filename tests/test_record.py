@@ -1,0 +1,100 @@
+"""Records: whole on disk, raw inside, derived when read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.published import interval_lines
+from harness.record import Gate, Record, new_stem, read_all
+from harness.spec import Budget, Job, Workload
+
+JOB = Job("some-method", Workload(), {"window_size": 4}, Budget(seconds=9.5), steps=4, warmup=1)
+RECORD = Record(JOB, "k", "ok", losses=[3.0, 2.0, 1.5, 1.25], step_seconds=[9.0, 2.0, 4.0, 3.0], started=5.0)
+
+
+@given(st.lists(st.floats(allow_nan=False), max_size=5), st.text(max_size=20))
+def test_a_record_reads_back_as_written(
+    tmp_path_factory: pytest.TempPathFactory, losses: list[float], text: str
+) -> None:
+    path = tmp_path_factory.mktemp("records") / "log_a.json"
+    record = dataclasses.replace(RECORD, losses=losses, reason=text)
+    record.write(path)
+    assert Record.read(path) == record
+
+
+def test_a_nan_loss_survives_as_plain_json(tmp_path: Path) -> None:
+    path = tmp_path / "log_a.json"
+    dataclasses.replace(RECORD, losses=[1.0, math.nan, math.inf]).write(path)
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert [str(loss) for loss in Record.read(path).losses] == ["1.0", "nan", "inf"]
+
+
+def test_the_median_leaves_the_warm_up_out() -> None:
+    assert RECORD.median_step_seconds == 3.0
+
+
+def test_throughput_is_batch_over_median_step_once_the_gate_passed() -> None:
+    assert RECORD.samples_per_second is None
+    assert RECORD.with_gate(Gate("exact")).samples_per_second == 4 / 3.0
+
+
+def test_the_first_step_counts_from_the_start_of_the_process() -> None:
+    seconds = {"process": 1.0, "import": 2.0, "build": 3.0, "training": 100.0}
+    assert dataclasses.replace(RECORD, phase_seconds=seconds).first_step_seconds == 1.0 + 2.0 + 3.0 + 9.0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 99}', '{"schema_version": 1}'])
+def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> None:
+    (tmp_path / "log_bad.json").write_text(text)
+    RECORD.write(tmp_path / "log_good.json")
+    records, complaints = read_all(tmp_path)
+    assert [path.name for path in records] == ["log_good.json"]
+    assert len(complaints) == 1 and "log_bad.json" in complaints[0]
+
+
+def test_names_follow_the_published_pattern_and_are_never_taken_twice(tmp_path: Path) -> None:
+    names = [new_stem(tmp_path, JOB).name for _ in range(5)]
+    pattern = r"log_some-method_l-16_hs-2048_bs-4_ws-4_\d{4}-\d\d-\d\d\.\d{10}"
+    assert len(set(names)) == 5 and all(re.fullmatch(pattern, name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "column", "value"),
+    [
+        # The fields that the published extraction scripts print, split at [/,_: ], counted from 1.
+        ("total parameters", 20, "0.911"),
+        ("SamplesPerSecond", 22, "2.0"),
+    ],
+)
+def test_scripts_made_for_the_published_logs_read_ours(wanted: str, column: int, value: str) -> None:
+    job = dataclasses.replace(JOB, steps=10)
+    measured = {"losses": [5.0] * 10, "grad_norms": [1.0] * 10, "step_seconds": [2.0] * 10}
+    path = "./results/log_some-method_l-16_hs-2048_bs-4_ws-4_2022-07-02.1656730240.txt"
+    line = next(line for line in interval_lines(job, measured, {}) if wanted in line)
+    fields = re.split(r"[/,_: ]", f"{path}:{line}")
+    assert fields[column - 1] == value
+
+
+def test_metric_lines_have_the_published_words() -> None:
+    published = (
+        " iteration       10/      50 | elapsed time per iteration (ms): 5400.3 | learning rate: 4.687E-07 |"
+        " global batch size:     4 | lm loss: 1.090563E+01 | loss scale: 1.0 | grad norm: 36.791 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+    job = dataclasses.replace(JOB, steps=50)
+    measured = {"losses": [10.90563] * 10, "grad_norms": [36.791] * 10, "step_seconds": [5.4003] * 10}
+    assert interval_lines(job, measured, {})[0] == published
+
+
+def test_no_loss_is_printed_for_an_interval_of_nans() -> None:
+    measured = {"losses": [math.nan] * 10, "grad_norms": [], "step_seconds": [1.0] * 10}
+    line = interval_lines(dataclasses.replace(JOB, steps=10), measured, {})[0]
+    assert "lm loss" not in line and "number of nan iterations:  10" in line

@@ -1,0 +1,91 @@
+"""A sweep runs what is missing, judges what ends, and refuses what cannot fit, on record."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from harness.record import read_all
+from harness.spec import Budget, Job, Workload
+from harness.sweep import Sweep, closing_line, resolve
+
+TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
+
+
+def jobs(*methods: str, **changes) -> list[Job]:
+    workload = dataclasses.replace(TINY, **changes)
+    return [resolve(Job(name, workload, steps=4, warmup=1))[0] for name in methods]
+
+
+def starts(events: list[dict]) -> list[str]:
+    return [event["job"].method for event in events if event["event"] == "start"]
+
+
+def test_the_reference_is_run_once_for_all_who_need_it(tmp_path: Path) -> None:
+    events: list[dict] = []
+    records = Sweep(tmp_path, report=events.append).run(jobs("l2l", "stronghold"))
+    assert starts(events) == ["l2l", "resident", "stronghold"]
+    assert [record.gate.verdict for record in records] == ["exact", "exact"]
+
+
+def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path) -> None:
+    Sweep(tmp_path).run(jobs("resident", "l2l"))
+    events: list[dict] = []
+    Sweep(tmp_path, report=events.append).run(jobs("resident", "l2l", "stronghold"))
+    assert starts(events) == ["stronghold"]
+
+
+def test_what_did_not_end_well_is_run_again(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path)
+    sweep.run(jobs("resident"))
+    (path, record), *_ = read_all(tmp_path)[0].items()
+    dataclasses.replace(record, status="killed").write(path)
+    events: list[dict] = []
+    Sweep(tmp_path, report=events.append).run(jobs("resident"))
+    assert starts(events) == ["resident"]
+
+
+def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path) -> None:
+    Sweep(tmp_path).run(jobs("l2l"))
+    events: list[dict] = []
+    Sweep(tmp_path, report=events.append, rerun=True).run(jobs("l2l", "stronghold"))
+    assert starts(events) == ["l2l", "resident", "stronghold"]
+
+
+def test_a_record_left_unjudged_by_a_crash_is_judged_without_a_run(tmp_path: Path) -> None:
+    from harness.record import Gate
+
+    Sweep(tmp_path).run(jobs("l2l"))
+    for path, record in read_all(tmp_path)[0].items():
+        record.with_gate(Gate()).write(path)
+    events: list[dict] = []
+    records = Sweep(tmp_path, report=events.append).run(jobs("l2l"))
+    assert starts(events) == [] and records[0].gate.verdict == "exact"
+
+
+def test_a_size_that_cannot_fit_is_a_recorded_result(tmp_path: Path) -> None:
+    records = Sweep(tmp_path).run(jobs("resident", num_layers=10**9))
+    assert records[0].status == "does-not-fit" and "the largest that should fit has -l " in records[0].reason
+    assert [record.status for record in read_all(tmp_path)[0].values()] == ["does-not-fit"]
+
+
+def test_the_named_largest_depth_fits_and_the_next_does_not() -> None:
+    _, _, text = resolve(Job("stronghold", Workload(num_layers=10**6)))
+    assert text is not None
+    largest = int(text.rpartition("-l ")[2])
+    assert resolve(Job("stronghold", Workload(num_layers=largest)))[2] is None
+    assert resolve(Job("stronghold", Workload(num_layers=largest + 1)))[2] is not None
+
+
+def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path) -> None:
+    workload = dataclasses.replace(TINY, num_layers=12)
+    needed = resolve(Job("resident", dataclasses.replace(TINY, num_layers=4)))[1].device_bytes
+    job = Job("stronghold", workload, {"window_size": 2}, Budget(device_bytes=needed + 1000), steps=4, warmup=1)
+    record = Sweep(tmp_path).run([resolve(job)[0]])[0]
+    assert (record.gate.verdict, record.gate.evidence["twin_layers"]) == ("twin", 4)
+
+
+def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Path) -> None:
+    line = closing_line(Sweep(tmp_path).run(jobs("l2l"))[0])
+    for words in ("l2l", "0.000 B parameters", "samples/s", "host peak", "gate passed (exact)"):
+        assert words in line
