@@ -1,9 +1,9 @@
-# Sourced by run.sh and test.sh with an extra of pyproject.toml or nothing: makes .venv from the pinned dependencies
+# Sourced by run.sh and test.sh with an extra of pyproject.toml or "": makes .venv from the pinned dependencies
 # where it is missing or stale, and sets $root and $python. An interrupted set-up leaves no stamp, so it is done again.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$root/.venv/bin/python
-extra=${1:-}
+extra=$1
 
 base_python() {
     local candidate
