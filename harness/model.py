@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -90,9 +92,19 @@ def build(workload: Workload, device: str = "cpu") -> GPT:
     with torch.device("meta"):
         model = GPT(workload)
     model = model.to(DTYPES[workload.dtype]).to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(initial(name, parameter.shape, workload))
+    initialize(((name, parameter.data) for name, parameter in model.named_parameters()), workload)
     return model
+
+
+def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
+    """Give tensors, in place, the starting values of their names: a thread draws a tensor, several at once."""
+
+    def fill(pair: tuple[str, Tensor]) -> None:
+        name, tensor = pair
+        tensor.copy_(initial(name, tensor.shape, workload))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, named))
 
 
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from harness.spec import Job, gib
+from harness.spec import Job, gib, params_text
 from harness.sweep import closing_line, summary
 
 Report = Callable[[dict[str, Any]], None]
@@ -56,7 +56,7 @@ class _Lines:
             plan, job = event["plan"], event["job"]
             options = "".join(f" {name}={value}" for name, value in job.options.items())
             self.write(
-                f"{_title(event)}: {job.workload.num_params / 1e9:.3f} B parameters,{options or ' no options'}; plan:"
+                f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
                 f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}"
             )
         elif kind == "recorded":

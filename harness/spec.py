@@ -84,8 +84,9 @@ class Workload:
 
     @property
     def flops_per_step(self) -> float:
-        """Floating-point operations of one step as run: forward, recompute of every layer, backward; causal attention
-        counted as half of full. The embedding's look-up and elementwise work are not counted."""
+        """Floating-point operations of one step: forward, full recompute of every layer, backward; causal attention
+        counted as half of full. The embedding's look-up and elementwise work are not counted, and a recompute that
+        stops before a layer's last product does 8 T D^2 a layer less than is counted."""
         return 4 * self._layer_flops + 3 * self._head_flops
 
     @property
@@ -212,6 +213,11 @@ class Job:
     def from_dict(data: dict[str, Any]) -> Job:
         data = dict(data, workload=Workload(**data["workload"]), budget=Budget(**data["budget"]))
         return Job(**data)
+
+
+def params_text(num_params: int) -> str:
+    """Parameters as a human reads them: 1.717 B, 16.3 M."""
+    return f"{num_params / 1e9:.3f} B" if num_params >= 1e8 else f"{num_params / 1e6:.3g} M"
 
 
 def gib(size: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from harness import gate, machine, method
 from harness.launch import launch
 from harness.record import Gate, Record, new_stem, read_all
-from harness.spec import Budget, Job, Plan, gib
+from harness.spec import Budget, Job, Plan, gib, params_text
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -172,7 +172,9 @@ def closing_line(record: Record) -> str:
     """One line for people: parameters, samples/s, peaks against budget, gate."""
     job = record.job
     options = "".join(f" {name}={value}" for name, value in job.options.items())
-    title = f"{job.method}{options}, {job.workload.num_layers} layers, {job.workload.num_params / 1e9:.3f} B parameters"
+    title = (
+        f"{job.method}{options}, {job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"
+    )
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"

@@ -17,13 +17,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from harness import machine, published
-from harness.method import Method, Step, Trained, Unavailable, create
+from harness.method import Method, Step, TensorState, Trained, Unavailable, create
 from harness.record import Record
 from harness.spec import Job
 
@@ -188,17 +189,19 @@ def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
 
     from harness.model import initial
 
-    found = {}
-    for name, weight, exp_avg in trained.tensors:
-        weight = weight.detach().float().cpu()
-        change = weight - initial(name, weight.shape, job.workload)
-        found[name] = {
+    def look(state: TensorState) -> dict[str, Any]:
+        weight = state.weight.detach().float().cpu().contiguous()
+        change = weight - initial(state.name, weight.shape, job.workload)
+        return {
             "changed": torch.count_nonzero(change).item() / change.numel(),
             "moved": torch.linalg.vector_norm(change).item(),
-            "exp_avg": None if exp_avg is None else torch.linalg.vector_norm(exp_avg.float()).item(),
-            "sha256": hashlib.sha256(weight.contiguous().numpy().tobytes()).hexdigest()[:16],
+            "exp_avg": None if state.exp_avg is None else torch.linalg.vector_norm(state.exp_avg.float()).item(),
+            "sha256": hashlib.sha256(weight.flatten().numpy().data).hexdigest()[:16],
         }
-    return found
+
+    tensors = list(trained.tensors)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip([state.name for state in tensors], pool.map(look, tensors), strict=True))
 
 
 def device_peaks(device: str) -> dict[str, int]:

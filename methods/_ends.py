@@ -17,7 +17,7 @@ class ResidentEnds:
         with torch.device("meta"):
             self.module = Ends(workload)
         self.home = Home(device, self.module, "ends.", workload, host=False)
-        self.slot = Slot(device, self.module, workload, self.home)
+        self.slot = Slot(self.home, resident=True)
 
     def embed(self, inputs: Tensor) -> Tensor:
         """(B, T) token ids to (B, T, D); only the small graph of the look-up is kept for backward()."""

@@ -15,15 +15,17 @@ def state_bytes(workload: Workload) -> dict[str, int]:
     return {"weights": size, "gradients": size, "optimizer": 8 + master}
 
 
-def streamed_plan(workload: Workload, num_slots: int, num_resident: int, options: dict[str, Any] | None = None) -> Plan:
+def streamed_plan(
+    workload: Workload, num_slots: int, num_resident: int, num_kept: int, options: dict[str, Any] | None = None
+) -> Plan:
     """Both ends and `num_resident` layers wholly on the device, `num_slots` slots for the others, which live on the
-    host. A streamed layer's weights come in twice a step, its gradient goes home once; layers that are still in the
-    window when the pass turns are not fetched again for the backward pass."""
+    host. A streamed layer's weights come in twice a step, but for `num_kept` of them that stay where they are when the
+    forward pass turns into the backward pass; its gradient goes home once."""
     size, per_param = workload.weight_bytes, state_bytes(workload)
     streamed = workload.num_layers - num_resident
     at_device = workload.end_params + num_resident * workload.layer_params
     at_host = streamed * workload.layer_params
-    fetches = 2 * streamed - min(num_slots, streamed)
+    fetches = 2 * streamed - num_kept
     device = {kind: count * at_device for kind, count in per_param.items()}
     device["buffers"] = 2 * size * num_slots * workload.layer_params
     device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes

@@ -22,7 +22,7 @@ class L2L:
     bit_exact = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return streamed_plan(workload, num_slots=1, num_resident=0)
+        return streamed_plan(workload, num_slots=1, num_resident=0, num_kept=0)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods._ends import ResidentEnds
@@ -33,7 +33,7 @@ class L2L:
             homes = [
                 Home(gpu, new_layer(workload), f"layers.{i}.", workload, host=True) for i in range(workload.num_layers)
             ]
-            slot = Slot(gpu, new_layer(workload), workload)
+            slot = Slot(homes[0])
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
                 x, saved = ends.embed(inputs), []
@@ -52,7 +52,8 @@ class L2L:
                     slot.offload(home)
                     slot.wait()
                 ends.backward(dx)
-                clip = Clip(gpu, [ends.norms(), *reversed(norms)], workload.clip_norm)
+                clip = Clip([ends.norms(), *reversed(norms)], workload.clip_norm)
+                clip.send_home(gpu)
                 ends.home.update(learning_rate, clip.factor)
                 for home in homes:
                     home.update(learning_rate, clip.on_host())

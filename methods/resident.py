@@ -32,15 +32,15 @@ class Resident:
     def train(self, workload: Workload, batches, device: str) -> Training:
         import torch
 
-        from harness.model import build, decays, initial
+        from harness.model import build, decays, initialize
 
         model = build(workload, device)
         names, weights = zip(*model.named_parameters(), strict=True)
         mixed = workload.dtype != "fp32"
         masters = list(weights)
         if mixed:
-            seeded = zip(names, weights, strict=True)
-            masters = [initial(name, weight.shape, workload).to(device) for name, weight in seeded]
+            masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+            initialize(zip(names, masters, strict=True), workload)
         optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in masters if decays(p)], "weight_decay": WEIGHT_DECAY},

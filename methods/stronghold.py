@@ -43,7 +43,8 @@ class Stronghold:
         if not 0 <= resident <= num_layers:
             raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
         options = {"window_size": window, "resident_layers": resident}
-        return streamed_plan(workload, min(window, num_layers - resident), resident, options)
+        slots = min(window, num_layers - resident)
+        return streamed_plan(workload, slots, resident, num_kept=slots, options=options)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods._ends import ResidentEnds
@@ -55,11 +56,11 @@ class Stronghold:
 
         with Device(device, num_workers=_num_workers(device)) as gpu:
             ends = ResidentEnds(gpu, workload)
-            layers = [new_layer(workload) for _ in range(num_layers)]
-            homes = [Home(gpu, layer, f"layers.{i}.", workload, host=i >= first) for i, layer in enumerate(layers)]
-            slots = {i: Slot(gpu, layers[i], workload, homes[i]) for i in range(first)}
+            homes = [
+                Home(gpu, new_layer(workload), f"layers.{i}.", workload, host=i >= first) for i in range(num_layers)
+            ]
+            slots = {i: Slot(homes[i], resident=i < first) for i in range(first + window)}
             for i in range(first, first + window):
-                slots[i] = Slot(gpu, layers[i], workload)
                 slots[i].prefetch(homes[i])
 
             for step, (inputs, targets) in enumerate(batches, start=1):
@@ -89,10 +90,11 @@ class Stronghold:
                         slots[i].prefetch(homes[i])
                 ends.backward(dx)
 
-                clip = Clip(gpu, [ends.norms(), *reversed(norms)], workload.clip_norm)
+                clip = Clip([ends.norms(), *reversed(norms)], workload.clip_norm)
                 for home in (ends.home, *homes[:first]):
                     home.update(learning_rate, clip.factor)
-                if workload.clip_norm:
+                if workload.clip_norm and window:
+                    clip.send_home(gpu)
                     for home in homes[first:]:
                         home.update_when_landed(learning_rate, clip.on_host)
                     for i in range(first, first + window):
@@ -108,7 +110,8 @@ def _most_resident(workload: Workload, budget: Budget, window: int) -> int:
     if budget.device_bytes is None:
         return 0
     for resident in range(workload.num_layers, 0, -1):
-        plan = streamed_plan(workload, min(window, workload.num_layers - resident), resident)
+        slots = min(window, workload.num_layers - resident)
+        plan = streamed_plan(workload, slots, resident, num_kept=slots)
         if plan.device_bytes <= budget.device_bytes:
             return resident
     return 0

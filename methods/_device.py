@@ -1,0 +1,110 @@
+"""What orders work between a device and its host: streams, events, threads, and the memory they share.
+
+The same code runs on a CPU, where a stream has nothing to wait for, and on a CUDA device. The race detector and virtual
+time of the tests put their own streams and threads into STREAMS and watch the same code.
+"""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostStream:
+    """A stream of the CPU: work is done when it is queued, so there is nothing to wait for. Its own event, too."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> HostStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+class CpuStreams:
+    """Streams and threads where the device is the CPU."""
+
+    stream: Any = HostStream
+    current: Any = HostStream
+
+    def use(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pool(self, num_threads: int) -> Any:
+        """Threads of one core each. torch hands a thread its number of cores at its first parallel work, from a count
+        that these threads overwrite: the computing thread takes its own first."""
+        torch.get_num_threads()
+        return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
+
+
+class CudaStream(torch.cuda.Stream):
+    """A stream whose events put a waiting thread to sleep: a spinning one would take a core from the host's Adam."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return super().record_event(event or torch.cuda.Event(blocking=True))
+
+
+class CudaStreams(CpuStreams):
+    """Streams and threads of the CUDA device."""
+
+    stream = CudaStream
+    current = staticmethod(torch.cuda.current_stream)
+    use = staticmethod(torch.cuda.stream)
+
+
+STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "cuda": CudaStreams()}
+
+
+class Device:
+    """One device's three streams, the thread that queues inbound copies, and the host's update threads."""
+
+    def __init__(self, name: str, num_workers: int = 1) -> None:
+        self.name = torch.device(name)
+        self.streams = STREAMS[self.name.type]
+        self.compute = self.streams.current()
+        self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
+        self.copier, self.workers = self.streams.pool(1), self.streams.pool(num_workers)
+        self.moved_bytes = 0
+        self._page_locked: list[Tensor] = []
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pool in (self.copier, self.workers):
+            pool.shutdown(cancel_futures=True)
+        if self._page_locked:
+            torch.cuda.synchronize()
+        for slab in self._page_locked:
+            torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+
+    def room(self, numel: int, dtype: torch.dtype, *, host: bool) -> Tensor:
+        """A zeroed slab, exactly as large as asked; on the host of a CUDA device it is page-locked.
+
+        Raises torch.OutOfMemoryError where the host's memory cannot be locked.
+        """
+        if not host:
+            return torch.zeros(numel, dtype=dtype, device=self.name)
+        # A mapping of its own: no two slabs share a page, which could be locked only once.
+        pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        slab = torch.frombuffer(pages, dtype=dtype)
+        if self.name.type == "cuda":
+            code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+            if code:
+                raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
+            self._page_locked.append(slab)
+        return slab
+
+    def synchronize(self, *pending: Future) -> None:
+        """Wait for these futures, then for everything queued on the three streams."""
+        for future in pending:
+            future.result()
+        for stream in (self.inbound, self.compute, self.outbound):
+            stream.synchronize()
