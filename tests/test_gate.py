@@ -24,7 +24,7 @@ MUTANTS = {
     "updates only the first row of each tensor": (
         "_stream.py",
         "rows = zip(self.layout.decays, *map(self.layout.views, slabs), self.steps, strict=True)",
-        "rows = zip(self.layout.decays, *([view[:1] for view in self.layout.views(slab)] for slab in slabs), self.steps)",
+        "rows = zip(self.layout.decays, *([v[:1] for v in self.layout.views(s)] for s in slabs), self.steps)",
         "partial-update",
     ),
     "skips one layer's update": (

@@ -57,8 +57,8 @@ class Plain:
             optimizer.step()
             optimizer.zero_grad()
             yield Step(loss.detach(), norm)
-        states = [(name, weight.detach(), optimizer.state[weight]["exp_avg"]) for name, weight in model.named_parameters()]
-        return Trained([TensorState(*state) for state in states])
+        named = model.named_parameters()
+        return Trained([TensorState(name, p.detach(), optimizer.state[p]["exp_avg"]) for name, p in named])
 '''
 
 

@@ -87,5 +87,5 @@ def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path) -> N
 
 def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Path) -> None:
     line = closing_line(Sweep(tmp_path).run(jobs("l2l"))[0])
-    for words in ("l2l", "0.000 B parameters", "samples/s", "host peak", "gate passed (exact)"):
+    for words in ("l2l", "0.0291 M parameters", "samples/s", "host peak", "gate passed (exact)"):
         assert words in line

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in one call of under 10 minutes; called again, it measures only what is missing.
+#   bench/gpu.sh [RESULTS]         with the python3 there is (PYTHON=... names another); default results/gpu
+#   bench/gpu.sh --demo [RESULTS]  the same steps at tiny sizes on a CPU
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
+where=(--device cuda --device-memory 32GiB --timeout 150)
+sizes=(-l "16,32" -h 2048 -b 4 --steps 12 --warmup 4)
+if [ "${1:-}" = --demo ]; then
+    shift
+    where=(--device cpu --device-memory 8MiB --timeout 60)
+    sizes=(-l "2,4" -h 64 -b 2 --seq 32 --vocab 512 --steps 6 --warmup 2)
+fi
+results=${1:-results/gpu}
+status=0
+
+echo "== tests on the device, and of stream order"
+"$python" -m pytest -q tests/test_gpu.py tests/test_races.py || status=1
+
+for dtype in bf16 fp32; do
+    echo "== $dtype"
+    "$python" -m harness sweep -m resident,stronghold "${sizes[@]}" --dtype "$dtype" "${where[@]}" --results "$results" || status=$?
+    # Nothing but the window on the device: what streaming alone costs.
+    "$python" -m harness sweep -m stronghold -w 3,4 --option resident_layers=0 "${sizes[@]}" --dtype "$dtype" "${where[@]}" \
+        --results "$results" || status=$?
+done
+exit $status
