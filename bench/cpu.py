@@ -8,6 +8,8 @@ at 8 layers x 512, sequence 256, batch 4, and the time from the start of a proce
 
 from __future__ import annotations
 
+import contextlib
+import io
 import statistics
 import tempfile
 import time
@@ -55,7 +57,8 @@ def bare_step_seconds(workload: Workload, steps: int) -> list[float]:
 
 
 def harness_step_seconds(workload: Workload, steps: int) -> list[float]:
-    record = worker.run(Job("resident", workload, steps=steps), "bench", (), lambda event: None)
+    with contextlib.redirect_stdout(io.StringIO()):
+        record = worker.run(Job("resident", workload, steps=steps), "bench", (), lambda event: None)
     return record.step_seconds
 
 
@@ -87,9 +90,9 @@ def main(rounds: int) -> None:
 
         compare(
             "harness loop to bare loop",
-            lambda: harness_step_seconds(SMALL, 30),
-            lambda: bare_step_seconds(SMALL, 30),
-            rounds,
+            lambda: harness_step_seconds(SMALL, 20),
+            lambda: bare_step_seconds(SMALL, 20),
+            3 * rounds,
         )
         compare(
             "stronghold to resident",

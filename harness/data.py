@@ -72,10 +72,9 @@ def corpus(workload: Workload) -> Sampler:
     def sample(index: int) -> np.ndarray:
         start = int(_uniform(workload.seed, index, 1)[0] * places)
         window = np.asarray(tokens[start : start + workload.seq_len + 1], dtype=np.int64)
-        if window.min() < 0 or window.max() >= workload.vocab_size:
-            raise ValueError(
-                f"{prefix}.bin holds token {window.max()}, the vocabulary has {workload.vocab_size}: --vocab"
-            )
+        beyond = window[(window < 0) | (window >= workload.vocab_size)]
+        if beyond.size:
+            raise ValueError(f"{prefix}.bin holds token {beyond[0]}, the vocabulary has {workload.vocab_size}: --vocab")
         return window
 
     return sample
@@ -92,8 +91,11 @@ def _open_tokens(prefix: str) -> np.ndarray:
         if version != 1 or code not in INDEX_DTYPES:
             raise ValueError(f"{prefix}.idx has version {version} and dtype {code}; version 1 with integers is read")
         dtype = np.dtype(INDEX_DTYPES[code])
-        if Path(f"{prefix}.bin").stat().st_size < dtype.itemsize:
+        size = Path(f"{prefix}.bin").stat().st_size
+        if not size:
             raise ValueError(f"{prefix}.bin is empty: --data takes the prefix of a .bin/.idx pair")
+        if size % dtype.itemsize:
+            raise ValueError(f"{prefix}.bin is cut short: {size} bytes, {dtype.itemsize} for each token")
         return np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
     except OSError as error:
         raise ValueError(f"cannot read the corpus {error.filename}: {error.strerror}") from error

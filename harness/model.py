@@ -1,7 +1,7 @@
 """The GPT that every method trains: two ends that share the token embedding, and a list of equal layers.
 
-Pre-LN decoder, learned positions, fused QKV, exact GELU, tied head (FACTS 1.5). Every tensor is seeded by its own name,
-so a layer can be made where it will live, in any order, without the rest of the model.
+As in the published runs: pre-LN decoder, learned positions, fused QKV, exact GELU, tied head. Every tensor is seeded
+by its own name, so a layer can be made where it will live, in any order, without the rest of the model.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """

@@ -15,7 +15,7 @@ from typing import Any
 GIB = 2**30
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
-# The published run's optimizer (FACTS 1.5): AdamW, linear warm-up, cosine decay.
+# The optimizer of the published runs: AdamW, linear warm-up, cosine decay.
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.01
@@ -48,6 +48,8 @@ class Workload:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"the seed must be from 0 to below 2**63, not {self.seed}")
         if self.hidden_size % self.num_heads:
             below = self.hidden_size // self.num_heads * self.num_heads
             nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
@@ -62,6 +64,8 @@ class Workload:
             raise ValueError(f"clip must be 0 (off) or a positive norm, not {self.clip_norm}")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"the learning rate must be positive, not {self.learning_rate}")
+        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 are one workload: let them make one key
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
     def layer_params(self) -> int:
@@ -141,6 +145,8 @@ class Budget:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"the budget's {name} must be positive, not {value}")
+        if self.seconds is not None:
+            object.__setattr__(self, "seconds", float(self.seconds))  # as in Workload
 
 
 @dataclass(frozen=True)

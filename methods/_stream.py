@@ -2,10 +2,9 @@
 
 A layer at home is flat slabs: weights, gradient, fp32 master and moments. A slot is room on the device for one layer's
 weights and gradient; a layer that comes to it has its parameters there. A copy is one flat transfer per direction and
-visit. Three streams
-(compute, inbound, outbound) are ordered by events alone; host threads wait for what they need, the launching thread
-only for a copy to have been queued. Slots and slabs live as long as the run, so no buffer changes streams through an
-allocator.
+visit. Three streams (compute, inbound, outbound) are ordered by events alone; host threads wait for what they need, the
+launching thread only for a copy to have been queued. Slots and slabs live as long as the run, so no buffer changes
+streams through an allocator.
 
 Shapes: B batch, T tokens, D hidden.
 """

@@ -1,0 +1,122 @@
+"""Virtual time: how long a method's step would take on a machine of given rates, with everything that may overlap.
+
+Every op costs its agent time, by arithmetic: on the device FLOPs or bytes, whichever takes longer; between the memories
+bytes over the link, each direction on its own; on the host bytes again; and a little for the thread that launches. An
+agent's `now` is the time at which it is free, so a wait takes the later of two. The schedule that results is that of
+the method's own code; what it costs is the machine's, and no number here was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from harness.method import Method
+from harness.spec import Workload
+from tests.fake_streams import DEVICE, Agent, watching
+from tests.training import token_batches
+from tests.watched_ops import Memory, Op, tensors
+
+aten = torch.ops.aten
+# The CPU's attention takes its arguments in the order of CUDA's, for which torch has the formulas.
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # cost nothing: no kernel is launched
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates; what is left out takes no time."""
+
+    device_flops_per_second: float = math.inf
+    device_bytes_per_second: float = math.inf
+    link_bytes_per_second: float = math.inf  # in each direction
+    link_latency_seconds: float = 0.0
+    host_bytes_per_second: float = math.inf  # of one thread
+    num_workers: int = 1  # threads for updates
+    launch_seconds: float = 0.0  # of the calling thread, for each op on the device
+
+
+@dataclass(frozen=True)
+class VirtualRun:
+    """A training in virtual seconds since its start."""
+
+    step_ends: list[float]  # when compute was through with each step
+    total_seconds: float  # until all is done
+    busy_seconds: dict[str, float]  # what each agent worked, by its name
+    device_flops: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the steps after the first, which found an idle machine."""
+        return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+
+
+class VirtualTime:
+    """An agent's `now`: the time in seconds at which it is free."""
+
+    zero = 0.0
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.busy_seconds: Counter[str] = Counter()
+        self.device_flops = 0.0
+
+    def join(self, one: float, other: float) -> float:
+        return max(one, other)
+
+    def load(self, thread: Agent) -> float:
+        return thread.now
+
+    def queued(self, thread: Agent, op: Op) -> None:
+        if op.name not in ALLOCATIONS:
+            self._work(thread, self.machine.launch_seconds)
+
+    def ran(self, agent: Agent, op: Op) -> None:
+        self._work(agent, self._seconds(op))
+
+    def freed(self, agent: Agent, now: float, memory: Memory) -> None: ...
+
+    def _work(self, agent: Agent, seconds: float) -> None:
+        agent.now += seconds
+        self.busy_seconds[agent.name] += seconds
+
+    def _seconds(self, op: Op) -> float:
+        machine = self.machine
+        if op.name in ALLOCATIONS:
+            return 0.0
+        if op.is_transfer:
+            sent = sum(access.num_bytes for access in op.accesses if access.is_write)
+            return machine.link_latency_seconds + sent / machine.link_bytes_per_second
+        touched = sum(access.num_bytes for access in op.accesses)
+        if op.is_host:
+            return touched / machine.host_bytes_per_second
+        flops = flops_of(op)
+        self.device_flops += flops
+        return max(flops / machine.device_flops_per_second, touched / machine.device_bytes_per_second)
+
+
+def flops_of(op: Op) -> float:
+    """Floating-point operations of matrix products and attention, causal attention counted as half; else none."""
+    packet = op.func.overloadpacket
+    formula = flop_registry.get(ATTENTION.get(packet, packet))
+    if formula is None:
+        return 0.0
+    flops: float = formula(*tensors(list(op.arguments.values())), out_val=op.result)
+    return flops / 2 if op.arguments.get("is_causal") else flops
+
+
+def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int = 3) -> VirtualRun:
+    """Train under the machine's clock."""
+    training = method.train(workload, token_batches(workload, steps), DEVICE)
+    clock = VirtualTime(machine)
+    with watching(clock, machine.num_workers) as streams:
+        step_ends = [streams.compute.now for _ in training]
+        streams.compute.synchronize()
+        return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops)

@@ -1,0 +1,298 @@
+"""The vector clock by hand; no race in the methods; every planted ordering bug is found, which losses do not show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from harness.method import ROOT, Unavailable, create
+from tests.fake_streams import FakeStreams, Stream, watching
+from tests.races import Race, VectorClock, find_races
+from tests.training import tiny, train, train_resident
+
+
+class Bug(NamedTuple):
+    """One change to a file of methods/, and the memory that it endangers in a training of five layers."""
+
+    symptom: str
+    file: str
+    old: str
+    new: str
+    endangered: str
+    clip_norm: float = 1.0
+    method: str = "stronghold"
+
+
+UPDATE_ALL = """\
+                    for home in homes[first:]:
+                        home.update_when_landed(learning_rate, clip.on_host)
+"""
+REFILL_WINDOW = """\
+                    for i in range(first, first + window):
+                        slots[i].prefetch(homes[i])
+"""
+
+# Waits between streams and threads that a CPU, which does one thing after another, can do without.
+SILENT_BUGS = [
+    Bug("weights_overwritten_while_in_use", "_stream", "device.inbound.wait_event(used)", "pass", "slot 1 weights"),
+    Bug(
+        "weights_overwritten_after_waiting_for_the_wrong_stream",
+        "_stream",
+        "home.updated, self.device.compute.record_event()",
+        "home.updated, self.device.inbound.record_event()",
+        "slot 1 weights",
+    ),
+    Bug(
+        "layer_computed_before_its_weights_arrive",
+        "_stream",
+        "self.device.compute.wait_event(self.loaded.result())",
+        "self.loaded.result()",
+        "slot 1 weights",
+    ),
+    Bug(
+        "gradient_sent_home_before_it_is_computed",
+        "_stream",
+        "device.outbound.wait_event(done)\n            home.grads",
+        "home.grads",
+        "slot 1 grads",
+    ),
+    Bug(
+        "gradient_overwritten_while_going_home",
+        "_stream",
+        "self.device.compute.wait_event(self.drained)",
+        "pass",
+        "slot 1 grads",
+    ),
+    Bug(
+        "layer_updated_before_its_gradient_lands",
+        "_stream",
+        "            landed.synchronize()",
+        "            pass",
+        "layers.2.grads",
+        clip_norm=0.0,
+    ),
+    Bug(
+        "clip_factor_sent_home_before_it_is_computed",
+        "_stream",
+        "device.outbound.wait_event(done)\n            self.host_factor",
+        "self.host_factor",
+        "what clamp made",
+    ),
+    Bug("clip_factor_used_before_it_lands", "_stream", "self.landed.synchronize()", "pass", "what clone made"),
+    Bug(
+        "l2l_updates_before_the_gradient_lands",
+        "l2l",
+        "slot.offload(home)\n                    slot.wait()",
+        "slot.offload(home)",
+        "layers.0.grads",  # the others are waited for with the next layer's weights
+        clip_norm=0.0,
+        method="l2l",
+    ),
+]
+# Orders between threads, or of calls: on a CPU the losses are wrong now and then, or always.
+LOUD_BUGS = [
+    Bug(
+        "weights_fetched_before_their_update",
+        "_stream",
+        "            updated.result()",
+        "            pass",
+        "layers.2.weights",
+    ),
+    Bug(
+        "window_refilled_before_the_updates_are_queued",
+        "stronghold",
+        UPDATE_ALL + REFILL_WINDOW,
+        REFILL_WINDOW + UPDATE_ALL,
+        "layers.1.weights",
+    ),
+    Bug(
+        "training_returns_before_the_last_update",
+        "stronghold",
+        "gpu.synchronize(*(home.updated for home in homes))",
+        "gpu.synchronize()",
+        "layers.2.exp_avg",
+    ),
+]
+
+
+def by_symptom(bugs: list[Bug]) -> list:
+    return [pytest.param(bug, id=bug.symptom) for bug in bugs]
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    """Load what is in methods/ afresh, with the bug in it, as what a method will import."""
+    with pytest.MonkeyPatch.context() as patch:
+        for file in ("_device", "_stream", "_ends", bug.method):
+            path = ROOT / "methods" / f"{file}.py"
+            source = path.read_text()
+            if file == bug.file:
+                assert source.count(bug.old) == 1, f"{path} does not hold this once: {bug.old}"
+                source = source.replace(bug.old, bug.new)
+            module = ModuleType(f"methods.{file}")
+            patch.setitem(sys.modules, module.__name__, module)
+            exec(compile(source, path, "exec"), vars(module))
+        yield
+
+
+def window_of(method: str) -> dict[str, int]:
+    return {"window_size": 2} if method == "stronghold" else {}
+
+
+def stronghold_runs() -> list:
+    return [
+        pytest.param(num_layers, window, resident, id=f"l{num_layers}-w{window}-r{resident}")
+        for num_layers in (1, 4, 5)
+        for window in sorted({1, min(2, num_layers), min(3, num_layers), num_layers})
+        for resident in (0, 1)
+        if resident < num_layers
+    ]
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0], ids=["clip", "no_clip"])
+@pytest.mark.parametrize(("num_layers", "window", "resident"), stronghold_runs())
+def test_no_race_in_stronghold(num_layers: int, window: int, resident: int, clip_norm: float) -> None:
+    method = create("stronghold", {"window_size": window, "resident_layers": resident})
+    assert find_races(method, tiny(num_layers=num_layers, clip_norm=clip_norm)) == []
+
+
+def test_no_race_in_stronghold_with_every_layer_resident() -> None:
+    assert find_races(create("stronghold", {"resident_layers": 4}), tiny(num_layers=4)) == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"dropout": 0.1}], ids=str)
+def test_no_race_in_any_method(method_name: str, folders: tuple[Path, ...], changes: dict) -> None:
+    try:
+        assert find_races(create(method_name, {}, folders), tiny(num_layers=4, **changes)) == []
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("bug", by_symptom(SILENT_BUGS + LOUD_BUGS))
+def test_planted_bug_is_found(bug: Bug) -> None:
+    with planted(bug):
+        races = find_races(create(bug.method, window_of(bug.method)), tiny(num_layers=5, clip_norm=bug.clip_norm))
+    assert bug.endangered in {race.memory for race in races}
+
+
+@pytest.mark.parametrize("bug", by_symptom(SILENT_BUGS))
+def test_losses_on_a_cpu_do_not_show_the_bug(bug: Bug) -> None:
+    workload = tiny(num_layers=5, clip_norm=bug.clip_norm)
+    with planted(bug):
+        losses = train(bug.method, workload, 3, **window_of(bug.method)).losses
+    assert losses == train_resident(workload, 3).losses
+
+
+class TwoStreams(NamedTuple):
+    """A second stream beside compute, a buffer that compute has written, and the races so far."""
+
+    streams: FakeStreams
+    other: Stream
+    buffer: torch.Tensor
+    races: list[Race]
+
+
+@pytest.fixture
+def two() -> Iterator[TwoStreams]:
+    clock = VectorClock()
+    with watching(clock) as streams:
+        yield TwoStreams(streams, streams.stream(), torch.zeros(8), clock.races)
+
+
+def test_unordered_read_of_what_is_written_is_a_race(two: TwoStreams) -> None:
+    with two.streams.use(two.other):
+        two.buffer.sum()
+    assert [str(race) for race in two.races] == [
+        "what zeros made: stream 1 reads it (sum) does not wait until compute writes it (zeros)"
+    ]
+
+
+def test_event_orders(two: TwoStreams) -> None:
+    two.other.wait_event(two.streams.compute.record_event())
+    with two.streams.use(two.other):
+        two.buffer.sum()
+    assert two.races == []
+
+
+def test_event_orders_nothing_that_is_queued_after_it(two: TwoStreams) -> None:
+    event = two.streams.compute.record_event()
+    two.buffer.zero_()
+    two.other.wait_event(event)
+    with two.streams.use(two.other):
+        two.buffer.sum()
+    assert [race.first for race in two.races] == ["compute writes it (zero_)"]
+
+
+def test_thread_that_waited_orders_what_it_queues(two: TwoStreams) -> None:
+    two.streams.compute.synchronize()
+    with two.streams.use(two.other):
+        two.buffer.sum()
+    assert two.races == []
+
+
+def test_two_reads_are_no_race(two: TwoStreams) -> None:
+    two.other.wait_event(two.streams.compute.record_event())
+    two.buffer.sum()
+    with two.streams.use(two.other):
+        two.buffer.sum()
+    assert two.races == []
+
+
+def test_halves_of_a_buffer_are_no_race(two: TwoStreams) -> None:
+    two.other.wait_event(two.streams.compute.record_event())
+    two.buffer[:4].zero_()
+    with two.streams.use(two.other):
+        two.buffer[4:].zero_()
+    assert two.races == []
+
+
+def test_host_memory_is_touched_by_the_thread_itself(two: TwoStreams) -> None:
+    two.buffer.to("cpu", non_blocking=True).sum()
+    assert [race.second for race in two.races] == ["main reads it (sum)"]
+
+
+def test_blocking_copy_is_waited_for(two: TwoStreams) -> None:
+    two.buffer.to("cpu").sum()
+    assert two.races == []
+
+
+def test_result_waits_for_the_thread_but_not_for_what_it_queued(two: TwoStreams) -> None:
+    def work() -> None:
+        with two.streams.use(two.other):
+            two.other.wait_event(two.streams.compute.record_event())
+            two.buffer.zero_()
+
+    two.streams.pool(1).submit(work).result()
+    two.buffer.sum()
+    assert [race.first for race in two.races] == ["stream 1 writes it (zero_)"]
+
+
+@pytest.mark.parametrize(("num_threads", "num_races"), [(1, 0), (2, 1)])
+def test_only_tasks_of_one_thread_are_ordered(two: TwoStreams, num_threads: int, num_races: int) -> None:
+    home, pool = two.buffer.to("cpu"), two.streams.pool(num_threads)
+    for _ in range(2):
+        pool.submit(home.zero_)
+    assert len(two.races) == num_races
+
+
+def test_memory_freed_while_another_stream_reads_it_is_a_race(two: TwoStreams) -> None:
+    fresh = two.buffer.clone()
+    two.other.wait_event(two.streams.compute.record_event())
+    with two.streams.use(two.other):
+        fresh.sum()
+    del fresh
+    assert [race.second for race in two.races] == ["compute writes it (allocated anew)"]
+
+
+def test_memory_that_comes_back_has_no_past(two: TwoStreams) -> None:
+    for stream in (two.streams.compute, two.other) * 8:
+        with two.streams.use(stream):
+            torch.zeros(1000).zero_()
+    assert two.races == []

@@ -1,0 +1,227 @@
+"""The words of a run: published sizes and rates, FLOPs by hand, jobs that keep their identity, errors that help."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.spec import GIB, Budget, Job, Plan, Workload
+
+# The original artifact's logs, "total parameters": layers and billions.
+PUBLISHED_BILLIONS = {
+    16: ".911", 24: "1.314", 32: "1.717", 40: "2.119", 48: "2.522",
+    56: "2.925", 64: "3.328", 78: "4.033", 92: "4.738", 100: "5.141",
+}  # fmt: skip
+
+JOB = Job("resident", Workload(), {"window_size": 2}, Budget())
+JOB_CHANGES: dict[str, Any] = {
+    "method": "l2l",
+    "workload": Workload(num_layers=17),
+    "options": {"window_size": 3},
+    "budget": Budget(device_bytes=GIB),
+    "device": "cuda",
+    "steps": 21,
+    "warmup": 6,
+}
+WORKLOAD_CHANGES: dict[str, Any] = {
+    "num_layers": 17,
+    "hidden_size": 1024,
+    "num_heads": 8,
+    "seq_len": 512,
+    "batch_size": 5,
+    "vocab_size": 50257,
+    "dtype": "bf16",
+    "dropout": 0.1,
+    "clip_norm": 0.5,
+    "learning_rate": 1e-4,
+    "seed": 1235,
+    "corpus": "text",
+}
+
+workloads = st.builds(
+    Workload,
+    num_layers=st.integers(1, 200),
+    hidden_size=st.integers(1, 64).map(lambda multiple: 16 * multiple),
+    dtype=st.sampled_from(["fp32", "bf16"]),
+    dropout=st.floats(0, 1, exclude_max=True),
+    clip_norm=st.floats(0, 1e6),
+    learning_rate=st.floats(1e-9, 1e3),
+    seed=st.integers(0, 2**63 - 1),
+    corpus=st.none() | st.text(),
+)
+sizes = st.none() | st.integers(1, 2**50)
+budgets = st.builds(Budget, sizes, sizes, sizes, st.none() | st.floats(1e-3, 1e9))
+options = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
+jobs = st.builds(Job, st.text(), workloads, options, budgets, steps=st.integers(6, 100))
+
+
+def names(cls: Any) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]
+
+
+@pytest.mark.parametrize(("num_layers", "billions"), PUBLISHED_BILLIONS.items())
+def test_parameters_round_to_the_published_billions(num_layers: int, billions: str) -> None:
+    assert f"{Workload(num_layers=num_layers).num_params / 1e9:.3f}".lstrip("0") == billions
+
+
+# The logs of 32 and 100 layers: "number of parameters on (tensor, pipeline) model parallel rank (0, 0)".
+@pytest.mark.parametrize(("num_layers", "params"), [(32, 1_716_588_544), (100, 5_140_951_040)])
+def test_parameters_are_the_published_number(num_layers: int, params: int) -> None:
+    assert Workload(num_layers=num_layers).num_params == params
+
+
+def test_one_more_layer_is_50_358_272_parameters() -> None:
+    assert Workload(num_layers=17).num_params - Workload(num_layers=16).num_params == 50_358_272
+
+
+# The logs of every method that follows the schedule, each tenth iteration.
+@pytest.mark.parametrize(
+    ("iteration", "rate"),
+    [(10, "4.687E-07"), (20, "9.375E-07"), (30, "1.406E-06"), (40, "1.875E-06"), (50, "2.344E-06")],
+)
+def test_learning_rate_prints_as_logged(iteration: int, rate: str) -> None:
+    assert f"{Workload().learning_rate_at(iteration):.3E}" == rate
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [(3_200, 1.5e-4), ((3_200 + 320_000) // 2, (1.5e-4 + 1e-5) / 2), (320_000, 1e-5), (400_000, 1e-5)],
+)
+def test_learning_rate_decays_along_half_a_cosine(step: int, rate: float) -> None:
+    assert Workload().learning_rate_at(step) == pytest.approx(rate, rel=1e-12)
+
+
+def test_learning_rate_below_the_floor_stays_as_asked() -> None:
+    assert Workload(learning_rate=1e-6).learning_rate_at(320_000) == 1e-6
+
+
+def test_flops_are_those_counted_by_hand() -> None:
+    # 8 tokens of size 4: QKV 768, projection 256, MLP 2 x 1024, half of the attention's 2 x 512; head 640.
+    workload = Workload(num_layers=1, hidden_size=4, num_heads=2, seq_len=8, batch_size=1, vocab_size=10)
+    layer, head = 768 + 256 + 2 * 1024 + 512, 640
+    assert workload.flops_per_step == 4 * layer + 3 * head
+    assert workload.model_flops_per_step == 3 * layer + 3 * head
+
+
+def test_flops_of_the_published_run_are_59_7_tera_with_full_attention() -> None:
+    # Counted from the published 32-layer run; ours leaves out the half of the attention that the mask hides.
+    workload = Workload(num_layers=32)
+    hidden_half = 4 * 32 * (2 * 4 * 1024 * 1024 * 2048)  # four passes
+    assert f"{(workload.flops_per_step + hidden_half) / 1e12:.1f}" == "59.7"
+
+
+def test_boundary_of_a_layer_is_its_input() -> None:
+    assert Workload().boundary_bytes == 4 * 1024 * 2048 * 4
+    assert Workload(dtype="bf16").boundary_bytes == 4 * 1024 * 2048 * 2
+
+
+def test_another_depth_changes_only_the_depth() -> None:
+    assert Workload(seed=7).at_depth(3) == Workload(num_layers=3, seed=7)
+
+
+@settings(max_examples=50, deadline=None)
+@given(jobs)
+def test_job_survives_json(job: Job) -> None:
+    assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
+
+
+@settings(max_examples=50, deadline=None)
+@given(jobs)
+def test_equal_jobs_have_equal_keys(job: Job) -> None:
+    assert Job.from_dict(json.loads(json.dumps(job.to_dict()))).key() == job.key()
+
+
+def test_equal_jobs_have_equal_keys_whether_a_number_is_written_as_1_or_as_1_0() -> None:
+    whole = Job("resident", Workload(dropout=0, clip_norm=1, learning_rate=1), budget=Budget(seconds=60))
+    point = Job("resident", Workload(dropout=0.0, clip_norm=1.0, learning_rate=1.0), budget=Budget(seconds=60.0))
+    assert whole == point
+    assert whole.key() == point.key()
+
+
+@pytest.mark.parametrize("name", names(Job))
+def test_each_field_of_a_job_is_in_its_key(name: str) -> None:
+    assert dataclasses.replace(JOB, **{name: JOB_CHANGES[name]}).key() != JOB.key()
+
+
+@pytest.mark.parametrize("name", names(Workload))
+def test_each_field_of_a_workload_is_in_the_key(name: str) -> None:
+    changed = dataclasses.replace(JOB.workload, **{name: WORKLOAD_CHANGES[name]})
+    assert dataclasses.replace(JOB, workload=changed).key() != JOB.key()
+
+
+@pytest.mark.parametrize("name", names(Budget))
+def test_each_field_of_a_budget_is_in_the_key(name: str) -> None:
+    assert dataclasses.replace(JOB, budget=Budget(**{name: 60})).key() != JOB.key()
+
+
+def test_key_depends_on_its_context() -> None:
+    assert len({JOB.key(), JOB.key(source="a"), JOB.key(source="b"), JOB.key(machine="a")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_size": 250}, "hidden size 250 is not divisible by 16 heads: try 240 or 256"),
+        ({"hidden_size": 8}, "hidden size 8 is not divisible by 16 heads: try 16, or"),
+        ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
+        ({"batch_size": -1}, "batch_size must be at least 1, not -1"),
+        ({"dtype": "fp16"}, "dtype must be fp32 or bf16, not 'fp16'"),
+        ({"dropout": 1.0}, "dropout must be from 0 to below 1, not 1.0"),
+        ({"dropout": math.nan}, "dropout must be from 0 to below 1, not nan"),
+        ({"clip_norm": -1.0}, "clip must be 0 (off) or a positive norm, not -1.0"),
+        ({"clip_norm": math.inf}, "clip must be 0 (off) or a positive norm, not inf"),
+        ({"learning_rate": 0.0}, "the learning rate must be positive, not 0.0"),
+    ],
+)
+def test_impossible_workload_is_refused_naming_what_is_allowed(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Workload(**changes)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", names(Budget))
+def test_budget_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"budget's {name} must be positive, not 0"):
+        Budget(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"steps": 5, "warmup": 5}, "warm-up must be from 0 to 4 of 5 steps, not 5"),
+        ({"warmup": -1}, "warm-up must be from 0 to 19 of 20 steps, not -1"),
+    ],
+)
+def test_job_without_a_timed_step_is_refused(changes: dict[str, int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Job("resident", Workload(), **changes)
+
+
+def test_plan_knows_five_kinds() -> None:
+    with pytest.raises(ValueError, match="weights, gradients, optimizer, activations, buffers, not wieghts"):
+        Plan(device={"wieghts": 1})
+
+
+def test_shortfall_names_the_memory_its_kinds_and_the_budget() -> None:
+    plan = Plan(device={"weights": 2 * GIB, "gradients": 0, "buffers": GIB // 2})
+    told = "needs 2.5 GiB of device memory (weights 2.0 GiB, buffers 512.0 MiB), there is 1.0 GiB"
+    assert plan.shortfall(Budget(device_bytes=GIB)) == told
+
+
+def test_shortfall_names_the_first_memory_that_does_not_suffice() -> None:
+    plan = Plan(device={"weights": GIB}, host={"weights": 2 * GIB}, disk={"weights": 2 * GIB})
+    told = plan.shortfall(Budget(device_bytes=GIB, host_bytes=GIB, disk_bytes=GIB))
+    assert told == "needs 2.0 GiB of host memory (weights 2.0 GiB), there is 1.0 GiB"
+
+
+@pytest.mark.parametrize("budget", [Budget(), Budget(device_bytes=3, host_bytes=2, disk_bytes=1)])
+def test_no_shortfall_where_the_plan_just_fits(budget: Budget) -> None:
+    assert Plan(device={"weights": 1, "buffers": 2}, host={"weights": 2}, disk={"weights": 1}).shortfall(budget) is None
