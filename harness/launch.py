@@ -27,6 +27,8 @@ from harness.spec import Job
 
 SAMPLE_SECONDS = 0.1
 GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
+# Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
+ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -65,7 +67,7 @@ class Watch:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.worker"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer,), start_new_session=True, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path_entries)},
+            env={**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path_entries)},
         )  # fmt: skip
         os.close(writer)
         self.events = os.fdopen(reader, "rb", buffering=0)
