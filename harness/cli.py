@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import click
 
 from harness import machine, method
 from harness.progress import reporter
-from harness.record import Record
+from harness.record import Record, read_all
 from harness.spec import GIB, Budget, Job, Workload
 from harness.sweep import Sweep, resolve
 
@@ -113,6 +114,7 @@ def job_options(command: Any) -> Any:
         click.option("--steps", type=int, default=20),
         click.option("--warmup", type=int, help="Steps left out of the median; default 5, or fewer of few steps."),
         click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
+        click.option("--nvme", metavar="DIR", help="Folder on the disk, for methods that use one."),
         click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
         click.option("--device-memory", type=Bytes(), help="Budget: a CUDA device is held to it, a CPU plans by it."),
         click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
@@ -151,6 +153,25 @@ def sweep(**words: Any) -> None:
     execute(words, is_sweep=True)
 
 
+@door.command()
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def fairness(results: Path, as_json: bool) -> None:
+    """What each recorded method ran with: who implements it, kernels, precision, recompute, clipping, data."""
+    from harness import fairness as table
+
+    rows = table.rows(list(read_all(results)[0].values()))
+    if not rows:
+        raise ValueError(
+            f"no run that trained is recorded in {results}: run some first, as ./run.sh -m all -l 4 -h 256"
+        )
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        table.show(rows)
+
+
 def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
     folders = tuple(path.resolve() for path in words["methods_folder"])
     asked = make_jobs(words, folders)
@@ -176,7 +197,7 @@ def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
 
 
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
-    """Every combination, methods slowest; a window is only given to methods that have one."""
+    """Every combination, methods slowest; -w and --nvme are only given to methods that have such an option."""
     if not words["method_names"]:
         raise ValueError(f"-m is missing: choose one of all, {', '.join(method.names(folders))}")
     names = words["method_names"].split(",")
@@ -196,8 +217,9 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     jobs = []
     for name, num_layers, hidden_size, batch_size, window in grid:
         workload = Workload(num_layers=num_layers, hidden_size=hidden_size, batch_size=batch_size, **fixed)
-        has_window = "window_size" in method.option_names(method.load(name, folders))
-        chosen = {**options, "window_size": window} if window is not None and has_window else options
+        known = method.option_names(method.load(name, folders))
+        asked = {"window_size": window, "nvme": words["nvme"]}
+        chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
         jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
 

@@ -8,6 +8,7 @@ telling difference names the reason.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -77,7 +78,11 @@ def _compare(record: Record, reference: Record) -> Gate:
         return Gate("exact", "", f"{steps} and all weights bit-equal to {reference.job.method}", evidence)
     must_be_exact = record.bit_exact and where == ("cpu", "fp32")
     tolerance = 0.0 if must_be_exact else LOSS_TOLERANCE[where]
-    difference = _tensor_difference(record, reference) or _first_loss_beyond(record, reference, tolerance)
+    difference = (
+        _wrong_start(record, reference)
+        or _tensor_difference(record, reference)
+        or _first_loss_beyond(record, reference, tolerance)
+    )
     if difference is not None:
         return _failed(difference[0], difference[1], tolerance=tolerance, **evidence)
     if must_be_exact:
@@ -109,6 +114,14 @@ def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) 
 def _bit_equal(record: Record, reference: Record) -> bool:
     same_weights = all(record.tensors[name]["sha256"] == item["sha256"] for name, item in reference.tensors.items())
     return record.losses == reference.losses and same_weights
+
+
+def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
+    """A first loss, before any update, beyond every tolerance of rounding."""
+    where = (record.job.device, record.job.workload.dtype)
+    first = dataclasses.replace(record, losses=record.losses[:1])
+    beyond = _first_loss_beyond(first, reference, LOSS_TOLERANCE[where])
+    return ("start", f"it did not start from the reference's weights: {beyond[1]}") if beyond else None
 
 
 def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | None:

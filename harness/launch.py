@@ -53,6 +53,24 @@ def launch(job: Job, key: str, results: Path, folders: tuple[Path, ...] = (), re
     return path
 
 
+def build(job: Job, results: Path, folders: tuple[Path, ...]) -> None:
+    """Let the method compile what it needs, in a process of its own, to the end; the log lies beside the records.
+
+    Where it fails, the method's own run says so.
+    """
+    order = {"method": job.method, "options": job.options, "folders": [str(folder) for folder in folders]}
+    with open(results / f"build_{job.method}.txt", "w") as log:
+        subprocess.run(
+            [sys.executable, "-m", "harness.build"],
+            input=json.dumps(order), stdout=log, stderr=log, text=True, env=_environment(),
+        )  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+
+
 class Watch:
     """One worker process, its events, its memory and its end."""
 
@@ -63,11 +81,10 @@ class Watch:
         self.step_seconds: list[float] = []
         self.phase, self.started, self.timed_out, self.interrupted = "start", time.time(), False, False
         reader, writer = os.pipe()
-        path_entries = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.worker"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer,), start_new_session=True, text=True,
-            env={**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path_entries)},
+            env=_environment(),
         )  # fmt: skip
         os.close(writer)
         self.events = os.fdopen(reader, "rb", buffering=0)

@@ -18,7 +18,7 @@ from harness.spec import Budget
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CUDA_CONTEXT_BYTES = 600 * 2**20  # driver and library memory outside torch's allocator: an upper estimate
-PACKAGES = ("torch", "numpy")
+PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 
 @functools.cache

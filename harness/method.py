@@ -59,13 +59,14 @@ Training = Generator[Step, None, Trained]
 
 class Method(Protocol):
     """label, color (hex) and paper are for figures; bit_exact promises the reference's very bits on CPU in fp32;
-    is_reference is set by one method only."""
+    is_exact = False says that the method trains otherwise by design; is_reference is set by one method only."""
 
     label: ClassVar[str]
     color: ClassVar[str]
     paper: ClassVar[str]
     world_size: ClassVar[int]
     bit_exact: ClassVar[bool]
+    is_exact: ClassVar[bool]
     is_reference: ClassVar[bool]
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
@@ -77,8 +78,31 @@ class Method(Protocol):
         every update is done. Raises Unavailable, or torch's OutOfMemoryError."""
         ...
 
+    def to_build(self) -> str | None:
+        """What build() would have to compile before a run, for people; None when all is there. Not needed by most."""
+        ...
 
-DEFAULTS: dict[str, Any] = {"paper": "", "world_size": 1, "bit_exact": False, "is_reference": False, "color": "#888888"}
+    def build(self) -> None:
+        """Compile it: called once, in a process of its own, never inside a run."""
+        ...
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        """The method's row in the fairness table: implementation, model, attention, optimizer, precision, recompute,
+        clipping."""
+        ...
+
+
+DEFAULTS: dict[str, Any] = {
+    "paper": "",
+    "color": "#888888",
+    "world_size": 1,
+    "bit_exact": False,
+    "is_exact": True,
+    "is_reference": False,
+    "to_build": lambda self: None,
+    "build": lambda self: None,
+    "describe": lambda self, workload, device: {"implementation": "its file"},
+}
 
 
 @functools.cache

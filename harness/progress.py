@@ -65,6 +65,8 @@ class _Lines:
             self.write(f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s")
         elif kind == "end":
             self.write(closing_line(event["record"]))
+        elif kind == "build":
+            self.write(f"  {event['text']}")
         elif kind == "warning":
             self.write(f"warning: {event['text']}")
 

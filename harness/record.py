@@ -65,6 +65,7 @@ class Record:
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0
     data_sha256: str = ""
+    description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # what the method promises on CPU in fp32
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: changed, moved, exp_avg, sha256
     gate: Gate = Gate()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import gate, machine, method
-from harness.launch import launch
+from harness.launch import build, launch
 from harness.record import Gate, Record, new_stem, read_all
 from harness.spec import Budget, Job, Plan, gib, params_text
 
@@ -96,6 +96,10 @@ class Sweep:
         if shortfall:
             path = self._refuse(resolved, key, shortfall)
         else:
+            missing = method.create(job.method, job.options, self.folders).to_build()
+            if missing:
+                self.report({"event": "build", "text": f"building {missing}"})
+                build(resolved, self.results, self.folders)
             path = launch(resolved, key, self.results, self.folders, self.report)
         self.records[path] = Record.read(path)
         return path

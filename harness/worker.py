@@ -165,8 +165,8 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     return Record(
         job=job, key=key, status=status, phase=run.phase, reason=reason, evidence=evidence, clock=job.device,
         machine=machine.facts(), software=machine.software(), started=started, limits=limits,
-        predicted=_predicted(method, job), bit_exact=method.bit_exact,
-        peaks=device_peaks(job.device), **run.measured,
+        predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
+        bit_exact=method.bit_exact, peaks=device_peaks(job.device), **run.measured,
     )  # fmt: skip
 
 

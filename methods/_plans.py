@@ -1,4 +1,4 @@
-"""What streaming a model's layers needs, by arithmetic; no torch, nothing allocated."""
+"""What streaming a model's layers needs, by arithmetic, and a method's row in the fairness table; no torch."""
 
 from __future__ import annotations
 
@@ -35,3 +35,16 @@ def streamed_plan(
         moved_bytes=(fetches + streamed) * size * workload.layer_params,
         options=options or {},
     )
+
+
+def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
+    """The row of a method that trains harness/model.py's layers by torch."""
+    return {
+        "implementation": implementation,
+        "model": "harness/model.py",
+        "attention": "torch scaled_dot_product_attention",
+        "optimizer": optimizer,
+        "precision": "weights fp32" if workload.dtype == "fp32" else "weights bf16, master and moments fp32",
+        "recompute": "every layer, torch checkpoint",
+        "clipping": "exact global norm",
+    }

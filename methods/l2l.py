@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from harness.method import Step, Trained, Training
 from harness.spec import Budget, Plan, Workload
-from methods._plans import streamed_plan
+from methods._plans import describe, streamed_plan
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class L2L:
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         return streamed_plan(workload, num_slots=1, num_resident=0, num_kept=0)
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        return describe(workload, "this project", "torch AdamW, fused, host")
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods._ends import ResidentEnds

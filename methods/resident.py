@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from harness.method import Step, TensorState, Trained, Training
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from methods._plans import describe
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Resident:
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             }
         )
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        return describe(workload, "torch, called in this file", "torch AdamW, fused, device")
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         import torch

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from harness.method import Step, Trained, Training
 from harness.spec import Budget, Plan, Workload
-from methods._plans import streamed_plan
+from methods._plans import describe, streamed_plan
 
 DEFAULT_WINDOW = 3  # one computed, one loaded, one on its way; more slots buy little, resident layers buy more
 
@@ -45,6 +45,9 @@ class Stronghold:
         options = {"window_size": window, "resident_layers": resident}
         slots = min(window, num_layers - resident)
         return streamed_plan(workload, slots, resident, num_kept=slots, options=options)
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        return describe(workload, "this project", "torch AdamW, fused, host; device for resident layers and both ends")
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods._ends import ResidentEnds

@@ -1,12 +1,18 @@
-"""What the tests share: the folder of methods under test, and records made in this process."""
+"""What the tests share: the methods under test, a folder of results, and what must be installed."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from harness import method
+
+# Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +28,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def folders(request: pytest.FixtureRequest) -> tuple[Path, ...]:
     return _folders(request.config)
+
+
+@pytest.fixture(scope="session")
+def shared_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of results for tests that may share the reference's."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="session")
+def libaio() -> None:
+    """The Debian package that asynchronous I/O is built against, installed where this is Debian and its root."""
+    if not Path("/usr/include/libaio.h").exists() and shutil.which("apt-get") and os.geteuid() == 0:
+        for command in (["update"], ["install", "-y", "libaio-dev"]):
+            subprocess.run(["apt-get", "-q", *command], check=True, stdout=subprocess.DEVNULL)
 
 
 def _folders(config: pytest.Config) -> tuple[Path, ...]:

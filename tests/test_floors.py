@@ -18,14 +18,14 @@ FLOORS = (
     {"harness.method", "harness.model", "harness.data"},
     {"harness.record", "harness.machine", "harness.published", "methods._*"},
     {"methods.*", "harness.gate"},
-    {"harness.worker"},
+    {"harness.worker", "harness.build", "harness.fairness"},
     {"harness.launch"},
     {"harness.sweep"},
     {"harness.progress"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
-HIDDEN_FROM_METHODS = {"harness.record", "harness.machine", "harness.published"}
+HIDDEN_FROM_METHODS = {"harness.record", "harness.machine", "harness.published", "harness.gate"}
 SOURCES = [path for folder in ("harness", "methods", "tests", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
 
 

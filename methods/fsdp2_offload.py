@@ -1,0 +1,93 @@
+"""FSDP2 with CPU offload (Zhao et al. 2023; torch.distributed.fsdp): torch's own way to train beyond the device.
+
+Each layer is sharded over the ranks and lives on the host; it is gathered to the device for its forward pass, again for
+its recompute and backward pass, and its gradient goes back to the host, where torch's AdamW steps after the whole
+backward pass. Upstream code throughout: this file only wraps our model in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness.method import Step, TensorState, Trained, Training
+from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from methods._plans import describe
+
+
+@dataclass(frozen=True)
+class Fsdp2Offload:
+    label = "FSDP2 offload"
+    color = "#6FA8DC"
+    paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
+    world_size = 1
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        size, params = workload.weight_bytes, workload.num_params
+        at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
+        return Plan(
+            device={
+                "weights": size * at_once,
+                "gradients": size * (workload.end_params + workload.layer_params),
+                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
+            },
+            host={"weights": 4 * params, "gradients": 4 * params, "optimizer": 8 * params},
+            moved_bytes=4 * (2 * workload.num_layers * workload.layer_params + workload.end_params + params),
+        )
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        return describe(workload, "upstream: torch.distributed.fsdp", "torch AdamW, fused, host")
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        from harness.model import GPT, decays, initialize
+
+        on_gpu = device == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh(device, (1,))
+            bf16 = torch.bfloat16 if workload.dtype == "bf16" else None
+            settings: dict[str, Any] = {
+                "mesh": mesh,
+                "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
+                "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32),
+            }
+            with torch.device("meta"):
+                model = GPT(workload)
+            for layer in model.layers:
+                fully_shard(layer, **settings)
+            fully_shard(model, **settings)
+            model.to_empty(device="cpu")
+            parameters: list[tuple[str, Any]] = list(model.named_parameters())  # DTensors by now
+            initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
+            optimizer = torch.optim.AdamW(
+                [
+                    {"params": [p for p in model.parameters() if decays(p)], "weight_decay": WEIGHT_DECAY},
+                    {"params": [p for p in model.parameters() if not decays(p)], "weight_decay": 0.0},
+                ],
+                betas=BETAS,
+                eps=EPSILON,
+                fused=True,
+            )
+            for step, (inputs, targets) in enumerate(batches, start=1):
+                loss = model(inputs, targets)
+                loss.backward()
+                norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm or float("inf"))
+                for group in optimizer.param_groups:
+                    group["lr"] = workload.learning_rate_at(step)
+                optimizer.step()
+                optimizer.zero_grad()
+                yield Step(loss.detach(), norm.full_tensor())
+            return Trained(
+                [
+                    TensorState(name, p.to_local().detach(), optimizer.state[p]["exp_avg"].to_local())
+                    for name, p in parameters
+                ]
+            )
+        finally:
+            dist.destroy_process_group()

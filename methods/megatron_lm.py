@@ -1,0 +1,180 @@
+"""Megatron-LM (Shoeybi et al. 2019): the fast way to train what fits, on one device; megatron-core's own GPT.
+
+GPTModel with its own layers, its gradient buffers and its optimizer with fp32 main weights; every layer recomputed.
+Upstream code but for attention, which is torch's fused kernel, and on a CPU a few answers about CUDA (_megatron.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.method import Step, TensorState, Trained, Training, Unavailable
+from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from methods._plans import describe
+
+
+@dataclass(frozen=True)
+class MegatronLM:
+    label = "Megatron-LM"
+    color = "#E7D6EF"
+    paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
+    world_size = 1
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        params, size = workload.num_params, workload.weight_bytes
+        main = 0 if size == 4 else 4  # fp32 main weights
+        return Plan(
+            device={
+                "weights": size * params,
+                "gradients": 4 * params,  # accumulated in fp32
+                "optimizer": (8 + main) * params,
+                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
+            }
+        )
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        row = describe(workload, "upstream: megatron-core", "megatron-core's, over torch AdamW without Apex, device")
+        recompute = "every layer, megatron-core's" if device == "cuda" else row["recompute"]
+        return {**row, "model": "megatron.core GPTModel", "recompute": recompute}
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        import torch
+        import torch.distributed as dist
+
+        try:
+            from methods._megatron import cuda_questions_answered, parallel_state
+        except ImportError as error:
+            raise Unavailable("megatron-lm needs megatron-core: pip install megatron-core==0.16.1") from error
+
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            parallel_state.initialize_model_parallel()
+            with cuda_questions_answered(device):
+                model, optimizer = _build(workload, device)
+            positions = torch.arange(workload.seq_len, device=device).expand(workload.batch_size, -1)
+            for step, (inputs, targets) in enumerate(batches, start=1):
+                with cuda_questions_answered(device):
+                    model.zero_grad_buffer()
+                    optimizer.zero_grad()
+                    loss = model(inputs, positions, None, labels=targets).float().mean()
+                    loss.backward()
+                    model.finish_grad_sync()
+                    for group in optimizer.param_groups:
+                        group["lr"] = workload.learning_rate_at(step)
+                    _, norm, _ = optimizer.step()
+                yield Step(loss.detach(), torch.as_tensor(norm))
+            return Trained(_states(workload, model, optimizer))
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _build(workload: Workload, device: str):
+    """GPTModel with our weights, in gradient buffers, and Megatron's optimizer."""
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    from harness.model import initial
+    from methods._megatron import FusedAttention, our_name, reordered
+
+    on_gpu, bf16 = device == "cuda", workload.dtype == "bf16"
+    tensor_parallel.model_parallel_cuda_manual_seed(workload.seed, inference_rng_tracker=not on_gpu)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=workload.num_layers, hidden_size=workload.hidden_size, num_attention_heads=workload.num_heads,
+        ffn_hidden_size=4 * workload.hidden_size, hidden_dropout=workload.dropout, attention_dropout=workload.dropout,
+        use_cpu_initialization=True, perform_initialization=False, bf16=bf16, params_dtype=dtype,
+        # Fused kernels that need Apex or Transformer Engine, or compute GELU otherwise than our model.
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_activation_fusion=False,
+        bias_dropout_fusion=False, persist_layer_norm=False,
+        **(RECOMPUTE if on_gpu else {}),
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = FusedAttention
+    if not on_gpu:
+        spec.module = _recomputed_layer()
+    model = GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=workload.vocab_size,
+        max_sequence_length=workload.seq_len, position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=True, parallel_output=True,
+    )  # fmt: skip
+    starts = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            ours = our_name(name)
+            start = reordered(ours, initial(ours, parameter.shape, workload), workload.num_heads, to_megatron=True)
+            parameter.copy_(start)
+            if bf16:
+                starts[name] = start
+    model.to(device)
+    chunk = Float16Module(config, model) if bf16 else model
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=workload.learning_rate, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
+            adam_eps=EPSILON, clip_grad=workload.clip_norm, bf16=bf16, params_dtype=dtype,
+        ),
+        [model],
+    )  # fmt: skip
+    if bf16:
+        # Main weights begin at the fp32 start itself, not at its bf16 rounding.
+        for main, name in _main_weights(model):
+            main.data.copy_(starts[name])
+    return model, optimizer
+
+
+def _recomputed_layer():
+    """Megatron's layer under torch's checkpoint: its own recompute reads the CUDA random state even on a CPU."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from torch.utils.checkpoint import checkpoint
+
+    class RecomputedLayer(TransformerLayer):
+        def __call__(self, *args, **kwargs):
+            return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+    return RecomputedLayer
+
+
+def _main_weights(model):
+    """Each fp32 weight that the optimizer steps, with its name in GPTModel."""
+    for name, parameter in model.named_parameters():
+        main = getattr(parameter, "main_param", parameter)
+        yield main, _unwrapped(name)
+
+
+def _unwrapped(name: str) -> str:
+    """The name without the wrappers' prefixes."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _states(workload: Workload, model, optimizer) -> list[TensorState]:
+    from methods._megatron import our_name, reordered
+
+    found = []
+    for main, name in _main_weights(model):
+        ours = our_name(name)
+        state = next(inner.state[main] for inner in _inner_optimizers(optimizer) if main in inner.state)
+        pair = (
+            reordered(ours, tensor.detach(), workload.num_heads, to_megatron=False)
+            for tensor in (main, state["exp_avg"])
+        )
+        found.append(TensorState(ours, *pair))
+    return found
+
+
+def _inner_optimizers(optimizer):
+    """The torch optimizers inside, which hold the moments."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [item.optimizer for item in chained]

@@ -1,0 +1,64 @@
+"""ZenFlow (Lan et al. 2025): the largest gradients step on the device at once, the others on the host, later.
+
+DeepSpeed, stage 2. Stale by design: the gate is expected to fail it. DeepSpeed 0.19.8 also stores every matrix
+transposed when it starts, which the gate sees in the first loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.method import Training
+from harness.spec import Budget, Plan, Workload
+from methods import _zero
+
+
+@dataclass(frozen=True)
+class ZenFlow:
+    topk_ratio: float = 0.1  # share of gradient columns that step on the device
+    update_interval: int = 4  # steps between updates of the others
+
+    label = "ZenFlow"
+    color = "#F6B26B"
+    paper = "Lan et al. 2025, arXiv:2505.12242; DeepSpeed"
+    world_size = 1
+    is_exact = False
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        params, size = workload.num_params, workload.weight_bytes
+        return Plan(
+            device={
+                "weights": size * params,
+                "gradients": 2 * size * params,
+                "optimizer": int(8 * self.topk_ratio * params),
+                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
+            },
+            host={"weights": 4 * params, "gradients": 8 * params, "optimizer": 8 * params},
+            moved_bytes=2 * size * params,
+        )
+
+    def to_build(self) -> str | None:
+        return _zero.to_build("cpu_adam")
+
+    def build(self) -> None:
+        from methods import _deepspeed
+
+        _deepspeed.build("cpu_adam")
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        row = _zero.description(workload, "deepspeed")
+        return {**row, "optimizer": "ZenFlowCPUAdam, stale by up to update_interval steps"}
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        from methods import _deepspeed
+
+        zero = _zero.stage_2(workload, on_gpu=device == "cuda")
+        zero["zenflow"] = {
+            "topk_ratio": self.topk_ratio,
+            "update_interval": self.update_interval,
+            "select_strategy": "step",
+            "select_interval": 2 * self.update_interval,
+            "overlap_step": False,  # one process: its helper process would train beside the clock
+            "full_warm_up_rounds": 0,
+        }
+        return (yield from _deepspeed.train(workload, batches, device, "deepspeed", zero))

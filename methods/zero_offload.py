@@ -1,0 +1,52 @@
+"""ZeRO-Offload (Ren et al. 2021): weights on the device, gradients and optimizer on the host. DeepSpeed, stage 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.method import Training
+from harness.spec import Budget, Plan, Workload
+from methods import _zero
+
+
+@dataclass(frozen=True)
+class ZeroOffload:
+    adam: str | None = None  # fused, deepspeed or published; None: deepspeed's own where it has been compiled
+    published: bool = False  # as in the published artifact: torch's AdamW on the host, op by op
+
+    label = "ZeRO-Offload"
+    color = "#E7D6EF"
+    paper = "Ren et al., USENIX ATC 2021; DeepSpeed"
+    world_size = 1
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        params, size = workload.num_params, workload.weight_bytes
+        adam = _zero.chosen_adam(self.adam, self.published)
+        return Plan(
+            device={
+                "weights": size * params,
+                "gradients": 2 * size * min(_zero.BUCKET_PARAMS, params),
+                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
+            },
+            host={"weights": 4 * params, "gradients": 4 * params, "optimizer": 8 * params},
+            moved_bytes=2 * size * params,
+            options={"adam": adam, "published": self.published},
+        )
+
+    def to_build(self) -> str | None:
+        return _zero.to_build("cpu_adam") if self.adam == "deepspeed" else None
+
+    def build(self) -> None:
+        from methods import _deepspeed
+
+        _deepspeed.build("cpu_adam")
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        return _zero.description(workload, _zero.chosen_adam(self.adam, self.published))
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        from methods import _deepspeed
+
+        adam = _zero.chosen_adam(self.adam, self.published)
+        zero = _zero.stage_2(workload, on_gpu=device == "cuda")
+        return (yield from _deepspeed.train(workload, batches, device, adam, zero))
