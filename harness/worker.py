@@ -7,6 +7,7 @@ own, so that nothing an engine prints can be mistaken for a measurement.
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import json
@@ -29,6 +30,7 @@ from harness.record import Record
 from harness.spec import Job
 
 Emit = Callable[[dict[str, Any]], None]
+SKETCH_BUCKETS = 32
 HOST_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -195,6 +197,7 @@ def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
         return {
             "changed": torch.count_nonzero(change).item() / change.numel(),
             "moved": torch.linalg.vector_norm(change).item(),
+            "sketch": sketch(change.flatten()),
             "exp_avg": None if state.exp_avg is None else torch.linalg.vector_norm(state.exp_avg.float()).item(),
             "sha256": hashlib.sha256(weight.flatten().numpy().data).hexdigest()[:16],
         }
@@ -202,6 +205,23 @@ def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
     tensors = list(trained.tensors)
     with ThreadPoolExecutor() as pool:
         return dict(zip([state.name for state in tensors], pool.map(look, tensors), strict=True))
+
+
+def sketch(change: Any) -> list[float]:
+    """A count sketch of a flat tensor: sums of its elements with seeded signs, in a few buckets.
+
+    The distance of two sketches estimates the distance of the tensors, so that two records can be compared without
+    either run's weights. Source: Charikar et al. 2002.
+    """
+    import torch
+
+    rows = -(-change.numel() // SKETCH_BUCKETS)
+    padded = torch.zeros(rows * SKETCH_BUCKETS)
+    padded[: change.numel()] = change
+    # Signs repeat after a prime number of rows: no structure of a tensor has that period.
+    signs = torch.randint(0, 2, (min(rows, 65_537), SKETCH_BUCKETS), generator=torch.Generator().manual_seed(1)) * 2 - 1
+    blocks = padded.view(rows, SKETCH_BUCKETS).split(65_537)
+    return sum((block * signs[: len(block)]).sum(0, dtype=torch.float64) for block in blocks).tolist()
 
 
 def device_peaks(device: str) -> dict[str, int]:
@@ -223,6 +243,8 @@ def classify(error: Exception, device: str) -> tuple[str, str]:
         line = f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300]
         if isinstance(cause, MemoryError) or HOST_ALLOCATION_FAILED in str(cause) or "page-lock" in str(cause):
             return "oom-host", line
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            return "does-not-fit", line
         if isinstance(cause, torch.OutOfMemoryError):
             return "oom-device" if device == "cuda" else "oom-host", line
         if isinstance(cause, (Unavailable, ImportError)):

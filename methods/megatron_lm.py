@@ -126,6 +126,9 @@ def _build(workload: Workload, device: str):
         ),
         [model],
     )  # fmt: skip
+    for group in optimizer.param_groups:
+        # Megatron's own scheduler would apply the multiplier, 0 for biases and norms; our schedule is the harness's.
+        group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
     if bf16:
         # Main weights begin at the fp32 start itself, not at its bf16 rounding.
         for main, name in _main_weights(model):

@@ -68,6 +68,8 @@ class ZeroInfinityNvme:
                 )
             zero = {
                 **_zero.stage_3(workload, on_gpu=device == "cuda"),
+                # Prefetch would fetch the tied embedding, which is used twice, into two buffers, and fail.
+                "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": SUB_GROUP_PARAMS,
                 "offload_optimizer": {"device": "nvme", "nvme_path": str(folder), "buffer_count": 4},
                 "offload_param": {

@@ -109,6 +109,13 @@ def test_bf16_passes() -> None:
     assert verdict.passed
 
 
+def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far(tmp_path: Path) -> None:
+    name = mutant(tmp_path, 97, "_stream.py", "self.decays.append(decays(parameter))", "self.decays.append(True)")
+    record = dataclasses.replace(trained(name, {"window_size": 2}, (tmp_path,)), bit_exact=False)
+    verdict = gate.judge(record, reference())
+    assert (verdict.verdict, verdict.reason) == ("failed", "weights"), verdict.text
+
+
 def test_a_nan_loss_fails_at_its_step() -> None:
     record = reference()
     losses = [*record.losses[:4], float("nan"), *record.losses[5:]]

@@ -1,0 +1,154 @@
+"""The engines are the real ones, end where resident training ends, and leave nothing on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.method import ROOT
+from harness.record import Record
+from harness.spec import Job, Workload
+from harness.sweep import Sweep, resolve
+
+# Large enough that parameters really leave memory: at 4 layers x 256 the wrong gradients below do not show.
+LARGE = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=64, batch_size=2, vocab_size=8192)
+SMALL = Workload(
+    num_layers=3, hidden_size=64, num_heads=4, seq_len=32, batch_size=2, vocab_size=512, learning_rate=0.05
+)
+ENGINES = {
+    "megatron-lm": "megatron.core",
+    "zero-offload": "deepspeed",
+    "zero-infinity": "deepspeed",
+    "fsdp2-offload": "torch.distributed.fsdp",
+}
+
+# Trains five steps and prints, for each tensor, how far it ends from resident's, relative to how far that moved.
+DISTANCES = """
+import json, sys, torch
+from harness import data, method
+from harness.model import initial
+from harness.spec import Workload
+
+workload = Workload(**json.loads(sys.argv[2]))
+tokens = torch.from_numpy(data.batches(workload, 5))
+
+def trained(name):
+    batches = [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
+    training = method.create(name, {}).train(workload, iter(batches), "cpu")
+    try:
+        while True:
+            next(training)
+    except StopIteration as end:
+        return {state.name: state.weight.clone() for state in end.value.tensors}
+
+theirs, ours = trained("resident"), trained(sys.argv[1])
+norm = torch.linalg.vector_norm
+distances = {name: (norm(ours[name] - weight) / norm(weight - initial(name, weight.shape, workload))).item()
+             for name, weight in theirs.items()}
+print("RESULT", json.dumps([distances, sorted(sys.modules)]))
+"""
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def run(results: Path, name: str, workload: Workload, **options) -> Record:
+    job = resolve(Job(name, workload, options, steps=5, warmup=1))[0]
+    return Sweep(results).run([job])[0]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_weights_end_where_residents_do_and_the_library_is_the_real_one(name: str) -> None:
+    """Five steps; a relative distance of 1e-3 is far above rounding (1e-5 seen) and far below a lost update (1)."""
+    fields = json.dumps(SMALL.__dict__)
+    done = subprocess.run([sys.executable, "-c", DISTANCES, name, fields], cwd=ROOT, capture_output=True, text=True)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
+    assert line, done.stderr[-2000:]
+    distances, modules = json.loads(line.removeprefix("RESULT"))
+    assert max(distances.values()) < 1e-3, sorted(distances.items(), key=lambda item: -item[1])[:3]
+    assert ENGINES[name] in modules
+
+
+@pytest.mark.heavy
+def test_the_gate_catches_zenflows_start(shared_results: Path) -> None:
+    assert run(shared_results, "zenflow", LARGE).gate.reason == "start"
+
+
+@pytest.mark.heavy
+def test_the_gate_catches_the_wrong_gradients_of_nvme_without_reentrant_recompute(
+    shared_results: Path, libaio: None
+) -> None:
+    wrong = run(shared_results, "zero-infinity-nvme", LARGE, reentrant=False)
+    assert wrong.gate.verdict == "failed", wrong.gate.text
+    assert run(shared_results, "zero-infinity-nvme", LARGE).gate.passed
+
+
+@pytest.mark.heavy
+def test_nvme_holds_the_model_in_files_meanwhile_and_leaves_none(tmp_path: Path, libaio: None) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    seen: set[str] = set()
+
+    def look(event: dict) -> None:
+        seen.update(path.name for path in folder.rglob("*.swp"))
+
+    job = resolve(Job("zero-infinity-nvme", LARGE, {"nvme": str(folder)}, steps=4, warmup=1))[0]
+    record = Sweep(tmp_path, report=look).run([job])[0]
+    assert record.status == "ok", record.reason
+    assert any("exp_avg" in name for name in seen) and len(seen) > 10
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.heavy
+def test_what_a_killed_run_left_on_the_disk_goes_with_the_next(tmp_path: Path, libaio: None) -> None:
+    left = tmp_path / "harness-nvme-999999999"
+    left.mkdir()
+    run(tmp_path, "zero-infinity-nvme", SMALL, nvme=str(tmp_path))
+    assert not left.exists()
+
+
+@pytest.mark.heavy
+def test_nvme_needs_less_host_memory_than_zero_infinity(shared_results: Path, libaio: None) -> None:
+    on_disk, on_host = (run(shared_results, name, LARGE) for name in ("zero-infinity-nvme", "zero-infinity"))
+    assert on_disk.host_peak_bytes < on_host.host_peak_bytes
+
+
+def test_no_folder_for_nvme_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    words = ["-m", "zero-infinity-nvme", "-l", "2", "--nvme", str(tmp_path / "none"), "--results", str(tmp_path / "r")]
+    done = subprocess.run([sys.executable, "-m", "harness", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "name another with --nvme DIR" in done.stderr and not (tmp_path / "r").exists()
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only")
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, libaio: None) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine lets nobody mount a file system")
+    try:
+        record = run(tmp_path, "zero-infinity-nvme", LARGE, nvme=str(folder))
+        assert record.status == "does-not-fit" and "of disk" in record.reason
+        assert list(folder.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(tmp_path: Path) -> None:
+    """An empty package in front of the real one, as on a machine without it."""
+    for package in ("megatron", "deepspeed"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('not installed')\n")
+    for name, command in (("megatron-lm", "pip install megatron-core"), ("zero-offload", "pip install deepspeed")):
+        words = f"-m {name} -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 3".split()
+        done = subprocess.run(
+            [sys.executable, "-m", "harness", *words, "--results", str(tmp_path / "results")],
+            cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        )  # fmt: skip
+        assert done.returncode == 7 and command in done.stdout.splitlines()[-1], done.stdout
