@@ -30,7 +30,7 @@ from harness.record import Record
 from harness.spec import Job
 
 Emit = Callable[[dict[str, Any]], None]
-SKETCH_BUCKETS = 32
+SKETCH_BUCKETS = 8
 HOST_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -168,7 +168,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         job=job, key=key, status=status, phase=run.phase, reason=reason, evidence=evidence, clock=job.device,
         machine=machine.facts(), software=machine.software(), started=started, limits=limits,
         predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
-        bit_exact=method.bit_exact, peaks=device_peaks(job.device), **run.measured,
+        bit_exact=method.bit_exact, is_exact=method.is_exact, peaks=device_peaks(job.device), **run.measured,
     )  # fmt: skip
 
 
@@ -221,7 +221,8 @@ def sketch(change: Any) -> list[float]:
     # Signs repeat after a prime number of rows: no structure of a tensor has that period.
     signs = torch.randint(0, 2, (min(rows, 65_537), SKETCH_BUCKETS), generator=torch.Generator().manual_seed(1)) * 2 - 1
     blocks = padded.view(rows, SKETCH_BUCKETS).split(65_537)
-    return sum((block * signs[: len(block)]).sum(0, dtype=torch.float64) for block in blocks).tolist()
+    sums = sum((block * signs[: len(block)]).sum(0, dtype=torch.float64) for block in blocks)
+    return [float(f"{value:.7g}") for value in sums.tolist()]
 
 
 def device_peaks(device: str) -> dict[str, int]:

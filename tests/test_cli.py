@@ -121,6 +121,7 @@ RECORD = Record(Job("some", Workload()), "k", "ok", gate=Gate("exact"))
         ({"status": "oom-host"}, 4, 0),
         ({"status": "oom-device"}, 4, 0),
         ({"gate": Gate("failed")}, 5, 5),
+        ({"gate": Gate("failed"), "is_exact": False}, 5, 0),
         ({"status": "timeout"}, 6, 0),
         ({"status": "unavailable"}, 7, 0),
         ({"status": "does-not-fit"}, 0, 0),

@@ -1,0 +1,73 @@
+"""Every method beside resident on this machine: step time and host peak, one alternating run, medians.
+
+    .venv/bin/python -m bench.engines [--rounds 3] [--results DIR]
+
+8 layers x 512, sequence 256, batch 4, vocabulary 8192, fp32, every layer recomputed. Prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+
+import click
+
+from harness import machine, method
+from harness.record import Record
+from harness.spec import Job, Workload, gib
+from harness.sweep import Sweep, resolve
+
+WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, batch_size=4, vocab_size=8192)
+
+
+@click.command()
+@click.option("--rounds", default=3)
+@click.option("--steps", default=8)
+@click.option("--results", type=click.Path(path_type=Path))
+def main(rounds: int, steps: int, results: Path | None) -> None:
+    reference = method.reference()
+    others = [name for name in method.names() if name != reference]
+    jobs = [resolve(Job(name, WORKLOAD, steps=steps, warmup=3))[0] for name in (reference, *others)]
+    measured: dict[str, list[Record]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = results or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        for turn in range(rounds):
+            # Each round a fresh order, the reference first: the others are judged by this round's.
+            order = [jobs[0], *(jobs[1:] if turn % 2 == 0 else jobs[:0:-1])]
+            for record in Sweep(folder, rerun=True).run(order):
+                measured.setdefault(record.job.method, []).append(record)
+                print(
+                    f"  round {turn + 1}: {record.job.method}: {record.status}, {record.median_step_seconds}",
+                    flush=True,
+                )
+    print(f"\n{machine.facts()['cpu']}, {machine.facts()['cores']} cores, {rounds} rounds of {steps} steps\n")
+    print(
+        "| method | options | s/step | ratio to resident: median (range) | host peak | gate |\n"
+        "|---|---|---|---|---|---|"
+    )
+    for name, records in measured.items():
+        print(row(name, records, measured[reference]))
+
+
+def row(name: str, records: list[Record], references: list[Record]) -> str:
+    last = records[-1]
+    options = ", ".join(f"{key}={value}" for key, value in last.job.options.items())
+    pairs = [
+        (ours.median_step_seconds, theirs.median_step_seconds)
+        for ours, theirs in zip(records, references, strict=True)
+        if ours.status == "ok" and ours.median_step_seconds and theirs.median_step_seconds
+    ]
+    if not pairs:
+        return f"| {name} | {options} | {last.status} | | | {last.reason} |"
+    ratios = sorted(ours / theirs for ours, theirs in pairs)
+    return (
+        f"| {name} | {options} | {statistics.median(ours for ours, _ in pairs):.3f} |"
+        f" {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+        f" {gib(statistics.median(record.host_peak_bytes for record in records))} | {last.gate.verdict} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
