@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import hashlib
 import json
 import os
 import signal
@@ -18,19 +17,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from harness import machine, published
-from harness.method import Method, Step, TensorState, Trained, Unavailable, create
+from harness.method import Method, Step, Trained, Unavailable, create
 from harness.record import Record
 from harness.spec import Job
 
 Emit = Callable[[dict[str, Any]], None]
-SKETCH_BUCKETS = 8
 HOST_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -87,6 +84,7 @@ class Run:
         import torch
 
         from harness import data
+        from harness.inspection import inspect
 
         job = self.job
         self.enter("data")
@@ -183,46 +181,6 @@ def limit(job: Job) -> dict[str, str]:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, job.budget.device_bytes / total))
     return {"device": "cap of the caching allocator"}
-
-
-def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
-    """For each tensor against its seeded start: share of elements changed, distance moved, size of the first moment."""
-    import torch
-
-    from harness.model import initial
-
-    def look(state: TensorState) -> dict[str, Any]:
-        weight = state.weight.detach().float().cpu().contiguous()
-        change = weight - initial(state.name, weight.shape, job.workload)
-        return {
-            "changed": torch.count_nonzero(change).item() / change.numel(),
-            "moved": torch.linalg.vector_norm(change).item(),
-            "sketch": sketch(change.flatten()),
-            "exp_avg": None if state.exp_avg is None else torch.linalg.vector_norm(state.exp_avg.float()).item(),
-            "sha256": hashlib.sha256(weight.flatten().numpy().data).hexdigest()[:16],
-        }
-
-    tensors = list(trained.tensors)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip([state.name for state in tensors], pool.map(look, tensors), strict=True))
-
-
-def sketch(change: Any) -> list[float]:
-    """A count sketch of a flat tensor: sums of its elements with seeded signs, in a few buckets.
-
-    The distance of two sketches estimates the distance of the tensors, so that two records can be compared without
-    either run's weights. Source: Charikar et al. 2002.
-    """
-    import torch
-
-    rows = -(-change.numel() // SKETCH_BUCKETS)
-    padded = torch.zeros(rows * SKETCH_BUCKETS)
-    padded[: change.numel()] = change
-    # Signs repeat after a prime number of rows: no structure of a tensor has that period.
-    signs = torch.randint(0, 2, (min(rows, 65_537), SKETCH_BUCKETS), generator=torch.Generator().manual_seed(1)) * 2 - 1
-    blocks = padded.view(rows, SKETCH_BUCKETS).split(65_537)
-    sums = sum((block * signs[: len(block)]).sum(0, dtype=torch.float64) for block in blocks)
-    return [float(f"{value:.7g}") for value in sums.tolist()]
 
 
 def device_peaks(device: str) -> dict[str, int]:

@@ -1,0 +1,50 @@
+"""What training left behind, tensor by tensor, small enough for a record: the gate's evidence."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from harness.method import TensorState, Trained
+from harness.model import initial
+from harness.spec import Job
+
+SKETCH_BUCKETS = 8
+
+
+def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
+    """For each tensor against its seeded start: share of elements changed, distance moved, size of the first moment."""
+
+    def look(state: TensorState) -> dict[str, Any]:
+        weight = state.weight.detach().float().cpu().contiguous()
+        change = weight - initial(state.name, weight.shape, job.workload)
+        return {
+            "changed": torch.count_nonzero(change).item() / change.numel(),
+            "moved": torch.linalg.vector_norm(change).item(),
+            "sketch": sketch(change.flatten()),
+            "exp_avg": None if state.exp_avg is None else torch.linalg.vector_norm(state.exp_avg.float()).item(),
+            "sha256": hashlib.sha256(weight.flatten().numpy().data).hexdigest()[:16],
+        }
+
+    tensors = list(trained.tensors)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip([state.name for state in tensors], pool.map(look, tensors), strict=True))
+
+
+def sketch(change: torch.Tensor) -> list[float]:
+    """A count sketch of a flat tensor: sums of its elements with seeded signs, in a few buckets.
+
+    The distance of two sketches estimates the distance of the tensors, so that two records can be compared without
+    either run's weights. Source: Charikar et al. 2002.
+    """
+    rows = -(-change.numel() // SKETCH_BUCKETS)
+    padded = torch.zeros(rows * SKETCH_BUCKETS)
+    padded[: change.numel()] = change
+    # Signs repeat after a prime number of rows: no structure of a tensor has that period.
+    signs = torch.randint(0, 2, (min(rows, 65_537), SKETCH_BUCKETS), generator=torch.Generator().manual_seed(1)) * 2 - 1
+    blocks = padded.view(rows, SKETCH_BUCKETS).split(65_537)
+    parts = [(block * signs[: len(block)]).sum(0, dtype=torch.float64) for block in blocks]
+    return [float(f"{value:.7g}") for value in torch.stack(parts).sum(0).tolist()]
