@@ -22,6 +22,9 @@ SIZE_TOLERANCE = 0.1
 # Distance between a tensor's change and the reference's, relative to how far the reference's moved; fp32 only, for in
 # bf16 the direction of a step where the gradient is rounding noise is noise, too. A CPU shows 1e-5 and less.
 DISTANCE_TOLERANCE = {("cpu", "fp32"): 2e-3, ("cuda", "fp32"): 5e-2}
+# And, relative to the tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1,
+# move by a few units in the last place at the published learning rate.
+ROUNDING = 2**-24 / 4
 # Share of a tensor's elements that changed, relative to the reference's.
 CHANGED_TOLERANCE = 0.1
 
@@ -161,7 +164,8 @@ def _distant_weights(record: Record, reference: Record, tolerance: float) -> tup
     worst, distance = None, 0.0
     for name, theirs in reference.tensors.items():
         ours, other = record.tensors[name].get("sketch"), theirs.get("sketch")
-        relative = math.dist(ours, other) / theirs["moved"] if ours and other else 0.0
+        beyond = math.dist(ours, other) - ROUNDING * theirs["size"] if ours and other else 0.0
+        relative = beyond / theirs["moved"]
         if not relative <= distance:
             worst, distance = name, relative
     if distance <= tolerance:

@@ -24,6 +24,7 @@ def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
         return {
             "changed": torch.count_nonzero(change).item() / change.numel(),
             "moved": torch.linalg.vector_norm(change).item(),
+            "size": torch.linalg.vector_norm(weight).item(),
             "sketch": sketch(change.flatten()),
             "exp_avg": None if state.exp_avg is None else torch.linalg.vector_norm(state.exp_avg.float()).item(),
             "sha256": hashlib.sha256(weight.flatten().numpy().data).hexdigest()[:16],

@@ -68,7 +68,7 @@ class Record:
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # what the method promises on CPU in fp32
     is_exact: bool = True  # False where the method says that it trains otherwise by design
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: changed, moved, sketch, exp_avg, sha256
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: what harness/inspection.py saw
     gate: Gate = Gate()
 
     @property
