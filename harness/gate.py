@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from typing import Any
 
 from harness.record import Gate, Record
@@ -19,9 +20,11 @@ from harness.record import Gate, Record
 LOSS_TOLERANCE = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2}
 # How far a tensor moved, and its first moment, relative to the reference's.
 SIZE_TOLERANCE = 0.1
-# Distance between a tensor's change and the reference's, relative to how far the reference's moved; fp32 only, for in
-# bf16 the direction of a step where the gradient is rounding noise is noise, too. A CPU shows 1e-5 and less.
-DISTANCE_TOLERANCE = {("cpu", "fp32"): 2e-3, ("cuda", "fp32"): 5e-2}
+# Distance between a tensor's change and the reference's, relative to how far the reference's moved. In bf16 the
+# direction of a step where the gradient is rounding noise is noise, too. A CPU in fp32 shows 3e-4 and less.
+DISTANCE_TOLERANCE = {("cpu", "fp32"): 2e-3, ("cuda", "fp32"): 5e-2, ("cpu", "bf16"): 0.7, ("cuda", "bf16"): 0.7}
+# The same over the median tensor: rounding noise moves few tensors, a stale or missing update all of them.
+MEDIAN_DISTANCE_TOLERANCE = 0.05
 # And, relative to the tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1,
 # move by a few units in the last place at the published learning rate.
 ROUNDING = 2**-24 / 4
@@ -63,6 +66,10 @@ def _own_conditions(record: Record) -> Gate | None:
         return _failed("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
     if not record.tensors:
         return _failed("missing", "the method returned no trained tensors")
+    for name, tensor in record.tensors.items():
+        numbers = (tensor["moved"], tensor.get("exp_avg"), *(tensor.get("sketch") or ()))
+        if not all(number is None or math.isfinite(float(number)) for number in numbers):
+            return _failed("not-finite", f"{name} or its first moment is not finite after the last step")
     unchanged = [name for name, tensor in record.tensors.items() if not tensor["changed"]]
     if unchanged:
         return _failed("unchanged", f"{_some(unchanged)} did not change in {record.job.steps} steps", tensors=unchanged)
@@ -90,7 +97,7 @@ def _compare(record: Record, reference: Record) -> Gate:
         or _first_loss_beyond(record, reference, tolerance)
     )
     if difference is None:
-        difference = _distant_weights(record, reference, DISTANCE_TOLERANCE.get(where, math.inf))
+        difference = _distant_weights(record, reference, DISTANCE_TOLERANCE[where])
     if difference is not None:
         return _failed(difference[0], difference[1], tolerance=tolerance, **evidence)
     if must_be_exact:
@@ -161,13 +168,18 @@ def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | N
 
 def _distant_weights(record: Record, reference: Record, tolerance: float) -> tuple[str, str] | None:
     """A tensor that moved as far as the reference's, but elsewhere: by their sketches."""
-    worst, distance = None, 0.0
+    distances = {}
     for name, theirs in reference.tensors.items():
         ours, other = record.tensors[name].get("sketch"), theirs.get("sketch")
-        beyond = math.dist(ours, other) - ROUNDING * theirs["size"] if ours and other else 0.0
-        relative = beyond / theirs["moved"]
-        if not relative <= distance:
-            worst, distance = name, relative
+        if ours and other:
+            distances[name] = (math.dist(ours, other) - ROUNDING * theirs["size"]) / theirs["moved"]
+    if not distances:
+        return None
+    median = statistics.median(distances.values())
+    if not median <= MEDIAN_DISTANCE_TOLERANCE:
+        return "weights", f"half of the tensors end {median:.1e} or more of their way from the reference's"
+    worst = max(distances, key=lambda name: distances[name])
+    distance = distances[worst]
     if distance <= tolerance:
         return None
     return "weights", f"{worst} ends {distance:.1e} of its way from the reference's ({tolerance:g} allowed)"

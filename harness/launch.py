@@ -194,6 +194,8 @@ def _resident_bytes(pid: int) -> tuple[int, int]:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
-        return sizes.get("RssAnon", 0), sizes.get("RssShmem", 0)
+        if "RssAnon" in sizes:
+            return sizes["RssAnon"], sizes.get("RssShmem", 0)
     except OSError:
-        return psutil.Process(pid).memory_info().rss, 0
+        pass
+    return psutil.Process(pid).memory_info().rss, 0

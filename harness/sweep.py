@@ -86,8 +86,9 @@ class Sweep:
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
         """The path of the job's record: the newest result there is, else one made now."""
         key = self.key(job)
-        known = [path for path, record in self.records.items() if record.key == key and record.is_result]
-        if known and (not self.rerun or key in self.measured_now):
+        fresh = key in self.measured_now  # however it ended: no job is run twice in one sweep
+        known = [path for path, record in self.records.items() if record.key == key and (record.is_result or fresh)]
+        if known and (not self.rerun or fresh):
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
         self.measured_now.add(key)
@@ -151,7 +152,10 @@ class Sweep:
             if other.job.workload == record.job.workload
             and other.job.steps == record.job.steps
             and other.job.method != record.job.method
+            and other.job.device == record.job.device
             and other.status == "ok"
+            and other.gate.passed
+            and other.key == self.key(other.job)
         ]
         return gate.judge(record, twins=(twins[0], twins[1]), peers=same_size)
 

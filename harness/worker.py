@@ -27,6 +27,7 @@ from harness.method import Method, Step, Trained, Unavailable, create
 from harness.record import Record
 from harness.spec import Job
 
+ORPHAN_SECONDS = 20.0
 Emit = Callable[[dict[str, Any]], None]
 HOST_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 
@@ -225,10 +226,20 @@ def _watch_parent() -> None:
     """Standard input ends when the parent does: then this run is over, too."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(ORPHAN_SECONDS)  # main() ends the process before, unless it sits where no signal reaches it
+    os.killpg(0, signal.SIGKILL)
+
+
+def _interrupt_once(number: int, frame: Any) -> None:
+    """The first signal ends training; what follows it must not end the writing of the record."""
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, _interrupt_once)
     order = json.loads(sys.stdin.readline())
     events = os.fdopen(order["events"], "w", buffering=1)
     threading.Thread(target=_watch_parent, daemon=True).start()
