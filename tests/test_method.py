@@ -71,7 +71,7 @@ def added(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.timeout(900)  # the first to need a compiled kernel builds it
+@pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_trains_as_the_reference_does(
     method_name: str, dtype: str, folders: tuple[Path, ...], shared_results: Path, libaio: None
