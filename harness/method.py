@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINED_BY = (ROOT / "harness/model.py", ROOT / "harness/data.py", ROOT / "harness/spec.py")
+TRAINED_BY = tuple(ROOT / f"harness/{name}.py" for name in ("model", "data", "spec", "inspection"))
 
 
 class Unavailable(Exception):

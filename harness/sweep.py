@@ -113,9 +113,9 @@ class Sweep:
         return path
 
     def _judge(self, path: Path) -> Record:
-        """The record with its verdict, given now if it had none."""
+        """The record with its verdict by the reference as it is now: judging is arithmetic."""
         record = self.records[path]
-        if record.status != "ok" or record.gate.verdict != "untested":
+        if record.status != "ok":
             return record
         reference = method.reference(self.folders)
         if record.job.method == reference:
@@ -125,7 +125,11 @@ class Sweep:
             _, _, shortfall = resolve(other, self.folders)
             if shortfall is None:
                 judged_by = self._judge(self._measure(other, {"role": "reference"}))
-                verdict = gate.judge(record, judged_by)
+                depth = record.job.workload.num_layers
+                if judged_by.status.startswith("oom") and depth > 1:  # it fitted on paper only
+                    verdict = self._judge_by_twin(record, other, most=depth // 2)
+                else:
+                    verdict = gate.judge(record, judged_by)
             else:
                 verdict = self._judge_by_twin(record, other)
         record = record.with_gate(verdict)
@@ -133,9 +137,9 @@ class Sweep:
         self.records[path] = record
         return record
 
-    def _judge_by_twin(self, record: Record, reference: Job) -> Gate:
+    def _judge_by_twin(self, record: Record, reference: Job, most: int = 2**20) -> Gate:
         trained = method.create(reference.method, {}, self.folders)
-        depth = _largest(trained, reference, machine.budget(reference.budget, reference.device))
+        depth = min(most, _largest(trained, reference, machine.budget(reference.budget, reference.device)))
         if depth < 1:
             return Gate("untested", "no-reference", "the reference does not fit at any depth")
         twins = []
@@ -155,6 +159,7 @@ class Sweep:
             and other.job.device == record.job.device
             and other.status == "ok"
             and other.gate.passed
+            and other.job.method in method.names(self.folders)
             and other.key == self.key(other.job)
         ]
         return gate.judge(record, twins=(twins[0], twins[1]), peers=same_size)

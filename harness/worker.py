@@ -27,7 +27,7 @@ from harness.method import Method, Step, Trained, Unavailable, create
 from harness.record import Record
 from harness.spec import Job
 
-ORPHAN_SECONDS = 20.0
+ORPHAN_SECONDS = 60.0
 Emit = Callable[[dict[str, Any]], None]
 HOST_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 
@@ -162,6 +162,10 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         status, reason = classify(error, job.device)
         evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
         print(evidence["traceback"], flush=True)
+    # Training is over: no signal may end the writing of its record.
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(kind) is _interrupt_once:
+            signal.signal(kind, signal.SIG_IGN)
     gc.collect()
     return Record(
         job=job, key=key, status=status, phase=run.phase, reason=reason, evidence=evidence, clock=job.device,
@@ -203,6 +207,8 @@ def classify(error: Exception, device: str) -> tuple[str, str]:
         line = f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300]
         if isinstance(cause, MemoryError) or HOST_ALLOCATION_FAILED in str(cause) or "page-lock" in str(cause):
             return "oom-host", line
+        if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
+            return "oom-host", line
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
             return "does-not-fit", line
         if isinstance(cause, torch.OutOfMemoryError):
@@ -227,7 +233,8 @@ def _watch_parent() -> None:
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(ORPHAN_SECONDS)  # main() ends the process before, unless it sits where no signal reaches it
-    os.killpg(0, signal.SIGKILL)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
 
 
 def _interrupt_once(number: int, frame: Any) -> None:

@@ -19,12 +19,14 @@ pytestmark = [
 SMALL = Workload(
     num_layers=5, hidden_size=128, num_heads=4, seq_len=64, batch_size=2, vocab_size=512, learning_rate=0.03
 )
-OTHERS = [name for name in method.names() if name != method.reference()]
+OTHERS = [name for name in method.names() if name != method.reference() and method.load(name).is_exact]
 
 
 @functools.cache
 def trained(name: str, workload: Workload, options: tuple = ()) -> Record:
     record = worker.run(Job(name, workload, dict(options), device="cuda"), name, (), lambda event: None)
+    if record.status == "unavailable":
+        pytest.skip(record.reason)
     assert record.status == "ok", record.evidence
     return record
 

@@ -26,7 +26,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("harness", "methods"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     pins = folder / "pyproject.toml"
-    pins.write_text(re.sub(r'^ +"(torch|numpy|megatron-core|deepspeed)==.*\n', "", pins.read_text(), flags=re.MULTILINE))
+    pins.write_text(
+        re.sub(r'^ +"(torch|numpy|megatron-core|deepspeed)==.*\n', "", pins.read_text(), flags=re.MULTILINE)
+    )
     return folder
 
 
