@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import Bytes, Numbers, exit_code
+from harness.cli import exit_code
 from harness.method import ROOT
 from harness.record import Gate, Record
 from harness.spec import GIB, Job, Workload
+from harness.words import Bytes, Numbers
 
 SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
 

@@ -21,7 +21,7 @@ FLOORS = (
     {"harness.worker", "harness.build", "harness.fairness"},
     {"harness.launch"},
     {"harness.sweep"},
-    {"harness.progress"},
+    {"harness.progress", "harness.words"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )

@@ -1,0 +1,162 @@
+"""The words that verbs share: click types, the options of a job, and jobs made of them.
+
+-m -l -h -b -w are spelled as published, so -h is the hidden size and help is --help.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness import machine, method
+from harness.spec import GIB, Budget, Job, Workload
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+
+
+class Numbers(click.ParamType):
+    """One number, several (1,2,4), or a range with its end (2:8:2)."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: Any, context: Any) -> list[int]:
+        found: list[int] = []
+        for part in str(value).split(","):
+            if not re.fullmatch(r"-?\d+(:-?\d+){0,2}", part):
+                self.fail(f"{value!r} is no number: 4, 1,2,4 and 2:8:2 are", param, context)
+            start, *rest = (int(number) for number in part.split(":"))
+            stop, step = (rest[0] if rest else start), (rest[1] if len(rest) > 1 else 1)
+            if step < 1 or stop < start:
+                self.fail(f"{part!r} is no range: first:last:step, as 2:8:2", param, context)
+            found.extend(range(start, stop + 1, step))
+        return list(dict.fromkeys(found))
+
+
+class Bytes(click.ParamType):
+    """A size with its unit."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: Any, context: Any) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|TiB)", str(value))
+        if not match or not float(match[1]):
+            self.fail(f"{value!r} is no size: a positive number with {', '.join(UNITS)}, as 32GiB", param, context)
+        return int(float(match[1]) * UNITS[match[2]])
+
+
+class JobCommand(click.Command):
+    """A verb whose help ends with the methods there are, those of --methods included."""
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        write_methods(formatter, context.params.get("methods_folder") or ())
+        super().format_epilog(context, formatter)
+
+
+def write_methods(formatter: click.HelpFormatter, folders: tuple[Path, ...]) -> None:
+    rows = []
+    for name in method.names(folders):
+        cls = method.load(name, folders)
+        options = ", ".join(method.option_names(cls))
+        rows.append((name, f"{cls.paper or cls.label}" + (f" (options: {options})" if options else "")))
+    with formatter.section("Methods"):
+        formatter.write_dl(rows)
+
+
+def job_options(command: Any) -> Any:
+    """The options that run and sweep share."""
+    folder = click.Path(path_type=Path, file_okay=False)
+    for option in reversed((
+        click.option("-m", "method_names", metavar="METHOD", help="Method, several (a,b), or all."),
+        click.option("-l", "num_layers", type=Numbers(), default="16", help="Layers."),
+        click.option("-h", "hidden_size", type=Numbers(), default="2048", help="Hidden size (help is --help)."),
+        click.option("-b", "batch_size", type=Numbers(), default="4", help="Batch size."),
+        click.option("-w", "window_size", type=Numbers(), help="Window, for methods that have one; else planned."),
+        click.option("--heads", "num_heads", type=int, default=16),
+        click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample."),
+        click.option("--vocab", "vocab_size", type=int, default=50304),
+        click.option("--dtype", default="fp32", help="fp32 or bf16 (mixed precision)."),
+        click.option("--dropout", type=float, default=0.0, help="The published runs used 0.1."),
+        click.option("--clip", "clip_norm", type=float, default=1.0, help="Global gradient norm; 0 is off."),
+        click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak of the published schedule."),
+        click.option("--seed", type=int, default=1234),
+        click.option("--data", "corpus", help="Prefix of a Megatron .bin/.idx corpus; default: a seeded stream."),
+        click.option("--steps", type=int, default=20),
+        click.option("--warmup", type=int, help="Steps left out of the median; default 5, or fewer of few steps."),
+        click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
+        click.option("--nvme", metavar="DIR", help="Folder on the disk, for methods that use one."),
+        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
+        click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
+        click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
+        click.option("--disk", "disk_memory", type=Bytes(), help="Budget on the disk, for methods that use one."),
+        click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
+        click.option("--results", type=folder, default=method.ROOT / "results", help="Folder of records and logs."),
+        click.option("--methods", "methods_folder", type=folder, multiple=True, is_eager=True,
+                     help="Another folder of methods."),
+        click.option("--rerun", is_flag=True, help="Measure again what has a record."),
+        click.option("--json", "as_json", is_flag=True, help="One JSON object a line."),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
+    """Every combination, methods slowest; -w and --nvme are only given to methods that have such an option."""
+    if not words["method_names"]:
+        raise ValueError(f"-m is missing: choose one of all, {', '.join(method.names(folders))}")
+    names = words["method_names"].split(",")
+    names = method.names(folders) if names == ["all"] else names
+    options = dict(parse_option(text) for text in words["options"])
+    sizes = ("seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate", "seed", "corpus")
+    fixed = {name: words[name] for name in sizes}
+    device = machine.devices()[0] if words["device"] == "auto" else words["device"]
+    if device not in machine.devices():
+        raise ValueError(f"no {device} device here: --device takes {' or '.join(machine.devices())}")
+    budget = Budget(words["device_memory"], words["host_memory"], words["disk_memory"], words["timeout"])
+    steps = words["steps"]
+    warmup = min(5, max(0, steps - 1)) if words["warmup"] is None else words["warmup"]
+    grid = itertools.product(
+        names, words["num_layers"], words["hidden_size"], words["batch_size"], words["window_size"] or [None]
+    )
+    jobs = []
+    for name, num_layers, hidden_size, batch_size, window in grid:
+        workload = Workload(num_layers=num_layers, hidden_size=hidden_size, batch_size=batch_size, **fixed)
+        known = method.option_names(method.load(name, folders))
+        asked = {"window_size": window, "nvme": words["nvme"]}
+        chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
+        jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
+    return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--option takes NAME=VALUE, not {text!r}")
+    if value.lower() in ("true", "false", "none"):
+        return name, {"true": True, "false": False, "none": None}[value.lower()]
+    for number in (int, float):
+        try:
+            return name, number(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+def check_corpus(workload: Workload) -> None:
+    if workload.corpus:
+        from harness import data
+
+        data.corpus(workload)
+
+
+def check_writable(results: Path) -> None:
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write to {results}: {error.strerror}; name another folder with --results") from error
