@@ -59,7 +59,8 @@ Training = Generator[Step, None, Trained]
 
 class Method(Protocol):
     """label, color (hex) and paper are for figures; bit_exact promises the reference's very bits on CPU in fp32;
-    is_exact = False says that the method trains otherwise by design; is_reference is set by one method only."""
+    is_exact = False says that the method trains otherwise by design; is_reference is set by one method only; has_twin
+    says that train() runs on tensors without memory (harness/twin.py)."""
 
     label: ClassVar[str]
     color: ClassVar[str]
@@ -68,6 +69,7 @@ class Method(Protocol):
     bit_exact: ClassVar[bool]
     is_exact: ClassVar[bool]
     is_reference: ClassVar[bool]
+    has_twin: ClassVar[bool]
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """What training would need, allocating nothing; ValueError where the options make no sense for this size."""
@@ -99,6 +101,7 @@ DEFAULTS: dict[str, Any] = {
     "bit_exact": False,
     "is_exact": True,
     "is_reference": False,
+    "has_twin": False,
     "to_build": lambda self: None,
     "build": lambda self: None,
     "describe": lambda self, workload, device: {"implementation": "its file"},

@@ -57,7 +57,7 @@ class CudaStreams(CpuStreams):
     use = staticmethod(torch.cuda.stream)
 
 
-STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "cuda": CudaStreams()}
+STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": CpuStreams(), "cuda": CudaStreams()}
 
 
 class Device:
@@ -90,17 +90,18 @@ class Device:
         """
         if not host:
             return torch.zeros(numel, dtype=dtype, device=self.name)
+        if self.name.type != "cuda":
+            return torch.zeros(numel, dtype=dtype)  # from the allocator whose bytes are budgeted
         # A mapping of its own: no two slabs share a page, which could be locked only once.
         pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         slab = torch.frombuffer(pages, dtype=dtype)
-        if self.name.type == "cuda":
-            code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
-            if code:
-                raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
-            self._page_locked.append(slab)
+        code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+        if code:
+            raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
+        self._page_locked.append(slab)
         return slab
 
     def synchronize(self, *pending: Future) -> None:

@@ -20,6 +20,7 @@ class L2L:
     paper = "Pudipeddi et al. 2020, arXiv:2002.05645"
     world_size = 1
     bit_exact = True
+    has_twin = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         return streamed_plan(workload, num_slots=1, num_resident=0, num_kept=0)

@@ -19,6 +19,7 @@ class MegatronLM:
     color = "#E7D6EF"
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
     world_size = 1
+    has_twin = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         params, size = workload.num_params, workload.weight_bytes

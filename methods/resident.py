@@ -16,6 +16,7 @@ class Resident:
     paper = "PyTorch, with activation recompute (Chen et al. 2016)"
     world_size = 1
     bit_exact = True
+    has_twin = True
     is_reference = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:

@@ -31,6 +31,7 @@ class Stronghold:
     paper = "Sun et al., SC 2022"
     world_size = 1
     bit_exact = True
+    has_twin = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         num_layers = workload.num_layers

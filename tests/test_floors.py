@@ -15,8 +15,8 @@ from harness.method import ROOT
 # A file imports only from floors below its own. Methods see spec, model, data, method and the underscore modules.
 FLOORS = (
     {"harness.spec"},
-    {"harness.method", "harness.model", "harness.data"},
-    {"harness.record", "harness.machine", "harness.published", "methods._*"},
+    {"harness.method", "harness.model", "harness.data", "harness.tracker"},
+    {"harness.record", "harness.machine", "harness.published", "harness.twin", "methods._*"},
     {"methods.*", "harness.gate", "harness.inspection"},
     {"harness.worker", "harness.build", "harness.fairness"},
     {"harness.launch"},
@@ -25,7 +25,7 @@ FLOORS = (
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
-HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection")}
+HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "twin", "gate", "inspection")}
 SOURCES = [path for folder in ("harness", "methods", "tests", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
 
 

@@ -1,0 +1,253 @@
+"""A second memory on a CPU, in Python: a device called sim that holds bytes of its own, within a budget.
+
+Every tensor lies in the host's memory; what is tracked is where it would lie. A TorchDispatchMode books each new
+storage as "device" or "host" and unbooks it when the storage dies: an operation with an input on the device makes
+outputs on the device, and so does a factory that is asked for device="sim". While a Tracker is active, tensors booked
+to the device say that their device is sim, and .to() copies between the two. Works on real tensors and, for predictions
+without memory, under FakeTensorMode (twin.py).
+
+Source of the idea: torch.distributed._tools.MemTracker; this one knows two memories and costs 14 us an operation.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAME = "sim"
+ROUNDING = {"device": 512, "host": 1}  # the CUDA caching allocator's smallest unit
+CPU = torch.device("cpu")
+
+
+class Booked(NamedTuple):
+    """A storage in a memory; the reference is what tells its end."""
+
+    memory: str
+    num_bytes: int
+    storage: Any
+
+
+class Tracker:
+    """Books what is allocated while it is active, in this thread and in those of every ThreadPoolExecutor.
+
+    Raises torch.OutOfMemoryError where a budget, in bytes, would be passed; None is no budget.
+    """
+
+    def __init__(self, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
+        name_device()
+        self.budgets = {"device": device_bytes, "host": host_bytes}
+        self.in_use = {"device": 0, "host": 0}
+        self.peaks = {"device": 0, "host": 0}
+        self._is_lifted = False
+        self._booked: dict[int, Booked] = {}
+        # A storage may die at any moment, even while the lock is held: its bytes wait here.
+        self._dead: deque[Booked] = deque()
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Tracker:
+        for patch in self._patches():
+            self._entered.enter_context(patch)
+        self._entered.enter_context(self.in_thread())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered.close()
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Book what this thread allocates, too; modes are a thread's own."""
+        with _Booking(self):
+            yield
+
+    def stats(self) -> dict[str, int]:
+        """Bytes in use and their peaks. What is page-locked is booked as host memory."""
+        with self._lock:
+            self._bury()
+            now, peaks = self.in_use, self.peaks
+            return {
+                "device_allocated": now["device"],
+                "device_peak": peaks["device"],
+                "host_allocated": now["host"],
+                "host_peak": peaks["host"],
+                "pinned_allocated": 0,
+                "pinned_peak": 0,
+            }
+
+    def reset_peaks(self) -> None:
+        with self._lock:
+            self._bury()
+            self.peaks = dict(self.in_use)
+
+    def lift(self) -> None:
+        """What is allocated from here on is no part of the training: no budget binds, and peaks stay."""
+        with self._lock:
+            self._is_lifted = True
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call one operation and book what it made."""
+        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        asked = kwargs.get("device")
+        to_device = asked is not None and asked.type == NAME
+        if to_device:
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        # That the CPU is asked for says nothing: autograd asks for it, too, where it sees tensors of the CPU.
+        to_host = getattr(self._thread, "to_host", False)
+        on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
+        self._thread.inside = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._thread.inside = False
+        for tensor in _tensors(result):
+            if not tensor.is_meta:
+                self._book(tensor.untyped_storage(), inputs, "device" if on_device else "host")
+        return result
+
+    @contextmanager
+    def homeward(self, to_host: bool) -> Iterator[None]:
+        """What this thread's operations make lies on the host, whatever they read."""
+        self._thread.to_host = to_host
+        try:
+            yield
+        finally:
+            self._thread.to_host = False
+
+    def device_of(self, tensor: Tensor, actual: torch.device) -> torch.device:
+        """Where a tensor is, as told to everybody but to the operation that runs on it."""
+        if getattr(self._thread, "inside", False) or actual.type == "meta":
+            return actual
+        return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else actual
+
+    def _memory_of(self, key: int) -> str:
+        """What was made before the tracker, or is no storage of torch's allocator, is the host's."""
+        entry = self._booked.get(key)
+        return entry.memory if entry else "host"
+
+    def _book(self, storage: torch.UntypedStorage, inputs: set[int], memory: str) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        before = self._booked.get(key)
+        if before is None and key in inputs:
+            return  # a view of what is not ours
+        memory = before.memory if before else memory
+        num_bytes = -(-num_bytes // ROUNDING[memory]) * ROUNDING[memory]
+        if before and before.num_bytes == num_bytes:
+            return
+        with self._lock:
+            self._bury()
+            self._charge(memory, num_bytes - (before.num_bytes if before else 0))
+            watch = before.storage if before else weakref.ref(storage, lambda _, key=key: self._end(key))  # type: ignore[misc]
+            self._booked[key] = Booked(memory, num_bytes, watch)
+
+    def _charge(self, memory: str, num_bytes: int) -> None:
+        in_use, budget = self.in_use[memory], None if self._is_lifted else self.budgets[memory]
+        if budget is not None and num_bytes > 0 and in_use + num_bytes > budget:
+            raise torch.OutOfMemoryError(
+                f"sim {memory} out of memory: tried to allocate {num_bytes} bytes, {in_use} of {budget} bytes in use"
+            )
+        self.in_use[memory] += num_bytes
+        if not self._is_lifted:
+            self.peaks[memory] = max(self.peaks[memory], self.in_use[memory])
+
+    def _end(self, key: int) -> None:
+        self._dead.append(self._booked.pop(key))
+
+    def _bury(self) -> None:
+        while self._dead:
+            dead = self._dead.popleft()
+            self.in_use[dead.memory] -= dead.num_bytes
+
+    def _patches(self) -> Iterator[Any]:
+        """What a mode does not see: where a tensor says it is, a storage that changes its size, other threads."""
+        for cls in (Tensor, FakeTensor):
+            yield mock.patch.object(cls, "device", _device_property(self, cls.device))
+        yield mock.patch.object(Tensor, "to", _to(self, Tensor.to))
+        yield mock.patch.object(Tensor, "cpu", lambda tensor: tensor.to("cpu"))
+
+        resize, submit = torch.UntypedStorage.resize_, ThreadPoolExecutor.submit
+
+        def resize_and_book(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._book(storage, {storage._cdata}, "host")
+            return result
+
+        def submit_in_mode(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            def booked() -> Any:
+                with self.in_thread():
+                    return work(*args, **kwargs)
+
+            return submit(pool, booked)
+
+        yield mock.patch.object(torch.UntypedStorage, "resize_", resize_and_book)
+        yield mock.patch.object(ThreadPoolExecutor, "submit", submit_in_mode)
+
+
+class _Booking(TorchDispatchMode):
+    """One thread's view of a tracker."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.tracker.run(func, args, dict(kwargs or {}))
+
+
+def name_device() -> None:
+    """Let torch.device("sim") be understood, and torch's checkpoint find the device's module."""
+    if not hasattr(torch, NAME):
+        torch.utils.rename_privateuse1_backend(NAME)
+        module: Any = types.ModuleType(f"torch.{NAME}")
+        module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+        module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
+        module.is_available = lambda: False  # to be an accelerator: streams, graphs
+        torch._register_device_module(NAME, module)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def _device_property(tracker: Tracker, actual: Any) -> property:
+    return property(lambda tensor: tracker.device_of(tensor, actual.__get__(tensor)))
+
+
+def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Tensor.to that knows two memories: it copies where they differ, and does not where torch would, seeing one."""
+
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        wanted = args[0] if args else kwargs.get("device")
+        if isinstance(wanted, Tensor):
+            return moved(tensor, wanted.device, wanted.dtype, *args[1:], **kwargs)
+        goal = torch.device(wanted).type if isinstance(wanted, (str, torch.device)) else None
+        if goal not in (NAME, "cpu") or tensor.is_meta:
+            return to(tensor, *args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name != "device"}
+        if goal == tensor.device.type:
+            return to(tensor, CPU, *args[1:], **options)
+        # A device of no number would be asked for its current one, which only a backend could tell.
+        with tracker.homeward(goal == "cpu"):
+            return to(tensor, CPU if goal == "cpu" else torch.device(NAME, 0), *args[1:], **{**options, "copy": True})
+
+    return moved
