@@ -177,6 +177,7 @@ class Tracker:
             yield mock.patch.object(cls, "device", _device_property(self, cls.device))
         yield mock.patch.object(Tensor, "to", _to(self, Tensor.to))
         yield mock.patch.object(Tensor, "cpu", lambda tensor: tensor.to("cpu"))
+        yield mock.patch.object(torch, "tensor", _tensor(torch.tensor))
 
         resize, submit = torch.UntypedStorage.resize_, ThreadPoolExecutor.submit
 
@@ -231,6 +232,19 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def _device_property(tracker: Tracker, actual: Any) -> property:
     return property(lambda tensor: tracker.device_of(tensor, actual.__get__(tensor)))
+
+
+def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.tensor, which makes it on the CPU and has a backend move it."""
+
+    def made(data: Any, **kwargs: Any) -> Tensor:
+        device, requires_grad = kwargs.pop("device", None), kwargs.pop("requires_grad", False)
+        made_here = tensor(data, **kwargs)
+        if device is not None and torch.device(device).type != "cpu":  # the one device there is, whatever its name
+            made_here = made_here.to(NAME)
+        return made_here.requires_grad_(requires_grad)
+
+    return made
 
 
 def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:

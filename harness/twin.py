@@ -50,8 +50,7 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
     does not run so."""
     if not method.has_twin:
         raise Unavailable(f"{method.label} has no twin: its engine does not run on tensors without memory")
-    started = time.perf_counter()
-    with without_memory() as tracker:
+    with timed() as seconds, without_memory() as tracker:
         size = (steps, workload.batch_size, workload.seq_len + 1)
         tokens = torch.empty(size, dtype=torch.int64, device=NAME)
         inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
@@ -59,7 +58,14 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
         for _ in training:
             pass
         stats = tracker.stats()
-    return Prediction(stats["device_peak"], stats["host_peak"], time.perf_counter() - started)
+    return Prediction(stats["device_peak"], stats["host_peak"], seconds())
+
+
+@contextmanager
+def timed() -> Iterator[Callable[[], float]]:
+    """Seconds since here."""
+    started = time.perf_counter()
+    yield lambda: time.perf_counter() - started
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from harness.spec import Plan, Workload
 
 
 def state_bytes(workload: Workload) -> dict[str, int]:
-    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master and, during the update, an fp32
-    gradient of one layer, which is not counted here."""
+    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; its fp32 gradient of one home, during
+    that home's update, is not counted here."""
     size = workload.weight_bytes
     master = 0 if size == 4 else 4
     return {"weights": size, "gradients": size, "optimizer": 8 + master}
@@ -29,11 +29,42 @@ def streamed_plan(
     device = {kind: count * at_device for kind, count in per_param.items()}
     device["buffers"] = 2 * size * num_slots * workload.layer_params
     device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes
+    host = {kind: count * at_host for kind, count in per_param.items()}
+    if workload.dtype != "fp32":
+        # An update's fp32 gradient: on the device when activations are gone, on the host one layer at a time.
+        updated = 4 * max(workload.end_params, workload.layer_params if num_resident else 0)
+        if updated > device["activations"]:
+            device["gradients"] += updated
+            device["activations"] = 0
+        host["gradients"] += 4 * workload.layer_params if streamed else 0
     return Plan(
         device=device,
-        host={kind: count * at_host for kind, count in per_param.items()},
+        host=host,
         moved_bytes=(fetches + streamed) * size * workload.layer_params,
         options=options or {},
+    )
+
+
+def resident_plan(workload: Workload) -> Plan:
+    """Everything on the device; gradients come and go with the step, so its fullest moment is one of five."""
+    params, size = workload.num_params, workload.weight_bytes
+    boundaries = workload.num_layers * workload.boundary_bytes
+    embedding = workload.vocab_size * workload.hidden_size
+    moments = (  # bytes of gradients and of activations
+        (0, boundaries + workload.head_bytes),
+        (size * workload.end_params, boundaries + workload.layer_bytes),  # the top layer's backward pass
+        (size * (params - workload.layer_params), workload.layer_bytes),  # the bottom layer's
+        (size * (params + 2 * embedding), 2 * workload.boundary_bytes),  # the tied embedding's two gradients are summed
+        (4 * params, 0),  # the update
+    )
+    gradients, activations = max(moments, key=sum)
+    return Plan(
+        device={
+            "weights": size * params,
+            "gradients": gradients,
+            "optimizer": (8 if size == 4 else 12) * params,
+            "activations": activations,
+        }
     )
 
 

@@ -24,12 +24,18 @@ class MegatronLM:
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
         main = 0 if size == 4 else 4  # fp32 main weights
+        logits = workload.batch_size * workload.seq_len * workload.vocab_size
+        embedding = workload.vocab_size * workload.hidden_size
+        # Its loss works in the logits' place; in bf16 beside their fp32 copy.
+        head = 3 * workload.boundary_bytes + max(4 * logits + size * embedding, (4 + 2 * (size == 2)) * logits)
+        boundaries = workload.num_layers * workload.boundary_bytes
+        tied = 3 * size * embedding  # the tied embedding's two gradients and their sum, at the end
         return Plan(
             device={
                 "weights": size * params,
                 "gradients": 4 * params,  # accumulated in fp32
                 "optimizer": (8 + main) * params,
-                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
+                "activations": max(boundaries + max(head, workload.layer_bytes), tied + 2 * workload.boundary_bytes),
             }
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from harness.method import Step, TensorState, Trained, Training
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
-from methods._plans import describe
+from methods._plans import describe, resident_plan
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,7 @@ class Resident:
     is_reference = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        params, size = workload.num_params, workload.weight_bytes
-        master = 0 if size == 4 else 8  # fp32 weights and, at the step, fp32 gradients
-        return Plan(
-            device={
-                "weights": size * params,
-                "gradients": size * params,
-                "optimizer": (8 + master) * params,
-                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
-            }
-        )
+        return resident_plan(workload)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(workload, "torch, called in this file", "torch AdamW, fused, device")

@@ -57,6 +57,13 @@ def test_what_is_computed_from_the_device_lies_on_the_device() -> None:
         assert tracker.stats()["host_peak"] == 0
 
 
+def test_a_tensor_of_numbers_lies_where_it_is_asked_for() -> None:
+    with Tracker() as tracker:
+        number = torch.tensor([1.0], device="sim", requires_grad=True)
+        assert (number.device.type, number.is_leaf, tracker.stats()["device_allocated"]) == ("sim", True, 512)
+        assert torch.tensor([1.0]).device.type == "cpu"
+
+
 def test_a_view_takes_nothing() -> None:
     with Tracker() as tracker:
         slab = torch.zeros(256, device="sim")

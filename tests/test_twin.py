@@ -1,0 +1,96 @@
+"""Memory predicted without memory: against real bytes, the published log, and the plans' arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from harness.data import batches
+from harness.method import Unavailable, create
+from harness.published_megatron import published_megatron
+from harness.spec import Budget, Workload
+from harness.tracker import Tracker
+from harness.twin import predict
+from tests.training import tiny
+
+MIB = 2**20
+PUBLISHED = Workload(num_layers=32, dropout=0.1)
+OURS: list[tuple[str, dict[str, Any]]] = [
+    ("resident", {}),
+    ("l2l", {}),
+    ("stronghold", {"window_size": 3, "resident_layers": 0}),
+    ("stronghold", {"window_size": 1, "resident_layers": 1}),
+]
+SIZES: list[dict[str, Any]] = [
+    {"hidden_size": 2048, "num_layers": 3},
+    {"hidden_size": 2048, "num_layers": 3, "vocab_size": 1024},  # a layer's transient is larger than the loss's
+    {"hidden_size": 128, "num_layers": 4, "seq_len": 64, "vocab_size": 512},
+    {"hidden_size": 256, "num_layers": 3, "seq_len": 1024, "vocab_size": 512},  # long
+    {"hidden_size": 1024, "num_layers": 3, "seq_len": 32, "batch_size": 1, "vocab_size": 4096},  # few tokens
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("method", "options"), OURS)
+def test_the_twin_is_a_real_runs_device_peak_to_the_byte(method: str, options: dict, dtype: str) -> None:
+    workload, steps = tiny(num_layers=3, dtype=dtype), 3
+    with Tracker() as tracker:
+        tokens = torch.from_numpy(batches(workload, steps)).to("sim")
+        inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+        for _ in create(method, options).train(workload, zip(inputs, targets, strict=True), "sim"):
+            pass
+        measured = tracker.stats()["device_peak"]
+    assert predict(create(method, options), workload, steps).device_bytes == measured
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"h{size['hidden_size']}-s{size.get('seq_len', 1024)}")
+@pytest.mark.parametrize(("method", "options"), OURS)
+def test_the_plan_is_within_a_tenth_of_the_twin(method: str, options: dict, size: dict, dtype: str) -> None:
+    workload = Workload(**size, dtype=dtype)
+    trained = create(method, options)
+    assert trained.plan(workload, Budget()).device_bytes == pytest.approx(
+        predict(trained, workload).device_bytes, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", SIZES[::2], ids=lambda size: f"h{size['hidden_size']}")
+def test_the_plan_of_megatron_core_is_within_a_tenth_of_the_twin(size: dict, dtype: str) -> None:
+    workload, trained = Workload(**size, dtype=dtype), create("megatron-lm", {})
+    assert trained.plan(workload, Budget()).device_bytes == pytest.approx(
+        predict(trained, workload).device_bytes, rel=0.1
+    )
+
+
+def test_a_streamed_layer_adds_16_bytes_a_parameter_to_the_host_and_its_input_to_the_device() -> None:
+    shallow, deep = (predict(create("l2l", {}), Workload(num_layers=depth)) for depth in (2, 4))
+    layer = Workload().layer_params
+    assert deep.host_bytes - shallow.host_bytes == pytest.approx(2 * 16 * layer, rel=1e-3)
+    norms = 12 * 512  # of a layer's gradients, in the allocator's units
+    assert deep.device_bytes - shallow.device_bytes == 2 * (Workload().boundary_bytes + norms)
+
+
+def test_the_published_megatron_needs_what_its_log_says() -> None:
+    # Published log, megatron-lm, 32 layers: max allocated 29775.17 MB.
+    assert published_megatron(PUBLISHED).device_bytes / MIB == pytest.approx(29_775.17, rel=0.005)
+
+
+def test_a_layer_of_the_published_megatron_is_16_bytes_a_parameter_and_its_input() -> None:
+    shallow, deep = (published_megatron(PUBLISHED.at_depth(depth)).device_bytes for depth in (2, 4))
+    assert (deep - shallow) / 2 / MIB == pytest.approx(800.4, abs=0.1)
+
+
+def test_a_prediction_takes_no_memory() -> None:
+    before = psutil.Process().memory_info().rss
+    predicted = predict(create("stronghold", {"window_size": 3, "resident_layers": 0}), Workload(num_layers=8))
+    assert predicted.device_bytes + predicted.host_bytes > 10 * 2**30
+    assert psutil.Process().memory_info().rss - before < 0.5 * 2**30
+
+
+def test_a_method_without_a_twin_says_so() -> None:
+    with pytest.raises(Unavailable, match="has no twin"):
+        predict(create("zero-offload", {}), tiny())
