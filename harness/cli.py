@@ -22,6 +22,7 @@ Examples:
   ./run.sh -m stronghold -l 4 -h 256 -b 2
   ./run.sh -m all -l 4 -h 256 -b 2
   ./run.sh sweep -m resident,stronghold -l 2:8:2 -w 1,2,4
+  ./run.sh plan -m all -l 32 --machine v100-vm
 """
 
 
@@ -61,6 +62,28 @@ def run(**words: Any) -> None:
 def sweep(**words: Any) -> None:
     """The same over every combination of the lists given; a point that fails is a result and not an error."""
     execute(words, is_sweep=True)
+
+
+@door.command(cls=JobCommand)
+@job_options
+@click.option("--exact", is_flag=True, help="Add what a run without memory finds on the device, for methods with one.")
+def plan(exact: bool, **words: Any) -> None:
+    """What each method would need, and the largest depth that should fit; runs nothing, allocates nothing."""
+    from harness import laws
+    from harness import plan as table
+
+    folders = tuple(path.resolve() for path in words["methods_folder"])
+    jobs = make_jobs(words, folders, here=False)
+    found = table.rows(jobs, folders, exact)
+    named = words["machine_name"] == laws.MACHINE and laws.is_published(jobs[0].workload)
+    published = table.published_rows(jobs[0].budget) if named else []
+    if words["as_json"]:
+        for row in (*found, *({"published": row} for row in published)):
+            print(json.dumps(row))
+        return
+    table.show(found, exact)
+    if published:
+        table.show_published(published)
 
 
 @door.command()

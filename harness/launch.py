@@ -62,11 +62,11 @@ def build(job: Job, results: Path, folders: tuple[Path, ...]) -> None:
     with open(results / f"build_{job.method}.txt", "w") as log:
         subprocess.run(
             [sys.executable, "-m", "harness.build"],
-            input=json.dumps(order), stdout=log, stderr=log, text=True, env=_environment(),
+            input=json.dumps(order), stdout=log, stderr=log, text=True, env=worker_environment(),
         )  # fmt: skip
 
 
-def _environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
 
@@ -84,7 +84,7 @@ class Watch:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.worker"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer,), start_new_session=True, text=True,
-            env=_environment(),
+            env=worker_environment(),
         )  # fmt: skip
         os.close(writer)
         self.events = os.fdopen(reader, "rb", buffering=0)

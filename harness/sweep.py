@@ -33,7 +33,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
         return resolved, plan, None
     if budget.device_bytes is None:
         shortfall = shortfall.replace("host memory", "memory")
-    depth = _largest(trained, job, budget)
+    depth = largest(trained, job, budget)
     hint = f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
     return resolved, plan, f"{job.method} with {job.workload.num_layers} layers {shortfall}; {hint}"
 
@@ -46,7 +46,9 @@ def one_pool(plan: Plan, budget: Budget) -> Plan:
     return dataclasses.replace(plan, device={}, host=kinds)
 
 
-def _largest(trained: method.Method, job: Job, budget: Budget) -> int:
+def largest(trained: method.Method, job: Job, budget: Budget) -> int:
+    """Layers of the deepest model of this job that should fit the budget, by the method's plan."""
+
     def fits(num_layers: int) -> bool:
         try:
             plan = trained.plan(job.workload.at_depth(num_layers), budget)
@@ -139,7 +141,7 @@ class Sweep:
 
     def _judge_by_twin(self, record: Record, reference: Job, most: int = 2**20) -> Gate:
         trained = method.create(reference.method, {}, self.folders)
-        depth = min(most, _largest(trained, reference, machine.budget(reference.budget, reference.device)))
+        depth = min(most, largest(trained, reference, machine.budget(reference.budget, reference.device)))
         if depth < 1:
             return Gate("untested", "no-reference", "the reference does not fit at any depth")
         twins = []

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import tempfile
@@ -13,10 +14,8 @@ from typing import Any
 
 import click
 
-from harness import machine, method
-from harness.spec import GIB, Budget, Job, Workload
-
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+from harness import machine, method, profiles
+from harness.spec import Budget, Job, Workload, gib
 
 
 class Numbers(click.ParamType):
@@ -43,10 +42,12 @@ class Bytes(click.ParamType):
     name = "SIZE"
 
     def convert(self, value: Any, param: Any, context: Any) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|TiB)", str(value))
-        if not match or not float(match[1]):
-            self.fail(f"{value!r} is no size: a positive number with {', '.join(UNITS)}, as 32GiB", param, context)
-        return int(float(match[1]) * UNITS[match[2]])
+        size = profiles.size_bytes(str(value))
+        if size is None:
+            self.fail(
+                f"{value!r} is no size: a positive number with {', '.join(profiles.UNITS)}, as 32GiB", param, context
+            )
+        return size
 
 
 class JobCommand(click.Command):
@@ -90,6 +91,7 @@ def job_options(command: Any) -> Any:
         click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
         click.option("--nvme", metavar="DIR", help="Folder on the disk, for methods that use one."),
         click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
+        click.option("--machine", "machine_name", metavar="NAME", help="Budgets of a machine in machines.yaml."),
         click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
         click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
         click.option("--disk", "disk_memory", type=Bytes(), help="Budget on the disk, for methods that use one."),
@@ -104,8 +106,11 @@ def job_options(command: Any) -> Any:
     return command
 
 
-def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
-    """Every combination, methods slowest; -w and --nvme are only given to methods that have such an option."""
+def make_jobs(words: dict[str, Any], folders: tuple[Path, ...], *, here: bool = True) -> list[Job]:
+    """Every combination, methods slowest; -w and --nvme are only given to methods that have such an option.
+
+    Jobs that are to run `here` may not be given more than this machine has.
+    """
     if not words["method_names"]:
         raise ValueError(f"-m is missing: choose one of all, {', '.join(method.names(folders))}")
     names = words["method_names"].split(",")
@@ -116,7 +121,9 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     device = machine.devices()[0] if words["device"] == "auto" else words["device"]
     if device not in machine.devices():
         raise ValueError(f"no {device} device here: --device takes {' or '.join(machine.devices())}")
-    budget = Budget(words["device_memory"], words["host_memory"], words["disk_memory"], words["timeout"])
+    budget = budget_of(words)
+    if here:
+        check_budget(budget, device)
     steps = words["steps"]
     warmup = min(5, max(0, steps - 1)) if words["warmup"] is None else words["warmup"]
     grid = itertools.product(
@@ -130,6 +137,30 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
         chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
         jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
+
+
+def budget_of(words: dict[str, Any]) -> Budget:
+    """The named machine's budgets, overridden by those that are given."""
+    budget = profiles.load(words["machine_name"]).budget if words["machine_name"] else Budget()
+    asked = {
+        "device_bytes": words["device_memory"],
+        "host_bytes": words["host_memory"],
+        "disk_bytes": words["disk_memory"],
+        "seconds": words["timeout"],
+    }
+    return dataclasses.replace(budget, **{name: value for name, value in asked.items() if value is not None})
+
+
+def check_budget(budget: Budget, device: str) -> None:
+    """No run can be given what is not there; a plan can."""
+    have = {"host": machine.host_bytes(), "device": machine.gpu()["gpu_bytes"] if device == "cuda" else None}
+    for memory, size in have.items():
+        asked = getattr(budget, f"{memory}_bytes")
+        if size is not None and asked is not None and asked > size:
+            raise ValueError(
+                f"a {memory} budget of {gib(asked)} is larger than this machine's {gib(size)}: lower --{memory}-memory,"
+                f" or ask ./run.sh plan, which runs nothing"
+            )
 
 
 def parse_option(text: str) -> tuple[str, Any]:

@@ -16,12 +16,20 @@ from harness.method import ROOT
 FLOORS = (
     {"harness.spec"},
     {"harness.method", "harness.model", "harness.data", "harness.tracker"},
-    {"harness.record", "harness.machine", "harness.published", "harness.twin", "methods._*"},
+    {
+        "harness.record",
+        "harness.machine",
+        "harness.published",
+        "harness.twin",
+        "harness.laws",
+        "harness.profiles",
+        "methods._*",
+    },
     {"methods.*", "harness.gate", "harness.inspection", "harness.published_megatron"},
     {"harness.worker", "harness.build", "harness.fairness"},
     {"harness.launch"},
     {"harness.sweep"},
-    {"harness.progress", "harness.words"},
+    {"harness.progress", "harness.words", "harness.plan"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )

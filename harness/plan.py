@@ -1,0 +1,162 @@
+"""What each method would need for each size, before anything is allocated: by kind and memory, whether it fits, which
+memory binds, and the largest depth that should fit. Arithmetic alone; no torch in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from harness import laws, machine, method
+from harness.launch import worker_environment
+from harness.spec import KINDS, Budget, Job, Plan, gib
+from harness.sweep import largest, one_pool, resolve
+
+MEMORIES = ("device", "host", "disk")
+WIDTH = 200  # columns where there is no terminal to ask: nothing is cut off
+
+
+def rows(jobs: list[Job], folders: tuple[Path, ...], exact: bool = False) -> list[dict[str, Any]]:
+    """A row for each job; one that cannot be planned has an `error` and no numbers."""
+    return [_row(job, folders, exact) for job in jobs]
+
+
+def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
+    workload = job.workload
+    row: dict[str, Any] = {"method": job.method, "num_layers": workload.num_layers}
+    row |= {"hidden_size": workload.hidden_size, "batch_size": workload.batch_size, "num_params": workload.num_params}
+    try:
+        resolved, plan, shortfall = resolve(job, folders)
+    except ValueError as error:
+        return {**row, "error": str(error)}
+    budget = machine.budget(job.budget, job.device)
+    trained = method.create(job.method, job.options, folders)
+    depth = largest(trained, job, budget)
+    row |= {
+        "options": resolved.options,
+        "device": plan.device,
+        "host": plan.host,
+        "disk": plan.disk,
+        "device_bytes": plan.device_bytes,
+        "host_bytes": plan.host_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "moved_bytes": plan.moved_bytes,
+        "step_seconds": plan.step_seconds,
+        "fits": shortfall is None,
+        "shortfall": shortfall,
+        "largest_layers": depth,
+        "binding": _binding(trained, job, budget, depth),
+    }
+    return {**row, "exact": _exact(resolved, folders)} if exact else row
+
+
+def _binding(trained: method.Method, job: Job, budget: Budget, depth: int) -> str | None:
+    """The memory that one layer more than fits would pass first."""
+    try:
+        plan = one_pool(trained.plan(job.workload.at_depth(depth + 1), budget), budget)
+    except ValueError:
+        return None
+    return next((memory for memory in MEMORIES if _passes(plan, budget, memory)), None)
+
+
+def _passes(plan: Plan, budget: Budget, memory: str) -> bool:
+    have = getattr(budget, f"{memory}_bytes")
+    return have is not None and getattr(plan, f"{memory}_bytes") > have
+
+
+def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
+    """The twin's prediction, by a process of its own: {device_bytes, host_bytes, seconds} or {unavailable}."""
+    order = {"job": job.to_dict(), "folders": [str(folder) for folder in folders]}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "harness.twin"],
+        input=json.dumps(order) + "\n", capture_output=True, text=True, env=worker_environment(),
+    )  # fmt: skip
+    if done.returncode:
+        line = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return {"unavailable": f"the twin of {job.method} failed: {line}"}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def published_rows(budget: Budget) -> list[dict[str, Any]]:
+    """For each published method its law's limits in this budget, beside the largest size it was published with."""
+    if not budget.device_bytes or not budget.host_bytes:
+        return []
+    found = []
+    for law in laws.LAWS:
+        limits = law.limits(budget.device_bytes, budget.host_bytes - laws.HOST_TAKEN_BYTES)
+        found.append(
+            {
+                "method": law.method,
+                "published_layers": law.published_layers,
+                **dataclasses.asdict(limits),
+                "binding": limits.binding,
+                "was_the_limit": limits.largest == law.published_layers,
+                "verdict": law.verdict(limits),
+                "host_source": law.host_source,
+            }
+        )
+    return found
+
+
+def show(found: list[dict[str, Any]], exact: bool) -> None:
+    """A line for each memory of each row, then a line for each row that does not fit or cannot be planned."""
+    table = Table(title="What training needs, by arithmetic")
+    for name in ("method", "layers", "memory", *KINDS, "in all", *(["exact"] if exact else [])):
+        table.add_column(name, justify="left" if name in ("method", "memory") else "right", no_wrap=True)
+    for name in ("moved a step", "seconds a step", "fits", "binds", "largest"):
+        table.add_column(name)
+    for row in found:
+        if "error" not in row:
+            _add(table, row, exact)
+    _console().print(table)
+    print("binds: the memory that one layer more than the largest would pass.")
+    for row in found:
+        if "error" in row:
+            print(f"left out: {row['method']}, {row['num_layers']} layers: {row['error']}")
+        elif row["shortfall"]:
+            print(f"does not fit: {row['shortfall']}")
+    for text in dict.fromkeys(row["exact"].get("unavailable") for row in found if "exact" in row):
+        if text:
+            print(text)
+
+
+def _add(table: Table, row: dict[str, Any], exact: bool) -> None:
+    seconds = f"{row['step_seconds']:.3g}" if row["step_seconds"] else "-"
+    last = [_size(row["moved_bytes"]), seconds, "yes" if row["fits"] else "no", row["binding"] or "-"]
+    last.append(f"-l {row['largest_layers']}")
+    title = [row["method"], str(row["num_layers"])]
+    for memory in MEMORIES:
+        if memory == "device" or row[f"{memory}_bytes"]:
+            cells = [*title, memory, *(_size(row[memory].get(kind)) for kind in KINDS), _size(row[f"{memory}_bytes"])]
+            if exact:
+                cells.append(_size(row["exact"].get(f"{memory}_bytes")))
+            table.add_row(*cells, *last)
+            title, last = ["", ""], []
+    options = " ".join(f"{name}={value}" for name, value in row["options"].items() if value not in (None, False))
+    if options:
+        table.add_row(f"  {options}")
+    table.add_section()
+
+
+def show_published(found: list[dict[str, Any]]) -> None:
+    table = Table(title="What bound the published runs, by laws recovered from their logs (largest depths)")
+    for name in ("method", "published", "device", "device, as reserved", "host", "verdict"):
+        table.add_column(name, justify="left" if name in ("method", "verdict") else "right")
+    for row in found:
+        depths = (row["published_layers"], row["device"], row["device_as_reserved"], row["host"] or "-")
+        table.add_row(row["method"], *map(str, depths), row["verdict"])
+    _console().print(table)
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def _size(size: int | None) -> str:
+    return gib(size) if size else "-"

@@ -1,0 +1,168 @@
+"""plan: what it says, that it says it without torch, and what machines by name do to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import machine, method, profiles
+from harness.cli import main
+from harness.method import ROOT
+from harness.spec import GIB, KINDS, Workload
+
+SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
+
+
+def plan(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[dict[str, Any]]:
+    monkeypatch.setattr(sys, "argv", ["run.sh", "plan", *words, "--json"])
+    main()
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def fails(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    """The one line on standard error of a call that ends with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["run.sh", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    captured = capsys.readouterr()
+    assert end.value.code == 2 and captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_every_method_has_a_row_by_kind_that_adds_up(capsys, monkeypatch) -> None:
+    found = plan(capsys, monkeypatch, "-m", "all", *SMALL)
+    assert [row["method"] for row in found] == method.names()
+    for row in found:
+        for memory in ("device", "host", "disk"):
+            assert set(row[memory]) <= set(KINDS) and sum(row[memory].values()) == row[f"{memory}_bytes"]
+
+
+def test_the_largest_depth_fits_and_one_layer_more_does_not(capsys, monkeypatch) -> None:
+    budget = ["--device-memory", "16MiB", "--host-memory", "64MiB", "--disk", "64MiB"]
+    for row in plan(capsys, monkeypatch, "-m", "resident,l2l,stronghold,zero-offload,zero-infinity", *SMALL, *budget):
+        depth = row["largest_layers"]
+        sizes = ["-m", row["method"], *SMALL[2:], *budget]
+        (fits,) = plan(capsys, monkeypatch, *sizes, "-l", str(depth))
+        (fails,) = plan(capsys, monkeypatch, *sizes, "-l", str(depth + 1))
+        assert fits["fits"] and not fails["fits"] and row["binding"] in fails["shortfall"], row["method"]
+
+
+def test_a_resident_run_is_bound_by_the_device_and_a_streamed_one_by_the_host(capsys, monkeypatch) -> None:
+    budget = ["--device-memory", "16MiB", "--host-memory", "64MiB"]
+    found = plan(capsys, monkeypatch, "-m", "resident,l2l,stronghold", *SMALL, *budget)
+    assert {row["method"]: row["binding"] for row in found} == {
+        "resident": "device", "l2l": "host", "stronghold": "host",
+    }  # fmt: skip
+    largest = {row["method"]: row["largest_layers"] for row in found}
+    assert largest["resident"] < largest["l2l"] <= largest["stronghold"]
+
+
+def test_a_size_that_cannot_be_has_its_reason(capsys, monkeypatch) -> None:
+    (row,) = plan(capsys, monkeypatch, "-m", "stronghold", *SMALL, "-w", "9")
+    assert "window 9 is beyond the 4 layers" in row["error"]
+
+
+def test_the_exact_device_peak_comes_with_it_where_a_method_has_a_twin(capsys, monkeypatch) -> None:
+    ours, engine = plan(capsys, monkeypatch, "-m", "l2l,zero-offload", *SMALL, "--exact")
+    assert ours["exact"]["device_bytes"] == pytest.approx(ours["device_bytes"], rel=0.1)
+    assert "has no twin" in engine["exact"]["unavailable"]
+
+
+def test_the_table_is_for_people(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.sh", "plan", "-m", "resident,zero-infinity-nvme", *SMALL])
+    main()
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("device", "host", "disk", "activations", "binds", "resident"))
+
+
+def test_a_plan_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['run.sh', 'plan', '-m', 'all', '-l', '4', '--machine', 'v100-vm'];"
+        "from harness.cli import main; main(); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_published_machine_tells_what_bound_the_published_runs(capsys, monkeypatch) -> None:
+    found = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "--machine", "v100-vm")
+    published = {row["published"]["method"]: row["published"] for row in found if "published" in row}
+    assert {name: (row["published_layers"], row["binding"]) for name, row in published.items()} == {
+        "Megatron-LM": (32, "device"), "L2L": (78, "device"), "ZeRO-Offload": (48, "device"),
+        "ZeRO-Infinity": (48, "host"), "STRONGHOLD": (100, "host"),
+    }  # fmt: skip
+    other = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "-h", "1024", "--machine", "v100-vm")
+    assert not [row for row in other if "published" in row]
+
+
+def test_resident_training_of_the_published_size_fits_the_published_machine(capsys, monkeypatch) -> None:
+    (row, *_) = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "--machine", "v100-vm")
+    # 16 bytes a parameter of 38 layers are 30.0 GiB of the 31.2; of 40 they would be 31.6.
+    assert row["fits"] and row["binding"] == "device" and 36 <= row["largest_layers"] <= 39
+    assert 16 * Workload(num_layers=40).num_params > profiles.load("v100-vm").budget.device_bytes  # type: ignore[operator]
+
+
+def test_a_machines_budgets_are_defaults(capsys, monkeypatch) -> None:
+    words = ["-m", "resident", "-l", "32", "--machine", "v100-vm"]
+    (wide, *_) = plan(capsys, monkeypatch, *words, "--device-memory", "80GiB")
+    assert wide["largest_layers"] > plan(capsys, monkeypatch, *words)[0]["largest_layers"]
+
+
+def test_a_machine_of_ones_own_is_an_entry(tmp_path: Path) -> None:
+    file = tmp_path / "machines.yaml"
+    file.write_text("desk:\n  device_memory: 24GiB\n  disk: 1TiB\n  facts: {gpu: mine}\n")
+    mine = profiles.load("desk", file)
+    assert mine.budget.device_bytes == 24 * GIB and mine.budget.disk_bytes == 1024 * GIB
+    assert mine.budget.host_bytes is None and mine.facts == {"gpu": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("desk: {device_memory: 24GB}", "24GB"),
+        ("desk: {device: 24GiB}", "known are"),
+        ("desk: 24GiB", "known are"),
+        ("[1, 2]", "machines by name"),
+        ("desk: {", "does not load"),
+    ],
+)
+def test_an_entry_that_makes_no_sense_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "machines.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said) as error:
+        profiles.load("desk", file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("verb", ["run", "sweep", "plan"])
+def test_an_unknown_machine_names_the_nearest(capsys, monkeypatch, verb: str) -> None:
+    assert "did you mean v100-vm?" in fails(capsys, monkeypatch, verb, "-m", "l2l", "--machine", "v100")
+
+
+@pytest.mark.parametrize("size", ["12", "-1GiB", "32GB?", "0GiB"])
+@pytest.mark.parametrize("option", ["--device-memory", "--host-memory", "--disk"])
+def test_a_bad_size_is_one_line(capsys, monkeypatch, option: str, size: str) -> None:
+    assert "is no size" in fails(capsys, monkeypatch, "plan", "-m", "l2l", f"{option}={size}")
+
+
+@pytest.mark.parametrize("verb", ["run", "sweep"])
+def test_no_run_is_given_more_than_there_is(capsys, monkeypatch, verb: str) -> None:
+    more = f"{machine.host_bytes() // GIB + 1}GiB"
+    line = fails(capsys, monkeypatch, verb, "-m", "l2l", *SMALL, "--device", "cpu", "--host-memory", more)
+    assert "larger than this machine's" in line and "plan" in line
+
+
+def test_no_run_is_given_more_than_the_gpu_has(monkeypatch) -> None:
+    from harness.spec import Budget
+    from harness.words import check_budget
+
+    monkeypatch.setattr(machine, "gpu", lambda: {"gpu_bytes": 32 * GIB})
+    check_budget(Budget(device_bytes=32 * GIB), "cuda")
+    with pytest.raises(ValueError, match=r"device budget of 33.0 GiB is larger than this machine's 32.0 GiB"):
+        check_budget(Budget(device_bytes=33 * GIB), "cuda")
