@@ -41,7 +41,7 @@ def load(name: str, file: Path = FILE) -> Profile:
     unknown = set(entry) - {"about", "facts", *BUDGETS} if isinstance(entry, dict) else {entry}
     if unknown:
         raise ValueError(
-            f"{file}: {name} has {', '.join(map(str, unknown))}: about, facts, {', '.join(BUDGETS)} are known"
+            f"{file}: {name} has {', '.join(map(str, unknown))}: known are about, facts, {', '.join(BUDGETS)}"
         )
     sizes = {}
     for key, attribute in BUDGETS.items():
@@ -70,7 +70,5 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"{file} does not load: {' '.join(str(error).split())}") from error
     if not isinstance(machines, dict):
-        raise ValueError(
-            f"{file} must hold names of machines with their memories, as v100-vm: {{device_memory: 32GiB}}"
-        )
+        raise ValueError(f"{file} must hold machines by name, as v100-vm: {{device_memory: 32GiB}}")
     return machines
