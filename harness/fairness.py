@@ -21,6 +21,7 @@ def rows(records: list[Record]) -> list[dict[str, str]]:
         {
             "method": f"{name} {dtype}" + (f" ({options})" if options else ""),
             **{column: record.description.get(column, "not said") for column in COLUMNS},
+            "kernels seen": ", ".join(record.kernels) or "not watched",
             "data": f"{record.data_sha256[:8]}, in order",
             "gate": record.gate.verdict,
         }

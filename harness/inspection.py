@@ -1,4 +1,4 @@
-"""What training left behind, tensor by tensor, small enough for a record: the gate's evidence."""
+"""What was seen of training: its kernels, and what it left behind, tensor by tensor, small enough for a record."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.method import TensorState, Trained
 from harness.model import initial
 from harness.spec import Job
 
 SKETCH_BUCKETS = 8
+TELLING = ("attention", "adam")  # ops that have several kernels
+
+
+class Kernels(TorchDispatchMode):
+    """The telling ops that torch dispatches while this is entered, by the kernels they have chosen.
+
+    What an engine's own library runs, such as DeepSpeed's Adam, is not torch's to dispatch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.overloadpacket.__name__
+        if any(word in name for word in TELLING) and not name.endswith("_backward"):
+            self.names.add(name.strip("_"))
+        return op(*args, **(kwargs or {}))
 
 
 def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:

@@ -43,7 +43,7 @@ def software() -> dict[str, Any]:
 def checked() -> dict[str, str]:
     """The facts that make two measurements comparable; part of a job's identity."""
     names = ("cpu", "cores", "gpu")
-    return {**{name: str(facts().get(name)) for name in names}, "torch": str(software()["torch"])}
+    return {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
 
 
 def host_bytes() -> int:

@@ -65,6 +65,7 @@ class Record:
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0
     data_sha256: str = ""
+    kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # what the method promises on CPU in fp32
     is_exact: bool = True  # False where the method says that it trains otherwise by design

@@ -208,8 +208,10 @@ class Job:
             raise ValueError(f"warm-up must be from 0 to {self.steps - 1} of {self.steps} steps, not {self.warmup}")
 
     def key(self, **context: str) -> str:
-        """Identity of this job in a context: the method's source, the machine's checked facts."""
-        text = json.dumps([self.to_dict(), context], sort_keys=True)
+        """Identity of this job in a context: the method's source, the machine's checked facts. How long it may take is
+        no part of it."""
+        untimed = dataclasses.replace(self, budget=dataclasses.replace(self.budget, seconds=None))
+        text = json.dumps([untimed.to_dict(), context], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:

@@ -81,13 +81,16 @@ class Sweep:
         return finished
 
     def key(self, job: Job) -> str:
-        return job.key(source=method.source_hash(job.method, self.folders), **machine.checked())
+        source = method.source_hash(job.method, self.folders)
+        return job.key(source=source, corpus=_corpus_identity(job.workload.corpus), **machine.checked())
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
         """The path of the job's record: the newest result there is, else one made now."""
         key = self.key(job)
         fresh = key in self.measured_now  # however it ended: no job is run twice in one sweep
         known = [path for path, record in self.records.items() if record.key == key and (record.is_result or fresh)]
+        if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
+            known = []  # it was refused before it ran; by now there is more memory
         if known and (not self.rerun or fresh):
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
@@ -163,6 +166,14 @@ class Sweep:
             and other.key == self.key(other.job)
         ]
         return gate.judge(record, twins=(twins[0], twins[1]), peers=same_size)
+
+
+def _corpus_identity(prefix: str | None) -> str:
+    """Size and time of the corpus: other contents are another job."""
+    if prefix is None:
+        return ""
+    found = Path(f"{prefix.removesuffix('.bin').removesuffix('.idx')}.bin").stat()
+    return f"{found.st_size} bytes of {found.st_mtime_ns}"
 
 
 def summary(record: Record) -> dict[str, Any]:
