@@ -18,8 +18,12 @@ from harness.record import Gate, Record
 # Largest relative difference of a step's loss. fp32: kernels that sum in another order differ by about 1e-6 after 20
 # steps; bf16 has 8 bits of mantissa. CUDA adds atomics and fused attention.
 LOSS_TOLERANCE = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2}
-# How far a tensor moved, and its first moment, relative to the reference's.
+# How far a tensor moved, and how large its first moment is, relative to the reference's. In bf16 the gradient of a
+# norm's bias before attention is a sum that nearly cancels: a ratio of 0.88 was seen where losses agree to 4e-5.
 SIZE_TOLERANCE = 0.1
+MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3}
+# The same over the median tensor: cancellation concerns few of them.
+MEDIAN_TOLERANCE = 0.05
 # Distance between a tensor's change and the reference's, relative to how far the reference's moved. In bf16 the
 # direction of a step where the gradient is rounding noise is noise, too. A CPU in fp32 shows 3e-4 and less.
 DISTANCE_TOLERANCE = {("cpu", "fp32"): 2e-3, ("cuda", "fp32"): 5e-2, ("cpu", "bf16"): 0.7, ("cuda", "bf16"): 0.7}
@@ -151,6 +155,7 @@ def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
 
 def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | None:
     """The most telling difference between final tensors: part of one left out, a wrong step size, a wrong gradient."""
+    moment_tolerance = MOMENT_TOLERANCE[record.job.workload.dtype]
     checks = (
         (
             "partial-update",
@@ -159,18 +164,19 @@ def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | N
             "{name} changed in {ours:.1%} of its elements, {theirs:.1%} in",
         ),
         ("update-size", "moved", SIZE_TOLERANCE, "{name} moved {ratio:.3g} times as far as in"),
-        ("gradient-scale", "exp_avg", SIZE_TOLERANCE, "{name}'s first moment is {ratio:.3g} times that in"),
+        ("gradient-scale", "exp_avg", moment_tolerance, "{name}'s first moment is {ratio:.3g} times that in"),
     )
     for reason, key, tolerance, text in checks:
-        worst, ratio = None, 1.0
-        for name, theirs in reference.tensors.items():
-            ours = record.tensors[name]
-            if ours.get(key) is None or not theirs.get(key):
-                continue
-            candidate = ours[key] / theirs[key]
-            if worst is None or abs(candidate - 1) > abs(ratio - 1):
-                worst, ratio = name, candidate
-        if worst is not None and not abs(ratio - 1) <= tolerance:
+        ratios = {
+            name: record.tensors[name][key] / theirs[key]
+            for name, theirs in reference.tensors.items()
+            if record.tensors[name].get(key) is not None and theirs.get(key)
+        }
+        if not ratios:
+            continue
+        worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
+        ratio, median = ratios[worst], statistics.median(ratios.values())
+        if not (abs(ratio - 1) <= tolerance and abs(median - 1) <= MEDIAN_TOLERANCE):
             values = {"ours": record.tensors[worst][key], "theirs": reference.tensors[worst][key]}
             return reason, f"{text.format(name=worst, ratio=ratio, **values)} the reference"
     return None
