@@ -18,7 +18,7 @@ FLOORS = (
     {"harness.method", "harness.model", "harness.data"},
     {"harness.record", "harness.machine", "harness.published", "methods._*"},
     {"methods.*", "harness.gate", "harness.inspection"},
-    {"harness.worker", "harness.build", "harness.fairness"},
+    {"harness.worker", "harness.build", "harness.fairness", "harness.rows"},
     {"harness.launch"},
     {"harness.sweep"},
     {"harness.progress", "harness.words"},
