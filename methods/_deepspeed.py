@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.method import Step, TensorState, Trained, Training, Unavailable
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
-from methods._zero import EXTENSIONS
+from methods._zero import EXTENSIONS, is_built, versions
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
@@ -94,7 +94,25 @@ def import_deepspeed(device: str) -> Any:
         raise Unavailable("this method needs deepspeed: pip install deepspeed==0.19.8") from error
     if device == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _load_built()
     return deepspeed
+
+
+def _load_built() -> None:
+    """Load what has been compiled. Left alone, DeepSpeed would ask ninja in every run whether to compile it again."""
+    from deepspeed.ops.op_builder import PinMemoryBuilder
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from torch.utils.cpp_extension import _import_module_from_library
+
+    def load(kernel: str) -> None:
+        OpBuilder._loaded_ops[kernel] = _import_module_from_library(kernel, EXTENSIONS / kernel, True)
+
+    if is_built("cpu_adam"):
+        load("cpu_adam")
+    if is_built("async_io"):
+        load("pin_memory")
+        PinMemoryBuilder().load()  # makes its symbols known, which the next one needs
+        load("async_io")
 
 
 def build(kernel: str) -> None:
@@ -111,6 +129,7 @@ def build(kernel: str) -> None:
     if not builder.is_compatible(verbose=True):
         raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
     builder.load(verbose=True)
+    (EXTENSIONS / f"{kernel}.built").write_text(versions())
 
 
 def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam: str, reentrant: bool) -> Any:
