@@ -67,6 +67,7 @@ class Sweep:
         self.report = report or (lambda event: None)
         self.records, complaints = read_all(results)
         self.measured_now: set[str] = set()
+        self.replaced = set(self.records) if rerun else set()
         for complaint in complaints:
             self.report({"event": "warning", "text": complaint})
 
@@ -80,6 +81,22 @@ class Sweep:
             finished.append(record)
         return finished
 
+    def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
+        """The number-th measurement of a resolved job, judged; made now where there are fewer, whatever its plan
+        foresees. A refusal by plan is no measurement."""
+        key = self.key(job)
+        known = [path for path, record in self.records.items() if record.key == key and record.is_result]
+        known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
+        if len(known) >= number:
+            path = known[number - 1]
+            self.report({"event": "recorded", "path": str(path), "job": job, **place})
+        else:
+            self.report({"event": "start", "job": job, "plan": resolve(job, self.folders)[1], **place})
+            path = self._launch(job, key)
+        record = self._judge(path)
+        self.report({"event": "end", "path": str(path), "record": record})
+        return record
+
     def key(self, job: Job) -> str:
         return job.key(source=method.source_hash(job.method, self.folders), **machine.checked())
 
@@ -91,25 +108,27 @@ class Sweep:
         if known and (not self.rerun or fresh):
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
-        self.measured_now.add(key)
         resolved, plan, shortfall = resolve(job, self.folders)
         self.report({"event": "start", "job": resolved, "plan": plan, **place})
-        if shortfall:
-            path = self._refuse(resolved, key, shortfall)
-        else:
-            missing = method.create(job.method, job.options, self.folders).to_build()
-            if missing:
-                self.report({"event": "build", "text": f"building {missing}"})
-                build(resolved, self.results, self.folders)
-            path = launch(resolved, key, self.results, self.folders, self.report)
+        return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
+
+    def _launch(self, job: Job, key: str) -> Path:
+        self.measured_now.add(key)
+        missing = method.create(job.method, job.options, self.folders).to_build()
+        if missing:
+            self.report({"event": "build", "text": f"building {missing}"})
+            build(job, self.results, self.folders)
+        path = launch(job, key, self.results, self.folders, self.report)
         self.records[path] = Record.read(path)
         return path
 
     def _refuse(self, job: Job, key: str, shortfall: str) -> Path:
+        self.measured_now.add(key)
         path = Path(f"{new_stem(self.results, job)}.json")
         facts, versions = machine.facts(), machine.software()
         Record(job, key, "does-not-fit", "plan", shortfall, machine=facts, software=versions).write(path)
         path.with_name(path.name.removesuffix(".json") + ".txt").write_text(shortfall + "\n")
+        self.records[path] = Record.read(path)
         return path
 
     def _judge(self, path: Path) -> Record:

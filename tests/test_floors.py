@@ -14,14 +14,14 @@ from harness.method import ROOT
 
 # A file imports only from floors below its own. Methods see spec, model, data, method and the underscore modules.
 FLOORS = (
-    {"harness.spec"},
+    {"harness.spec", "harness.search"},
     {"harness.method", "harness.model", "harness.data"},
     {"harness.record", "harness.machine", "harness.published", "methods._*"},
     {"methods.*", "harness.gate", "harness.inspection"},
     {"harness.worker", "harness.build", "harness.fairness"},
     {"harness.launch"},
     {"harness.sweep"},
-    {"harness.progress", "harness.words"},
+    {"harness.progress", "harness.words", "harness.largest"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
