@@ -164,7 +164,7 @@ def _binding(answer: Answer, best: Record | None, probes: Probes) -> str:
 
 def texts(result: dict[str, Any]) -> dict[str, str]:
     """A row of the table as people read it."""
-    mixed = f" (both passed and failed: {', '.join(map(str, result['mixed']))})" if result["mixed"] else ""
+    mixed = f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})" if result["mixed"] else ""
     return {
         "method": result["method"],
         "largest": str(result["largest"] or ("" if result["stopped"] else "none")),

@@ -102,8 +102,9 @@ def search(
 ) -> Answer:
     """Find the largest of the depths from `least` to `most` that trains.
 
-    Each side of the edge is decided by `repeats` probes. `refine` makes a better guess of two small runs. Stops early,
-    saying why, where a probe ends for another reason than size, or after `max_trials`.
+    Each side of the edge is decided by `repeats` probes; several also look one layer beyond it. `refine` makes a
+    better guess of two small runs. Stops early, saying why, where a probe ends for another reason than size, or after
+    `max_trials`.
     """
     answer = Answer(least, most)
     guess = max(least, min(guess, most))
@@ -151,6 +152,8 @@ def _next(answer: Answer, guess: int, stride: int, repeats: int) -> tuple[int | 
     for depth, known in ((below, answer.passing), (above, answer.failing)):
         if depth is not None and answer.least <= depth and known.count(depth) < repeats:
             return depth, stride
+    if repeats > 1 and above is not None and above < answer.most and above + 1 not in answer.failing:
+        return above + 1, stride  # is what failed an exception, with more that passes above?
     return None, stride
 
 
