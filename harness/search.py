@@ -2,7 +2,8 @@
 
 A probe says whether a depth trained. Needs grow with depth, so there is an edge; a good guess of it (`start`) makes the
 search short: steps of 3 % of the guess, doubling, until the edge is between two probes, then halves. Two small runs
-first make the guess good: what they took beyond their plan is extrapolated, memory by memory and phase by phase.
+first make the guess good (then steps start at one layer): what they took beyond their plan is extrapolated, memory by
+memory and phase by phase.
 
 Real edges may be blurred (a depth that both passed and failed) or out of order (a failure below a pass). Then the
 answer is an interval: up to its lower end everything tried passed, from its upper end on everything tried failed.
@@ -108,14 +109,14 @@ def search(
     """
     answer = Answer(least, most)
     guess = max(least, min(guess, most))
+    stride = max(1, round(GALLOP * guess))
     if refine is not None and guess >= max(REFINED_FROM, 4 * least):
         for small in (guess // 4, guess // 2):
             if answer.stopped or answer.failing:
                 break
             _try(answer, probe, small)
         if not answer.stopped and not answer.failing:
-            guess = max(least, min(refine(), most))
-    stride = max(1, round(GALLOP * guess))
+            guess, stride = max(least, min(refine(), most)), 1
     while not answer.stopped:
         depth, stride = _next(answer, guess, stride, repeats)
         if depth is None:

@@ -80,6 +80,26 @@ def test_six_trials_suffice_on_average_where_the_guess_is_ten_percent_off() -> N
     assert statistics.mean(trials) <= 6
 
 
+@given(
+    edge=st.integers(16, 400), error=st.floats(-0.5, 1.0), start=st.integers(0, 10**6), slope=st.integers(10**4, 10**5)
+)
+def test_two_small_runs_mend_a_plan_that_is_far_off(edge: int, error: float, start: int, slope: int) -> None:
+    """Real needs are a line in depth, the guess is half to twice as deep: two small runs, the edge, what fails."""
+    budget, measured = start + slope * edge + slope // 2, []
+
+    def probe(num_layers: int) -> Outcome:
+        need = start + slope * num_layers
+        measured.append((num_layers, {"run": need}))
+        return Outcome(need <= budget, "device")
+
+    def refine() -> int:
+        return max(depth for depth in range(1, 2000) if extrapolate(measured, depth) <= budget)
+
+    answer = search(probe, round(edge * (1 + error)), refine=refine)
+    assert (answer.largest, answer.failed_above) == (edge, edge + 1)
+    assert len(answer.trials) <= 4
+
+
 @given(flaky=st.integers(1, 400), guess=depths, repeats=st.integers(1, 3), seed=st.integers())
 def test_a_depth_that_passes_by_chance_lies_in_the_interval(flaky: int, guess: int, repeats: int, seed: int) -> None:
     chance = random.Random(seed)
