@@ -17,8 +17,8 @@ from harness.spec import Budget, Job, Plan, gib, params_text
 from harness.sweep import Sweep, one_pool
 
 BEYOND_PLAN = 4  # depths up to this many times the planned one are tried, and up to 64 layers
+BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that count towards another's budget
 FEWEST_STEPS = 5  # of a probe: memory has settled when steps repeat with the optimizer's state in place
-MEASURES = {"device": ("device_reserved",), "host": ("host_anonymous", "host_shared")}
 
 
 class Probes:
@@ -28,38 +28,54 @@ class Probes:
         self.sweep, self.job = sweep, job
         self.budget = machine.budget(job.budget, job.device)
         self.records: list[Record] = []
-        self.excess: dict[
-            str, list[tuple[int, dict[str, int]]]
-        ] = {}  # by memory: depth, bytes beyond the plan by phase
+        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # of each memory, beyond the plan: depth, phases
+        self.lacking: dict[str, int] = {}  # what it must be at least, by failures that the plan did not foresee
+        self.decided: dict[int, Job] = {}  # by depth: the job that a repeat repeats
         self.least = method.largest_depth(lambda depth: not self._has_plan(depth)) + 1
         self._planned(self.least)  # the ValueError of options that make no sense at any depth
 
     def __call__(self, num_layers: int) -> Outcome:
+        """Run at this depth. Where memory did not suffice although the plan said so, and other options should need less
+        of it, they are tried as well: only what no options train is too large."""
+        if num_layers in self.decided:
+            return self._run(self.decided[num_layers])
         job, plan = self._planned(num_layers)
         refused = self._refusal(plan)
         if refused:
             return Outcome(False, refused, evidence=plan)
+        tried, outcome = [job], self._run(job)
+        while not outcome.passed and not outcome.stop:
+            self._learn(outcome.evidence, plan)
+            job, plan = self._planned(num_layers)
+            if job in tried or not self._fits(plan, num_layers):
+                break
+            tried.append(job)
+            outcome = self._run(job)
+        self.decided[num_layers] = tried[-1]
+        return outcome
+
+    def _run(self, job: Job) -> Outcome:
         number = 1 + sum(record.job == job for record in self.records)
         record = self.sweep.attempt(job, number, {"role": f"probe {len(self.records) + 1}"})
         self.records.append(record)
-        if not record.is_result:
-            return Outcome(False, stop=f"{record.status}: {record.reason}", evidence=record)
-        return Outcome(record.status == "ok", memory_of(record), evidence=record)
+        stop = "" if record.is_result else f"{record.status}: {record.reason}"
+        return Outcome(record.status == "ok", memory_of(record), stop, record)
 
     def guess(self) -> int:
         """Layers of the deepest model whose plan fits, what runs took beyond their plans counted in."""
 
-        def fits(num_layers: int) -> bool:
-            if num_layers < self.least:
-                return True
-            room = self._room(num_layers)
-            return one_pool(self._planned(num_layers)[1], room).shortfall(room) is None
+        return method.largest_depth(lambda depth: depth < self.least or self._fits(self._planned(depth)[1], depth))
 
-        return method.largest_depth(fits)
+    def _fits(self, plan: Plan, num_layers: int) -> bool:
+        room = self._room(num_layers)
+        return one_pool(plan, room).shortfall(room) is None and not self._refusal(plan)
 
     def refine(self) -> int:
         """The guess again, now that small runs have shown what the plan leaves out."""
+        self.lacking.clear()
         for record in self.records:
+            if record.status != "ok":
+                continue
             planned = one_pool(Plan(record.predicted["device"], record.predicted["host"]), self.budget)
             for memory, phases in measured(record).items():
                 beyond = {phase: size - getattr(planned, f"{memory}_bytes") for phase, size in phases.items()}
@@ -81,13 +97,25 @@ class Probes:
         options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
         return dataclasses.replace(self.job, workload=workload, options=options), plan
 
+    def _learn(self, record: Record, plan: Plan) -> None:
+        """A run failed: where the plan foresaw room, it takes more beyond its plan than was left."""
+        num_layers, lacked = record.job.workload.num_layers, memory_of(record)
+        memory, room = BUDGETED.get(lacked, lacked), self._room(num_layers)
+        have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, one_pool(plan, room)))
+        if have is not None and planned is not None and planned <= have:
+            beyond = getattr(self.budget, f"{memory}_bytes") - planned + 1
+            self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))
+
     def _room(self, num_layers: int) -> Budget:
         """The budget less what runs of this depth take beyond their plan."""
         rooms = {}
-        for memory, points in self.excess.items():
+        for memory in {**self.excess, **self.lacking}:
             have = getattr(self.budget, f"{memory}_bytes")
+            points, least = self.excess.get(memory), self.lacking.get(memory)
+            beyond = [extrapolate(points, num_layers)] if points else []
+            beyond += [] if least is None else [least]
             if have is not None:
-                rooms[f"{memory}_bytes"] = max(1, have - extrapolate(points, num_layers))
+                rooms[f"{memory}_bytes"] = max(1, have - max(beyond))
         return dataclasses.replace(self.budget, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
@@ -105,13 +133,14 @@ def memory_of(record: Record) -> str:
 
 
 def measured(record: Record) -> dict[str, dict[str, int]]:
-    """Peak bytes by memory and phase, of those that were measured."""
-    found = {}
-    for memory, names in MEASURES.items():
-        size = sum(record.peaks.get(name, 0) for name in names)
-        if size:
-            found[memory] = {"run": size}
-    return found
+    """Peak bytes by memory and phase, as each budget counts them. A device that keeps account of the host counts its
+    tensors; elsewhere the host's share is the whole process."""
+    peaks = record.peaks
+    sizes = {
+        "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
+        "host": peaks.get("host_accounted", record.host_peak_bytes),
+    }
+    return {memory: {"run": size} for memory, size in sizes.items() if size}
 
 
 def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
@@ -138,7 +167,7 @@ def row(answer: Answer, probes: Probes) -> dict[str, Any]:
         "mixed": answer.mixed(),
         "binding": _binding(answer, best, probes),
         "gate": best.gate.verdict if best else "",
-        "trials": len(answer.trials) + (stop is not None),
+        "trials": len(probes.records),
         "stopped": answer.stopped,
         "record": stop or best,
     }
