@@ -205,16 +205,25 @@ Tensor dropout(const Tensor& input, double p, bool train) {
   return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", TORCH_FN(empty));
-  m.impl("empty_strided", TORCH_FN(empty_strided));
-  m.impl("_copy_from", TORCH_FN(copy_from));
-  m.impl("record_stream", [](Tensor& tensor, c10::Stream stream) {});
+// Whatever the CPU has a kernel of its own for is computed by it; the rest is composed of those, as on the CPU. Left to
+// themselves, some would be composed on a new device that are not on a CPU, such as native_layer_norm.
+void register_operations() {
+  using torch::CppFunction;
+  auto& aten = *new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  aten.impl("empty.memory_format", TORCH_FN(empty));
+  aten.impl("empty_strided", TORCH_FN(empty_strided));
+  aten.impl("_copy_from", TORCH_FN(copy_from));
+  aten.impl("record_stream", [](Tensor& tensor, c10::Stream stream) {});
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(DispatchKey::CPU)) {
+    const std::string text = c10::toString(name);
+    if (text.starts_with("aten::") && text != "aten::empty.memory_format" && text != "aten::empty_strided")
+      aten.impl(text.c_str(), CppFunction::makeFromBoxedFunction<&on_cpu>());
+  }
+  auto& others = *new torch::Library(torch::Library::IMPL, "_", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  others.fallback(CppFunction::makeFromBoxedFunction<&on_cpu>());
+  auto& autograd = *new torch::Library(torch::Library::IMPL, "aten", DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  autograd.impl("dropout", TORCH_FN(dropout));
 }
-
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("dropout", TORCH_FN(dropout)); }
 
 }  // namespace
 
@@ -228,6 +237,7 @@ void sim_start(size_t device_bytes, size_t host_bytes, size_t pinned_bytes, doub
   c10::SetAllocator(SIM.type(), &sim_allocator);
   c10::SetCPUAllocator(&host_allocator, /*priority=*/100);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  register_operations();
   ledgers[DEVICE].budget = device_bytes;
   ledgers[HOST].budget = host_bytes;
   ledgers[PINNED].budget = pinned_bytes;

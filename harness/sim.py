@@ -22,6 +22,7 @@ from typing import Any
 
 from harness import machine
 from harness.method import ROOT, Unavailable
+from harness.spec import Budget
 
 FOLDER = ROOT / ".venv" / "sim"
 SOURCES = [Path(__file__).with_name(name) for name in ("sim.cpp", "sim.h")]
@@ -29,7 +30,7 @@ COMPILERS = ("g++", "clang++", "c++")
 STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
 UNLIMITED = 2**63
 
-_started: Any = None  # the library, or the tracker in its place
+_started: Any = None  # this process's: Compiled, or the tracker in its place
 
 
 def library() -> Path:
@@ -78,6 +79,30 @@ def build() -> None:
     os.replace(unfinished, path)
 
 
+class Compiled:
+    """sim.cpp, started: `sim` is a device of this process's torch."""
+
+    def __init__(self, budgets: list[int | None], link_bytes_per_second: float) -> None:
+        import torch
+
+        torch.utils.rename_privateuse1_backend("sim")
+        self.library = ctypes.CDLL(str(library()))
+        limits = (ctypes.c_size_t(UNLIMITED if budget is None else budget) for budget in budgets)
+        self.library.sim_start(*limits, ctypes.c_double(link_bytes_per_second))
+        torch._register_device_module("sim", _module(self))
+
+    def stats(self) -> dict[str, int]:
+        numbers = (ctypes.c_size_t * len(STATS))()
+        self.library.sim_stats(numbers)
+        return dict(zip(STATS, numbers, strict=True))
+
+    def reset_peaks(self) -> None:
+        self.library.sim_reset_peaks()
+
+    def lift(self) -> None:
+        self.library.sim_lift()
+
+
 def start(
     device_bytes: int | None = None,
     host_bytes: int | None = None,
@@ -89,40 +114,46 @@ def start(
     From here on what torch allocates counts, and torch.OutOfMemoryError is raised where a budget is passed.
     """
     global _started
-    if not is_built():
+    if is_built():
+        _started = Compiled([device_bytes, host_bytes, pinned_bytes], link_bytes_per_second or 0.0)
+    elif link_bytes_per_second:
+        raise Unavailable("a simulated link needs the compiled device sim: apt-get install g++")
+    else:
         from harness.tracker import Tracker
 
-        if link_bytes_per_second:
-            raise Unavailable("the simulated link needs the compiled device: apt-get install g++")
         _started = Tracker(device_bytes, host_bytes)
         _started.__enter__()
-        return
-    import torch
-
-    torch.utils.rename_privateuse1_backend("sim")
-    _started = ctypes.CDLL(str(library()))
-    budgets = [UNLIMITED if budget is None else budget for budget in (device_bytes, host_bytes, pinned_bytes)]
-    _started.sim_start(*map(ctypes.c_size_t, budgets), ctypes.c_double(link_bytes_per_second or 0.0))
-    torch._register_device_module("sim", _module())
 
 
 def stats() -> dict[str, int]:
     """Bytes in use and their peaks, by memory: device, host (with what is page-locked), pinned."""
-    if not isinstance(_started, ctypes.CDLL):
-        return _started.stats()
-    numbers = (ctypes.c_size_t * len(STATS))()
-    _started.sim_stats(numbers)
-    return dict(zip(STATS, numbers, strict=True))
+    return _started.stats()
 
 
 def reset_peaks() -> None:
-    _started.sim_reset_peaks()
+    _started.reset_peaks()
 
 
 def lift() -> None:
     """Training is over: what is allocated from here on, to look at it, is no part of it. Budgets bind no more, and
     peaks stay as they are."""
-    _started.sim_lift()
+    _started.lift()
+
+
+def enforce(budget: Budget) -> dict[str, str]:
+    """Start the device of a run; says what holds it to its budget."""
+    start(budget.device_bytes, budget.host_bytes, None, budget.link_bytes_per_second)
+    by = "sim's allocators" if isinstance(_started, Compiled) else "sim's account in Python"
+    return {"device": by, "host": f"{by}: tensors alone"}
+
+
+def peaks() -> dict[str, int]:
+    """A run's peaks, as they stand in its record; empty before the device is started."""
+    if _started is None:
+        return {}
+    now = _started.stats()
+    names = {"device_allocated": "device_peak", "host_accounted": "host_peak", "host_pinned": "pinned_peak"}
+    return {name: now[stat] for name, stat in names.items()}
 
 
 @functools.cache
@@ -130,7 +161,7 @@ def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
-def _module() -> types.ModuleType:
+def _module(sim: Compiled) -> types.ModuleType:
     """torch.sim: what torch and the engines ask a device's module for."""
     import torch
 
@@ -149,8 +180,8 @@ def _module() -> types.ModuleType:
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.stream = lambda stream: stream  # a stream is its own context
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
-    module.memory_allocated = lambda device=None: stats()["device_allocated"]
-    module.max_memory_allocated = lambda device=None: stats()["device_peak"]
+    module.memory_allocated = lambda device=None: sim.stats()["device_allocated"]
+    module.max_memory_allocated = lambda device=None: sim.stats()["device_peak"]
     module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info()
     # Random numbers are the CPU's: nothing to seed, no precision of its own.
     module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False

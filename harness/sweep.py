@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import gate, machine, method
-from harness.launch import build, launch
+from harness import gate, machine, method, sim
+from harness.launch import build, build_sim, launch
 from harness.record import Gate, Record, new_stem, read_all
 from harness.spec import Budget, Job, Plan, gib, params_text
 
@@ -118,6 +118,9 @@ class Sweep:
         if missing:
             self.report({"event": "build", "text": f"building {missing}"})
             build(job, self.results, self.folders)
+        if job.device == "sim" and sim.to_build():
+            self.report({"event": "build", "text": f"building {sim.to_build()}"})
+            build_sim(self.results)
         path = launch(job, key, self.results, self.folders, self.report)
         self.records[path] = Record.read(path)
         return path
@@ -137,10 +140,12 @@ class Sweep:
         if record.status != "ok":
             return record
         reference = method.reference(self.folders)
-        if record.job.method == reference:
+        other = dataclasses.replace(record.job, method=reference, options={})
+        if record.job.device == "sim":  # whose kernels are the CPU's, so it is the CPU's training
+            other = dataclasses.replace(other, device="cpu", budget=Budget())
+        if record.job.method == reference and record.job.device == other.device:
             verdict = gate.judge(record, record)
         else:
-            other = dataclasses.replace(record.job, method=reference, options={})
             _, _, shortfall = resolve(other, self.folders)
             if shortfall is None:
                 judged_by = self._judge(self._measure(other, {"role": "reference"}))
@@ -211,10 +216,14 @@ def closing_line(record: Record) -> str:
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
     budget = machine.budget(job.budget, job.device)
-    host = f"host peak {gib(record.host_peak_bytes)} of {gib(budget.host_bytes or 0)}"
-    reserved = record.peaks.get("device_reserved")
-    device = f"device peak {gib(reserved)} of {gib(budget.device_bytes or 0)}, " if reserved else ""
+    host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
+    taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
+    device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""
     verdict = (
         record.gate.verdict if record.gate.verdict in ("failed", "untested") else f"passed ({record.gate.verdict})"
     )
     return f"{title}: {speed}, {device}{host}; gate {verdict}: {record.gate.text}"
+
+
+def _of(size: int, limit: int | None) -> str:
+    return f"{gib(size)} of {gib(limit)}" if limit else gib(size)

@@ -17,7 +17,7 @@ FLOORS = (
     {"harness.spec", "harness.search"},
     {"harness.method", "harness.model", "harness.data"},
     {"harness.record", "harness.machine", "harness.published", "methods._*"},
-    {"methods.*", "harness.gate", "harness.inspection"},
+    {"methods.*", "harness.gate", "harness.inspection", "harness.sim"},
     {"harness.worker", "harness.build", "harness.fairness"},
     {"harness.launch"},
     {"harness.sweep"},
@@ -25,7 +25,7 @@ FLOORS = (
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
-HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection")}
+HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection", "sim")}
 SOURCES = [path for folder in ("harness", "methods", "tests", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
 
 
