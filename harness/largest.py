@@ -186,11 +186,12 @@ def _binding(answer: Answer, best: Record | None, probes: Probes) -> str:
         at_host = evidence.host_bytes + (0 if probes.job.device == "cuda" else evidence.device_bytes)
         need = evidence.disk_bytes if memory == "disk" else at_host
         return f"{memory}, by plan: {gib(need)} of {gib(have or 0)}"
-    used, have = (evidence.evidence.get(f"{name}_bytes") for name in ("in_use", "limit"))
-    if used is None and best:  # the failure gave no numbers: what the largest run took
-        used = max(measured(best).get(memory, {}).values(), default=None)
-        have = getattr(probes.budget, f"{memory}_bytes", None)
-    return f"{memory}: {gib(used)} of {gib(have)}" if used and have else memory
+    asked, used, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
+    if used and limit:
+        return f"{memory}: {gib(used)} of {gib(limit)} in use" + (f", {gib(asked)} more asked for" if asked else "")
+    peak = max(measured(best).get(memory, {}).values(), default=0) if best else 0
+    have = getattr(probes.budget, f"{memory}_bytes", None)
+    return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
 
 
 def texts(result: dict[str, Any]) -> dict[str, str]:

@@ -1,54 +1,19 @@
-"""The search finds the edge there is, reports the edge that is none, and its probes are ordinary records."""
+"""The search finds the edge there is and reports the edge that is none, on simulated oracles."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.largest import Probes, find, texts
-from harness.method import ROOT, create
-from harness.record import read_all
 from harness.search import Answer, Outcome, extrapolate, search
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
 
 depths = st.integers(1, 500)
-TINY = Workload(num_layers=1, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
-MIB = 2**20
-
-# Trains as l2l up to its wall, whatever its plan says, which is one MiB a layer.
-WALL = """
-from dataclasses import dataclass
-from harness.spec import Plan
-from methods.l2l import L2L
-
-@dataclass(frozen=True)
-class Wall:
-    wall: int = 3
-    end: str = "torch.OutOfMemoryError('sim device out of memory: tried to allocate 512 bytes, 99 of 100 bytes in use')"
-    least: int = 1
-
-    def plan(self, workload, budget):
-        if workload.num_layers < self.least:
-            raise ValueError("too few layers")
-        return Plan(device={"weights": workload.num_layers * 2**20})
-
-    def train(self, workload, batches, device):
-        import torch
-        if workload.num_layers > self.wall:
-            raise eval(self.end)
-        return (yield from L2L().train(workload, batches, device))
-"""
 
 
 def up_to(edge: int) -> Callable[[int], Outcome]:
@@ -166,109 +131,6 @@ def test_each_phase_is_extrapolated_on_its_own(slopes: tuple[int, int], starts: 
         return {name: a * num_layers + b for name, a, b in zip(("build", "step"), slopes, starts, strict=True)}
 
     assert extrapolate([(2, peaks(2)), (4, peaks(4))], depth) == max(peaks(depth).values())
-
-
-@settings(max_examples=50)
-@given(
-    device=st.integers(4 * MIB, 40 * MIB), host=st.integers(MIB, 90 * MIB), num_layers=st.integers(1, 40),
-)  # fmt: skip
-def test_stronghold_plans_what_fits_wherever_anything_fits(device: int, host: int, num_layers: int) -> None:
-    workload = Workload(num_layers=num_layers, hidden_size=128, seq_len=64, vocab_size=512)
-    budget = Budget(device, host)
-
-    def fits(**options: int | None) -> bool:
-        return create("stronghold", options).plan(workload, budget).shortfall(budget) is None
-
-    windows = range(1, min(3, num_layers) + 1)
-    any_fits = any(
-        fits(window_size=window, resident_layers=resident) for window in windows for resident in range(num_layers + 1)
-    )
-    assert fits() == any_fits
-    assert create("stronghold", {}).plan(workload, budget).options["window_size"] in windows
-
-
-def with_wall(folder: Path) -> Path:
-    """A folder of methods with the one above."""
-    (folder / "methods").mkdir(exist_ok=True)
-    (folder / "methods" / "wall.py").write_text(WALL)
-    return folder / "methods"
-
-
-def searched(folder: Path, budget_mib: int, **words) -> tuple[dict, list[dict]]:
-    """The row of the method above, and the events of its search."""
-    folders = (with_wall(folder),)
-    events: list[dict] = []
-    most, repeats = words.pop("most", 2**20), words.pop("repeats", 1)
-    job = Job("wall", TINY, words, Budget(budget_mib * MIB), steps=5, warmup=2)
-    return find(Probes(Sweep(folder, folders, events.append), job), repeats, most), events
-
-
-def probes(events: list[dict]) -> list[int]:
-    return [
-        event["job"].workload.num_layers for event in events if event["event"] == "start" and "probe" in event["role"]
-    ]
-
-
-def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(tmp_path: Path) -> None:
-    found, events = searched(tmp_path, budget_mib=1, wall=2)
-    assert probes(events) == [1, 2, 4, 3]
-    assert (found["largest"], found["fails_at"], found["gate"], found["trials"]) == (2, 3, "exact", 4)
-    again, events = searched(tmp_path, budget_mib=1, wall=2)
-    assert again == found and [event for event in events if event["event"] == "start"] == []
-
-
-def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path) -> None:
-    folders = (with_wall(tmp_path),)
-    job = Job("wall", TINY.at_depth(2), {"least": 2}, Budget(MIB), steps=5, warmup=2)
-    assert Sweep(tmp_path, folders).run([resolve(job, folders)[0]])[0].status == "does-not-fit"
-    found, events = searched(tmp_path, budget_mib=1, least=2, most=2)
-    assert probes(events) == [2] and found["binding"] == "none up to 2 layers, the most tried"
-
-
-def test_a_crash_is_not_too_large(tmp_path: Path) -> None:
-    found, _ = searched(tmp_path, budget_mib=2, wall=1, end="RuntimeError('bad luck')")
-    assert found["stopped"] == "at 2 layers: crash: RuntimeError: bad luck" and found["fails_at"] is None
-    assert found["record"].status == "crash" and "no answer: at 2 layers" in texts(found)["what binds"]
-
-
-def test_each_confirmation_is_a_record_of_its_own(tmp_path: Path) -> None:
-    found, _ = searched(tmp_path, budget_mib=1, wall=1, repeats=2)
-    ends = [record.status for record in read_all(tmp_path)[0].values() if record.job.method == "wall"]
-    assert found["largest"] == 1 and ends.count("ok") == 2 and len(ends) == found["trials"] == 5
-
-
-def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path) -> None:
-    found, events = searched(tmp_path, budget_mib=2, wall=1, least=2)
-    assert probes(events) == [2] and (found["largest"], found["fails_at"]) == (0, 2)
-
-
-def run(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "harness", "search", "largest", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
-    (with_wall(tmp_path) / "absent.py").write_text(WALL.replace("import torch", "import no_such_engine"))
-    sizes = "-h 32 -b 2 --heads 2 --seq 16 --vocab 97 --option wall=1 --device-memory 1MiB --json".split()
-    done = run("-m", "wall,absent", *sizes, "--methods", str(tmp_path / "methods"), "--results", str(tmp_path / "r"))
-    assert done.returncode == 0, done.stderr
-    rows = {row["method"]: row for row in map(json.loads, done.stdout.splitlines()) if row["event"] == "answer"}
-    assert (rows["wall"]["largest"], rows["wall"]["fails_at"]) == (1, 2)
-    assert "no_such_engine" in rows["absent"]["stopped"]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--steps 4", "--steps 4 is too few for a probe: 5 at least"),
-        ("-w 0", "-w takes 1 to"),
-        ("--repeats 0", "--repeats"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:
-    done = run("-m", "stronghold", *words.split(), "--results", str(tmp_path / "new"))
-    assert (done.returncode, done.stdout) == (2, "") and told in done.stderr
-    assert not (tmp_path / "new").exists()
 
 
 def test_an_answer_without_a_pass_says_so() -> None:
