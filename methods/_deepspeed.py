@@ -56,9 +56,9 @@ def train(
     import torch
     import torch.distributed as dist
 
-    from methods._device import MESSAGES
+    from methods._device import join_alone
 
-    dist.init_process_group(MESSAGES[device], store=dist.HashStore(), rank=0, world_size=1)
+    join_alone(device)
     try:
         config = {**engine_config(workload, adam, zero), **(extra or {})}
         engine = _engine(deepspeed, workload, config, device, adam, reentrant)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -75,8 +76,6 @@ class SimStreams(CpuStreams):
         return stream if self.module.is_available() else nullcontext()
 
 
-# What torch.distributed passes messages by, at one rank: on sim there is nobody to pass one to.
-MESSAGES = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}
 STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": SimStreams(), "cuda": CudaStreams()}
 
 
@@ -130,3 +129,11 @@ class Device:
             future.result()
         for stream in (self.inbound, self.compute, self.outbound):
             stream.synchronize()
+
+
+def join_alone(device: str) -> None:
+    """Start torch.distributed for the one rank there is; on sim it passes no messages."""
+    if device == "sim":
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+    backend = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
