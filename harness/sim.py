@@ -169,14 +169,12 @@ def _module(sim: Compiled) -> types.ModuleType:
         def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
             return super().__new__(cls, device="sim", priority=priority, **kwargs)
 
-    class Event(torch.Event):
-        def __new__(cls, enable_timing: bool = False, **kwargs: Any) -> Any:
-            return super().__new__(cls, device="sim", enable_timing=enable_timing)
-
     module: Any = types.ModuleType("torch.sim")
-    module.Stream, module.Event = Stream, Event
+    module.Stream, module.Event = Stream, functools.partial(torch.Event, "sim")
     module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
     module.is_initialized, module.set_device = lambda: True, lambda device: None
+    computes = torch._C._autograd.DeviceType.PrivateUse1.value
+    module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=computes)
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.stream = lambda stream: stream  # a stream is its own context
     module.synchronize = lambda device=None: torch.accelerator.synchronize()

@@ -127,5 +127,5 @@ def _most_resident(workload: Workload, budget: Budget, window: int) -> int:
 
 
 def _num_workers(device: str) -> int:
-    """Threads of the host's Adam. On a CPU device one, for the cores compute already; else two are left to launch."""
-    return 1 if device == "cpu" else max(1, len(os.sched_getaffinity(0)) - 2)
+    """Threads of the host's Adam. On a CPU one, for the cores compute already; else two are left to launch."""
+    return 1 if device != "cuda" else max(1, len(os.sched_getaffinity(0)) - 2)
