@@ -66,6 +66,15 @@ class SimStreams(CpuStreams):
     def module(self) -> Any:
         return torch.get_device_module("sim")
 
+    def pool(self, num_threads: int) -> Any:
+        """On sim the backward pass has a thread of its own, which must take its cores before these threads do, too:
+        sums over another number of them round otherwise than the CPU's."""
+        if self.module.is_available():
+            one = torch.ones((), device="sim", requires_grad=True)
+            one.register_hook(lambda grad: torch.get_num_threads() and None)
+            (one * 1).backward()
+        return super().pool(num_threads)
+
     def stream(self) -> Any:
         return self.module.Stream() if self.module.is_available() else HostStream()
 
