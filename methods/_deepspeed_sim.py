@@ -93,8 +93,12 @@ class SimAccelerator(CPU_Accelerator):
         return self.module.mem_get_info()[0]
 
 
+def _constructor(dtype: torch.dtype) -> property:
+    return property(lambda self: partial(torch.tensor, dtype=dtype, device="sim"))
+
+
 for name, dtype in DTYPES.items():
-    setattr(SimAccelerator, name, property(lambda self, dtype=dtype: partial(torch.tensor, dtype=dtype, device="sim")))
+    setattr(SimAccelerator, name, _constructor(dtype))
 
 
 def use() -> None:
