@@ -17,6 +17,8 @@ from harness.words import JobCommand, check_corpus, check_writable, job_options,
 
 EXIT = {"crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "timeout": 6, "unavailable": 7, "interrupted": 130}
 GATE_FAILED, USAGE, INTERRUPTED = 5, 2, 130
+# A probe of `search largest`, and the depth beyond which none is made, where the words are not given.
+PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}
 EXAMPLES = """\b
 Examples:
   ./run.sh -m stronghold -l 4 -h 256 -b 2
@@ -61,6 +63,41 @@ def run(**words: Any) -> None:
 def sweep(**words: Any) -> None:
     """The same over every combination of the lists given; a point that fails is a result and not an error."""
     execute(words, is_sweep=True)
+
+
+@door.group()
+def search() -> None:
+    """Find the edge of what trains here, by real runs."""
+
+
+@search.command(cls=JobCommand, context_settings={"default_map": PROBE})
+@click.option("--repeats", type=click.IntRange(1), default=1, help="Fresh processes that decide each side of the edge.")
+@job_options
+def largest(**words: Any) -> None:
+    """The largest depth that each method trains in these budgets (-l bounds it), what fails above it and why.
+
+    Every probe is a run with a record: the same call again goes on, or only shows the table.
+    """
+    from harness import fairness
+    from harness.largest import FEWEST_STEPS, Probes, find, texts
+
+    if words["steps"] < FEWEST_STEPS:
+        raise ValueError(f"--steps {words['steps']} is too few for a probe: {FEWEST_STEPS} at least")
+    folders = tuple(path.resolve() for path in words["methods_folder"])
+    jobs = make_jobs({**words, "num_layers": [1]}, folders)
+    check_corpus(jobs[0].workload)
+    with reporter(words["as_json"]) as report:
+        sweep = Sweep(words["results"], folders, report, words["rerun"])
+        probes = [Probes(sweep, job) for job in jobs]
+        check_writable(words["results"])
+        found = [find(method_probes, words["repeats"], max(words["num_layers"])) for method_probes in probes]
+    records = [result.pop("record") for result in found]
+    if words["as_json"]:
+        for result in found:
+            print(json.dumps({"event": "answer", **result}))
+    else:
+        fairness.show([texts(result) for result in found])
+    sys.exit(exit_code([record for record in records if record], is_sweep=True))
 
 
 @door.command()

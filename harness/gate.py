@@ -89,7 +89,7 @@ def _own_conditions(record: Record) -> Gate | None:
 
 
 def _compare(record: Record, reference: Record) -> Gate:
-    where = (record.job.device, record.job.workload.dtype)
+    where = _kernels(record)
     evidence = {"reference": reference.key, "loss_difference": _loss_difference(record, reference)}
     own = _own_conditions(reference)
     if reference.status != "ok" or own is not None:
@@ -128,7 +128,7 @@ def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) 
     if not verdict.passed:
         reason = f"its twin at {depth} layers: {verdict.text}"
         return Gate("failed" if verdict.verdict == "failed" else "untested", verdict.reason, reason, evidence)
-    tolerance = LOSS_TOLERANCE[record.job.device, record.job.workload.dtype]
+    tolerance = LOSS_TOLERANCE[_kernels(record)]
     agreeing = []
     for peer in peers:
         if _own_conditions(peer) is None and peer.data_sha256 == record.data_sha256:
@@ -140,6 +140,12 @@ def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) 
     return Gate("twin", "", f"its twin at {depth} layers is {verdict.verdict}{also}", {**evidence, "peers": agreeing})
 
 
+def _kernels(record: Record) -> tuple[str, str]:
+    """Whose rounding to expect, and in which dtype: sim computes by the CPU's kernels."""
+    device = "cpu" if record.job.device == "sim" else record.job.device
+    return device, record.job.workload.dtype
+
+
 def _bit_equal(record: Record, reference: Record) -> bool:
     same_weights = all(record.tensors[name]["sha256"] == item["sha256"] for name, item in reference.tensors.items())
     return record.losses == reference.losses and same_weights
@@ -147,7 +153,7 @@ def _bit_equal(record: Record, reference: Record) -> bool:
 
 def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
     """A first loss, before any update, beyond every tolerance of rounding."""
-    where = (record.job.device, record.job.workload.dtype)
+    where = _kernels(record)
     first = dataclasses.replace(record, losses=record.losses[:1])
     beyond = _first_loss_beyond(first, reference, LOSS_TOLERANCE[where])
     return ("start", f"it did not start from the reference's weights: {beyond[1]}") if beyond else None

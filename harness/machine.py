@@ -77,18 +77,20 @@ def gpu() -> dict[str, Any]:
 def devices() -> list[str]:
     """The device types that can be trained on, best first."""
     has_cuda = bool(gpu()) and not str(software()["torch"]).endswith("+cpu")
-    return ["cuda", "cpu"] if has_cuda else ["cpu"]
+    return ["cuda", "cpu", "sim"] if has_cuda else ["cpu", "sim"]
 
 
 def budget(asked: Budget, device: str) -> Budget:
     """What a run may use: what was asked for, else what there is.
 
-    A CPU has no device memory of its own: without a budget for it, it stays None and shares the host's.
+    A CPU has no device memory of its own: without a budget for it, it stays None and shares the host's. The memories of
+    sim are what they are said to be: without budgets they have no end.
     """
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"] - CUDA_CONTEXT_BYTES
-    return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=asked.host_bytes or host_bytes())
+    most = asked.host_bytes or (None if device == "sim" else host_bytes())
+    return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most)
 
 
 def _cpu_name() -> str:

@@ -89,9 +89,11 @@ def job_options(command: Any) -> Any:
         click.option("--warmup", type=int, help="Steps left out of the median; default 5, or fewer of few steps."),
         click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
         click.option("--nvme", metavar="DIR", help="Folder on the disk, for methods that use one."),
-        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
+        click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
+                     help="sim: a CPU with a device memory of its own; auto takes it where --device-memory is given."),
         click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
         click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
+        click.option("--link", type=Bytes(), help="Simulated link of --device sim, a second in each direction."),
         click.option("--disk", "disk_memory", type=Bytes(), help="Budget on the disk, for methods that use one."),
         click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
         click.option("--results", type=folder, default=method.ROOT / "results", help="Folder of records and logs."),
@@ -114,9 +116,13 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     sizes = ("seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate", "seed", "corpus")
     fixed = {name: words[name] for name in sizes}
     device = machine.devices()[0] if words["device"] == "auto" else words["device"]
+    if words["device"] == "auto" and device == "cpu" and words["device_memory"]:
+        device = "sim"
     if device not in machine.devices():
         raise ValueError(f"no {device} device here: --device takes {' or '.join(machine.devices())}")
-    budget = Budget(words["device_memory"], words["host_memory"], words["disk_memory"], words["timeout"])
+    if words["link"] and device != "sim":
+        raise ValueError(f"--link is simulated on --device sim only; on {device} the link is what it is")
+    budget = Budget(words["device_memory"], words["host_memory"], words["disk_memory"], words["timeout"], words["link"])
     steps = words["steps"]
     warmup = min(5, max(0, steps - 1)) if words["warmup"] is None else words["warmup"]
     grid = itertools.product(

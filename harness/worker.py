@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from harness import machine, published
+from harness import machine, published, sim
 from harness.method import Method, Step, Trained, Unavailable, create
 from harness.record import Record
 from harness.spec import Job
@@ -105,6 +105,8 @@ class Run:
                     self.clock.mark()
                 self.enter(f"step {step}")
                 yield batch
+            if job.device == "sim":  # what is allocated to look at the end of training is no part of it
+                sim.lift()
 
         training = method.train(job.workload, feed(), job.device)
         try:
@@ -187,6 +189,8 @@ def limit(job: Job) -> dict[str, str]:
     """Put the device budget in force where that is possible; says what does it."""
     import torch
 
+    if job.device == "sim":
+        return sim.enforce(job.budget)
     if job.budget.device_bytes is None:
         return {}
     if job.device != "cuda":
@@ -197,6 +201,8 @@ def limit(job: Job) -> dict[str, str]:
 
 
 def device_peaks(device: str) -> dict[str, int]:
+    if device == "sim":
+        return sim.peaks()
     torch = sys.modules.get("torch")
     if device != "cuda" or torch is None:
         return {}
@@ -220,7 +226,7 @@ def classify(error: Exception, device: str) -> tuple[str, str]:
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
             return "does-not-fit", line
         if isinstance(cause, torch.OutOfMemoryError):
-            return "oom-device" if device == "cuda" else "oom-host", line
+            return "oom-device" if device == "cuda" or "sim device" in str(cause) else "oom-host", line
         if isinstance(cause, (Unavailable, ImportError)):
             return "unavailable", line
         cause = cause.__cause__ or cause.__context__

@@ -56,8 +56,9 @@ def train(
     import torch
     import torch.distributed as dist
 
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    from methods._device import join_alone
+
+    join_alone(device)
     try:
         config = {**engine_config(workload, adam, zero), **(extra or {})}
         engine = _engine(deepspeed, workload, config, device, adam, reentrant)
@@ -84,7 +85,7 @@ def import_deepspeed(device: str) -> Any:
         port = free.getsockname()[1]
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": device, "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+        "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies there
     }  # fmt: skip
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -92,8 +93,12 @@ def import_deepspeed(device: str) -> Any:
         import deepspeed
     except ImportError as error:
         raise Unavailable("this method needs deepspeed: pip install deepspeed==0.19.8") from error
-    if device == "cpu":
+    if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device == "sim":
+        from methods import _deepspeed_sim
+
+        _deepspeed_sim.use()
     _load_built()
     return deepspeed
 

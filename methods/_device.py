@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -57,7 +58,34 @@ class CudaStreams(CpuStreams):
     use = staticmethod(torch.cuda.stream)
 
 
-STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "cuda": CudaStreams()}
+class SimStreams(CpuStreams):
+    """Streams of the device sim: what is queued happens at once, and who waits for a copy sleeps until it would have
+    ended. Where sim is only accounted for, its streams are the CPU's."""
+
+    @property
+    def module(self) -> Any:
+        return torch.get_device_module("sim")
+
+    def pool(self, num_threads: int) -> Any:
+        """On sim the backward pass has a thread of its own, which must take its cores before these threads do, too:
+        sums over another number of them round otherwise than the CPU's."""
+        if self.module.is_available():
+            one = torch.ones((), device="sim", requires_grad=True)
+            one.register_hook(lambda grad: torch.get_num_threads() and None)
+            (one * 1).backward()
+        return super().pool(num_threads)
+
+    def stream(self) -> Any:
+        return self.module.Stream() if self.module.is_available() else HostStream()
+
+    def current(self) -> Any:
+        return self.module.current_stream() if self.module.is_available() else HostStream()
+
+    def use(self, stream: Any) -> AbstractContextManager[None]:
+        return stream if self.module.is_available() else nullcontext()
+
+
+STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": SimStreams(), "cuda": CudaStreams()}
 
 
 class Device:
@@ -90,17 +118,18 @@ class Device:
         """
         if not host:
             return torch.zeros(numel, dtype=dtype, device=self.name)
+        if self.name.type != "cuda":
+            return torch.zeros(numel, dtype=dtype)  # from the allocator whose bytes are budgeted
         # A mapping of its own: no two slabs share a page, which could be locked only once.
         pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         slab = torch.frombuffer(pages, dtype=dtype)
-        if self.name.type == "cuda":
-            code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
-            if code:
-                raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
-            self._page_locked.append(slab)
+        code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+        if code:
+            raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
+        self._page_locked.append(slab)
         return slab
 
     def synchronize(self, *pending: Future) -> None:
@@ -109,3 +138,11 @@ class Device:
             future.result()
         for stream in (self.inbound, self.compute, self.outbound):
             stream.synchronize()
+
+
+def join_alone(device: str) -> None:
+    """Start torch.distributed for the one rank there is; on sim it passes no messages."""
+    if device == "sim":
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+    backend = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

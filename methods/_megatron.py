@@ -72,27 +72,31 @@ class FusedAttention(MegatronModule):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
-class _CpuForCuda(TorchFunctionMode):
-    """device='cuda' makes CPU tensors, .cuda() keeps them where they are, and .type() says torch.cuda.*: what
-    param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167 assume."""
+class _OtherForCuda(TorchFunctionMode):
+    """device='cuda' makes tensors of the device there is, .cuda() keeps them where they are, and .type() says
+    torch.cuda.*: what param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167 assume."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
+            kwargs["device"] = self.device
         if function is torch.Tensor.cuda:
             return args[0]
         result = function(*args, **kwargs)
         if function is torch.Tensor.type and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{result.rpartition('.')[2]}"
         return result
 
 
 @contextmanager
 def cuda_questions_answered(device: str) -> Iterator[None]:
-    """Nothing on a GPU; on a CPU, Megatron's optimizer finds the CPU where it looks for a CUDA device."""
+    """Nothing on a GPU; elsewhere, Megatron's optimizer finds the device there is where it looks for a CUDA device."""
     if device == "cuda":
         yield
         return
-    with _CpuForCuda(), mock.patch("torch.cuda.current_device", lambda: "cpu"):
+    with _OtherForCuda(device), mock.patch("torch.cuda.current_device", lambda: device):
         yield

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from harness import method
+from harness import method, sim
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,6 +43,15 @@ def libaio() -> None:
     if not Path("/usr/include/libaio.h").exists() and shutil.which("apt-get") and os.geteuid() == 0:
         for command in (["update"], ["install", "-y", "libaio-dev"]):
             subprocess.run(["apt-get", "-q", *command], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="session")
+def compiled_sim() -> None:
+    """The device sim, compiled; where there is nothing to compile it with, what needs it is skipped."""
+    if sim.to_build():
+        subprocess.run([sys.executable, "-m", "harness.sim"], cwd=method.ROOT, check=True)
+    elif not sim.is_built():
+        pytest.skip("no C++ compiler here: sim counts bytes in Python, without streams and link")
 
 
 def _folders(config: pytest.Config) -> tuple[Path, ...]:

@@ -14,18 +14,18 @@ from harness.method import ROOT
 
 # A file imports only from floors below its own. Methods see spec, model, data, method and the underscore modules.
 FLOORS = (
-    {"harness.spec"},
+    {"harness.spec", "harness.search"},
     {"harness.method", "harness.model", "harness.data"},
     {"harness.record", "harness.machine", "harness.published", "methods._*"},
-    {"methods.*", "harness.gate", "harness.inspection"},
+    {"methods.*", "harness.gate", "harness.inspection", "harness.sim"},
     {"harness.worker", "harness.build", "harness.fairness", "harness.rows"},
     {"harness.launch"},
     {"harness.sweep"},
-    {"harness.progress", "harness.words"},
+    {"harness.progress", "harness.words", "harness.largest"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
-HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection")}
+HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection", "sim")}
 SOURCES = [path for folder in ("harness", "methods", "tests", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
 
 
