@@ -6,6 +6,7 @@ Each job is followed by the gate. The reference it needs is a job like any other
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ class Sweep:
     def _refuse(self, job: Job, key: str, shortfall: str) -> Path:
         path = Path(f"{new_stem(self.results, job)}.json")
         facts, versions = machine.facts(), machine.software()
-        Record(job, key, "does-not-fit", "plan", shortfall, machine=facts, software=versions).write(path)
+        record = Record(job, key, "does-not-fit", "plan", shortfall, started=time.time(), clock=job.device)
+        dataclasses.replace(record, machine=facts, software=versions).write(path)
         path.with_name(path.name.removesuffix(".json") + ".txt").write_text(shortfall + "\n")
         return path
 

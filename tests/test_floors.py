@@ -15,9 +15,9 @@ from harness.method import ROOT
 # A file imports only from floors below its own. Methods see spec, model, data, method and the underscore modules.
 FLOORS = (
     {"harness.spec"},
-    {"harness.method", "harness.model", "harness.data"},
+    {"harness.method", "harness.model", "harness.data", "harness.cgroup"},
     {"harness.record", "harness.machine", "harness.published", "methods._*"},
-    {"methods.*", "harness.gate", "harness.inspection"},
+    {"methods.*", "harness.gate", "harness.inspection", "harness.failures", "harness.limits", "harness.turns"},
     {"harness.worker", "harness.build", "harness.fairness"},
     {"harness.launch"},
     {"harness.sweep"},
@@ -25,7 +25,7 @@ FLOORS = (
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
-HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection")}
+HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection", "limits")}
 SOURCES = [path for folder in ("harness", "methods", "tests", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
 
 
