@@ -187,6 +187,7 @@ class Watch:
         return dataclasses.replace(record, **changes)
 
     def _end(self) -> failures.End:
+        self._sample_shm()
         kills = (self.group.oom_kills() if self.group else 0) - self.kills[0]
         limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
         log = Path(str(self.path).removesuffix(".json") + ".txt").read_bytes()[-LOG_TAIL_BYTES:]
@@ -213,9 +214,7 @@ class Watch:
         """Anonymous and shared memory of the worker and its children; pinned memory counts as either."""
         if self.phase in AFTER_TRAINING:
             return
-        if SHARED_MEMORY.is_dir():
-            free = shutil.disk_usage(SHARED_MEMORY).free
-            self.shm_free_bytes = min(free, free if self.shm_free_bytes is None else self.shm_free_bytes)
+        self._sample_shm()
         anonymous = shared = 0
         with contextlib.suppress(psutil.Error):
             worker = psutil.Process(self.process.pid)
@@ -224,6 +223,11 @@ class Watch:
                 anonymous, shared = anonymous + sizes[0], shared + sizes[1]
         self.peaks["host_anonymous"] = max(self.peaks["host_anonymous"], anonymous)
         self.peaks["host_shared"] = max(self.peaks["host_shared"], shared)
+
+    def _sample_shm(self) -> None:
+        if SHARED_MEMORY.is_dir():
+            free = shutil.disk_usage(SHARED_MEMORY).free
+            self.shm_free_bytes = min(free, free if self.shm_free_bytes is None else self.shm_free_bytes)
 
     def _check_time(self) -> None:
         """End a worker that is over its time or, where no time was asked for, gives no sign of life."""

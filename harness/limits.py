@@ -42,7 +42,7 @@ def check(budget: Budget, device: str) -> None:
         least = baseline_bytes(device) + LEAST_ROOM_BYTES
         if budget.host_bytes < least:
             raise ValueError(
-                f"--host-memory {gib(budget.host_bytes)} is too little: importing torch takes"
+                f"--host-memory {gib(budget.host_bytes)} is too little: torch with an optimizer takes"
                 f" {gib(least - LEAST_ROOM_BYTES)} here, so the smallest budget is {-(-least // MIB)}MiB"
             )
 
@@ -50,10 +50,11 @@ def check(budget: Budget, device: str) -> None:
 @functools.cache
 def baseline_bytes(device: str) -> int:
     """Anonymous memory of a worker that has imported all it needs and trained nothing, measured in a process; 0 where
-    the system does not tell."""
-    code = "import torch; from harness import limits, worker; print(limits.baseline_here())"
-    if device == "cuda":
-        code = code.replace("print", "torch.zeros(1, device='cuda'); print")
+    the system does not tell. The first optimizer imports as much again as half of torch."""
+    code = (
+        "import torch; from harness import limits, worker; torch.optim.AdamW([torch.zeros(1, device={!r})], fused=True)"
+    )
+    code = f"{code.format(device)}; print(limits.baseline_here())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     return int(done.stdout) if done.returncode == 0 else 0
 

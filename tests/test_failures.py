@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from harness import cgroup
+from harness import cgroup, failures, limits
 from harness.launch import launch
-from harness.record import Record
+from harness.method import ROOT
+from harness.record import Record, read_all
 from harness.spec import Budget, Job, Workload
+from harness.sweep import Sweep
 
 MIB = 2**20
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
@@ -265,9 +271,7 @@ def test_messages_of_cuda_are_known(text: str, memory: dict, expected: tuple) ->
 @pytest.mark.parametrize(
     ("peak", "system_kills", "status"), [(96, 1, "oom-host"), (96, 0, "killed"), (90, 1, "killed"), (90, 0, "killed")]
 )
-def test_a_kill_without_a_count_of_its_own_is_inferred_from_two_signs(
-    peak: int, system_kills: int, status: str
-) -> None:
+def test_a_kill_with_no_count_of_its_own_is_inferred_from_two_signs(peak: int, system_kills: int, status: str) -> None:
     end = failures.End("step 1", -9, system_oom_kills=system_kills, host_peak_bytes=peak, host_limit_bytes=100)
     failure = failures.of_process(end)
     assert failure.status == status
