@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from harness import method
+from harness import limits, method
 from harness.progress import reporter
 from harness.record import Record, read_all
 from harness.sweep import Sweep, resolve
@@ -134,6 +135,7 @@ def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
         jobs.append(resolved)
     if not jobs:
         raise ValueError(left_out[0])
+    limits.check(jobs[0].budget, jobs[0].device)
     check_corpus(jobs[0].workload)
     check_writable(words["results"])
     for line in left_out:
@@ -165,6 +167,9 @@ def main() -> None:
         sys.exit(end.exit_code)
     except (KeyboardInterrupt, click.Abort):
         print("interrupted: the same call again goes on where this one stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has gone, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
         hint = "; -h is the hidden size, help is --help" if "'-h'" in error.format_message() else "; see --help"

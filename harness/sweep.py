@@ -6,6 +6,7 @@ Each job is followed by the gate. The reference it needs is a job like any other
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ class Sweep:
         self.measured_now.add(key)
         path = Path(f"{new_stem(self.results, job)}.json")
         facts, versions = machine.facts(), machine.software()
-        Record(job, key, "does-not-fit", "plan", shortfall, machine=facts, software=versions).write(path)
+        record = Record(job, key, "does-not-fit", "plan", shortfall, started=time.time(), clock=job.device)
+        dataclasses.replace(record, machine=facts, software=versions).write(path)
         path.with_name(path.name.removesuffix(".json") + ".txt").write_text(shortfall + "\n")
         self.records[path] = Record.read(path)
         return path

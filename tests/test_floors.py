@@ -15,9 +15,10 @@ from harness.method import ROOT
 # A file imports only from floors below its own. Methods see spec, model, data, method and the underscore modules.
 FLOORS = (
     {"harness.spec", "harness.search"},
-    {"harness.method", "harness.model", "harness.data"},
+    {"harness.method", "harness.model", "harness.data", "harness.cgroup"},
     {"harness.record", "harness.machine", "harness.published", "methods._*"},
-    {"methods.*", "harness.gate", "harness.inspection", "harness.sim"},
+    {"methods.*", "harness.gate", "harness.inspection", "harness.failures", "harness.sim"},
+    {"harness.limits", "harness.turns"},
     {"harness.worker", "harness.build", "harness.fairness", "harness.rows"},
     {"harness.launch"},
     {"harness.sweep"},
@@ -25,7 +26,9 @@ FLOORS = (
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
-HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection", "sim")}
+HIDDEN_FROM_METHODS = {
+    f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection", "sim", "limits")
+}
 SOURCES = [path for folder in ("harness", "methods", "tests", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
 
 
