@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from harness.method import Unavailable
+from methods._device import require_device
 
 DTYPES = {
     "BFloat16Tensor": torch.bfloat16,
@@ -103,6 +103,5 @@ for name, dtype in DTYPES.items():
 
 def use() -> None:
     """Make DeepSpeed run on sim in this process. Raises Unavailable where sim is only accounted for."""
-    if not torch.get_device_module("sim").is_available():
-        raise Unavailable("DeepSpeed does not run on sim: it needs the compiled device: apt-get install g++, and again")
+    require_device("sim", "DeepSpeed")
     set_accelerator(SimAccelerator())

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.method import Unavailable
+
 
 class HostStream:
     """A stream of the CPU: work is done when it is queued, so there is nothing to wait for. Its own event, too."""
@@ -146,3 +148,9 @@ def join_alone(device: str) -> None:
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
     backend = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}[device]
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def require_device(device: str, engine: str) -> None:
+    """Raise Unavailable where the device is one that this process only accounts for: an engine asks torch for it."""
+    if device == "sim" and not torch.get_device_module(device).is_available():
+        raise Unavailable(f"{engine} does not run on sim without the compiled device: apt-get install g++, and again")
