@@ -97,6 +97,8 @@ class Watch:
         self.broken: BrokenPipeError | None = None  # nobody listens to the report any more
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
+        for other in self.surroundings.get("foreign_processes", []):
+            report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
         self.wall = limits.wall(job)
         self.group = self.wall or cgroup.current()
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.system_oom_kills())

@@ -121,6 +121,18 @@ ROWS = (
     Row("interrupt", "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "interrupted", "interrupt", "", "step 1"),
 )  # fmt: skip
 
+# Near another row, or slow.
+HEAVY = {
+    "rlimit-python",
+    "loader-killed",
+    "loader-memory-error",
+    "wrapped-from",
+    "python",
+    "sys-exit",
+    "error",
+    "numeric",
+}
+
 
 def write_method(folder: Path, lines: str) -> Path:
     (folder / "methods").mkdir()
@@ -146,7 +158,9 @@ def memory_group():
     group.remove()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=pytest.mark.heavy if row.name in HEAVY else ()) for row in ROWS]
+)
 def test_each_end_has_its_name(tmp_path: Path, row: Row, request: pytest.FixtureRequest) -> None:
     if row.kind == "kernel-kill":
         request.getfixturevalue("memory_group")

@@ -37,6 +37,7 @@ def test_a_budget_that_no_run_could_keep_is_one_line_and_exit_2(tmp_path: Path, 
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.heavy
 def test_the_smallest_budget_that_is_named_suffices_for_a_small_run(tmp_path: Path) -> None:
     refused = harness("--host-memory", "1MiB", "--device", "cpu")
     smallest = refused.stderr.rpartition(" ")[2].strip()
