@@ -29,7 +29,7 @@ from harness.turns import turn
 
 SAMPLE_SECONDS = 0.1
 GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
-AFTER_TRAINING = ("inspect", "done")  # memory then is not the method's
+AFTER_TRAINING = ("drain", "inspect", "done")  # memory then is not the method's
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
 # Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.

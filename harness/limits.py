@@ -80,9 +80,11 @@ def enforce(job: Job) -> dict[str, str]:
 
 
 def lift(job: Job) -> dict[str, int]:
-    """End the limit of the host, for what is not training. Returns bytes at that moment: of the host, its budget where
+    """End the limits, for what is not training. Returns bytes at that moment: of the host, its budget where
     RLIMIT_DATA enforced it, and of the device."""
     limit = _end_data_limit()
+    if job.device == "sim":
+        sim.lift()
     sizes, found = _sizes(), {}
     if "VmData" in sizes and job.device != "sim":
         found["host_bytes"] = sizes["RssAnon"]

@@ -137,7 +137,8 @@ def reset_peaks() -> None:
 def lift() -> None:
     """Training is over: what is allocated from here on, to look at it, is no part of it. Budgets bind no more, and
     peaks stay as they are."""
-    _started.lift()
+    if _started is not None:
+        _started.lift()
 
 
 def enforce(budget: Budget) -> dict[str, str]:

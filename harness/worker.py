@@ -103,8 +103,8 @@ class Run:
                     self.clock.mark()
                 self.enter(f"step {step}")
                 yield batch
-            if job.device == "sim":  # what is allocated to look at the end of training is no part of it
-                sim.lift()
+            self.enter("drain")
+            limits.lift(job)  # what is allocated to look at the end of training is no part of it
 
         training = method.train(job.workload, feed(), job.device)
         try:
@@ -115,7 +115,6 @@ class Run:
         self._collect(wait=True)
         self.measured["moved_bytes"] = trained.moved_bytes
         self.enter("inspect")
-        limits.lift(job)  # the look at the weights takes memory that training did not
         self.measured["tensors"] = inspect(trained, job)
         self.enter("done")
 
@@ -137,7 +136,6 @@ class Run:
                 self.clock.mark()
                 self._collect(wait=False)
         except StopIteration as end:
-            self.enter("drain")
             return end.value or Trained([])
 
     def _collect(self, wait: bool) -> None:

@@ -32,6 +32,35 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
     assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
 
 
+COLLECTS_LATE = """
+import time
+from dataclasses import dataclass
+from harness.method import Step, Trained
+from harness.spec import Plan
+
+
+@dataclass(frozen=True)
+class CollectsLate:
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 16 * workload.num_params})
+
+    def train(self, workload, batches, device):
+        import torch
+
+        for inputs, targets in batches:
+            yield Step(torch.tensor(1.0))
+        collected = torch.ones(100_000_000)  # 400 MB
+        time.sleep(0.5)
+        return Trained([])
+"""
+
+
+def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path: Path) -> None:
+    (tmp_path / "collects_late.py").write_text(COLLECTS_LATE)
+    path = launch(Job("collects-late", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
+    assert Record.read(path).host_peak_bytes < 400e6
+
+
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
