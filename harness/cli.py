@@ -86,6 +86,7 @@ def largest(**words: Any) -> None:
         raise ValueError(f"--steps {words['steps']} is too few for a probe: {FEWEST_STEPS} at least")
     folders = tuple(path.resolve() for path in words["methods_folder"])
     jobs = make_jobs({**words, "num_layers": [1]}, folders)
+    limits.check(jobs[0].budget, jobs[0].device)
     check_corpus(jobs[0].workload)
     with reporter(words["as_json"]) as report:
         sweep = Sweep(words["results"], folders, report, words["rerun"])
