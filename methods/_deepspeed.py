@@ -5,6 +5,7 @@ DeepSpeed 0.19.8. Settings that look odd say which of its ways they avoid.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import sys
@@ -121,20 +122,26 @@ def _load_built() -> None:
 
 
 def build(kernel: str) -> None:
-    """Compile one of DeepSpeed's kernels into EXTENSIONS, minutes; what an interrupted build locked is freed first.
+    """Compile one of DeepSpeed's kernels into EXTENSIONS, minutes, one build at a time; the locks that an interrupted
+    one left are removed first, for DeepSpeed would wait for them without end.
 
     Raises Unavailable where a compiler or a library is missing.
     """
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
 
-    for lock in EXTENSIONS.glob("*/lock"):
-        lock.unlink()
-    builder = get_accelerator().create_op_builder(BUILDERS[kernel])
-    if not builder.is_compatible(verbose=True):
-        raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
-    builder.load(verbose=True)
-    (EXTENSIONS / f"{kernel}.built").write_text(versions())
+    EXTENSIONS.mkdir(parents=True, exist_ok=True)
+    with open(EXTENSIONS / "one_build", "w") as one_build:
+        fcntl.flock(one_build, fcntl.LOCK_EX)
+        if is_built(kernel):  # by whom was waited for
+            return
+        for lock in EXTENSIONS.glob("*/lock"):
+            lock.unlink()
+        builder = get_accelerator().create_op_builder(BUILDERS[kernel])
+        if not builder.is_compatible(verbose=True):
+            raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
+        builder.load(verbose=True)
+        (EXTENSIONS / f"{kernel}.built").write_text(versions())
 
 
 def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam: str, reentrant: bool) -> Any:
