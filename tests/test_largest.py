@@ -105,7 +105,7 @@ def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path) -> None:
 
 def test_a_crash_is_not_too_large(tmp_path: Path) -> None:
     found, _ = searched(tmp_path, budget_mib=2, wall=1, end="RuntimeError('bad luck')")
-    assert found["stopped"] == "at 2 layers: crash: RuntimeError: bad luck" and found["fails_at"] is None
+    assert found["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck") and found["fails_at"] is None
     assert found["record"].status == "crash" and "no answer: at 2 layers" in texts(found)["what binds"]
 
 
