@@ -65,7 +65,8 @@ class Sweep:
     ) -> None:
         self.results, self.folders, self.rerun = results, folders, rerun
         self.report = report or (lambda event: None)
-        self.records, complaints = read_all(results)
+        found, complaints = read_all(results)
+        self.records = {path: record for path, record in found.items() if record.origin == "run"}
         self.measured_now: set[str] = set()
         for complaint in complaints:
             self.report({"event": "warning", "text": complaint})

@@ -16,16 +16,19 @@ from harness.method import ROOT
 FLOORS = (
     {"harness.spec"},
     {"harness.method", "harness.model", "harness.data"},
-    {"harness.record", "harness.machine", "harness.published", "methods._*"},
-    {"methods.*", "harness.gate", "harness.inspection"},
-    {"harness.worker", "harness.build", "harness.fairness", "harness.rows"},
+    {"harness.record", "harness.machine", "harness.published", "harness.rawlog", "methods._*"},
+    {"methods.*", "harness.gate", "harness.curves", "harness.logrecord", "harness.inspection"},
+    {"harness.worker", "harness.build", "harness.fairness", "harness.importer", "harness.rows"},
     {"harness.launch"},
     {"harness.sweep"},
     {"harness.progress", "harness.words"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
-HIDDEN_FROM_METHODS = {f"harness.{name}" for name in ("record", "machine", "published", "gate", "inspection")}
+HIDDEN_FROM_METHODS = {
+    f"harness.{name}"
+    for name in ("record", "machine", "published", "rawlog", "logrecord", "curves", "gate", "inspection")
+}
 SOURCES = [path for folder in ("harness", "methods", "tests", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
 
 
