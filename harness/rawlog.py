@@ -45,6 +45,11 @@ TERA_FLOPS = re.compile(rf"Effective Tera Flops per GPU: {NUMBER}")
 MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
 EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
+# A line with none of these tells no end: a quick look at what may be gigabytes.
+END_SIGNS = (
+    "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
+    "Exception", "Unavailable", "can not create",
+)  # fmt: skip
 # How a log tells that its run ended early, the most telling first: status, what is seen, what that means.
 ENDS = (
     ("oom-device", re.compile(r"CUDA out of memory|CUDA error: out of memory|ALLOC_FAILED"), ""),
@@ -163,10 +168,10 @@ def _take_number(log: RawLog, line: str) -> None:
         log.vocab_size = int(match[1])
     if match := EXIT.search(line):
         log.exit_iteration = int(match[1])
-    for place, (_, pattern, _) in enumerate(ENDS):
-        if match := pattern.search(line):
-            log.ends.setdefault(place, clean(match[0]))
-            break
+    if any(sign in line for sign in END_SIGNS):
+        told = ((place, pattern.search(line)) for place, (_, pattern, _) in enumerate(ENDS))
+        if found := next(((place, match) for place, match in told if match), None):
+            log.ends.setdefault(found[0], clean(found[1][0]))
 
 
 def _interval(iteration: int, total: int, rest: str) -> Interval:
