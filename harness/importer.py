@@ -27,16 +27,22 @@ SUFFIXES = (".txt", ".log")  # of the files that a folder is searched for
 def import_logs(
     asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
 ) -> Iterator[tuple[Record, bool]]:
-    """Each log's judged record and whether it is new in `results`. Files that are no logs go to `skipped`."""
+    """Each log's judged record and whether it is new in `results`. Files that are no logs go to `skipped`.
+
+    Raises ValueError where no log is of the method `reference`.
+    """
     chosen: dict[Path, list[Path]] = {}
     for path in _find(asked):
         chosen.setdefault(path.parent, []).append(path)
     there = {record.key: path for path, record in read_all(results)[0].items() if record.origin == "imported"}
-    for folder, paths in chosen.items():
-        records, complaints = _read_folder(folder, paths)
+    found = {folder: _read_folder(folder, paths) for folder, paths in chosen.items()}
+    names = sorted({record.job.method for records, _ in found.values() for record in records.values()})
+    if reference is not None and names and reference not in names:
+        raise ValueError(f"no log is of {reference!r}: --reference takes {', '.join(names)}")
+    for folder, (records, complaints) in found.items():
         gates = curves.judge_all(list(records.values()), references(records.values(), reference))
         judged = dict(zip(records, gates, strict=True))
-        for path in paths:
+        for path in chosen[folder]:
             if path in complaints:
                 skipped(path, complaints[path])
             else:

@@ -6,7 +6,17 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from harness.importer import import_logs
+from harness.logrecord import to_record
+from harness.method import ROOT
+from harness.rawlog import read
+from harness.record import Record
 from harness.spec import Workload
+
+PUBLISHED = ROOT.parent / "shared" / "published"
+needs_published = pytest.mark.skipif(not PUBLISHED.exists(), reason="the published raw logs are not in ../shared")
 
 # Of each published run, by "method layers window": the loss at iterations 10 to 50, from its log.
 CURVES = {
@@ -39,6 +49,18 @@ CURVES = {
 
 def name_of(method: str, num_layers: int, hidden_size: int, window: int = 4) -> str:
     return f"log_{method}_l-{num_layers}_hs-{hidden_size}_bs-4_ws-{window}_2022-07-02.1656730240.txt"
+
+
+def imported(*logs: Path, results: Path, reference: str | None = None) -> list[Record]:
+    skipped: list = []
+    records = [record for record, _ in import_logs(logs, results, reference, lambda *each: skipped.append(each))]
+    assert not skipped
+    return records
+
+
+def one(folder: Path, name: str, lines: list[str]) -> Record:
+    """The record of these lines, not judged."""
+    return to_record(read(write_log(folder, name, lines)), name)
 
 
 def write_log(folder: Path, name: str, lines: list[str]) -> Path:
