@@ -121,6 +121,35 @@ def fairness(results: Path, as_json: bool) -> None:
         table.show(rows)
 
 
+@door.command(name="import")
+@click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS...")
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--reference", metavar="METHOD", help="Judge by this method; default: one that keeps all on the device.")
+def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> None:
+    """Read logs of the published artifact, or of this harness, into records; folders are searched."""
+    from harness import importer
+
+    check_writable(results)
+    skipped: list[Path] = []
+
+    def skip(path: Path, why: str) -> None:
+        skipped.append(path)
+        print(f"skipped {readable(path)}: {why}", file=sys.stderr)
+
+    records = []
+    for record, is_new in importer.import_logs(logs, results, reference, skip):
+        records.append(record)
+        print(importer.line(record) + ("" if is_new else " [recorded before]"))
+    if not records and not skipped:
+        raise ValueError(f"no log in {', '.join(map(readable, logs))}: name files, or folders of log_*.txt")
+    sys.exit(1 if skipped else 0)
+
+
+def readable(path: Path) -> str:
+    """A file's name as any terminal can show it."""
+    return os.fsencode(path).decode(errors="replace")
+
+
 def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
     folders = tuple(path.resolve() for path in words["methods_folder"])
     asked = make_jobs(words, folders)

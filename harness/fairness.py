@@ -14,7 +14,7 @@ def rows(records: list[Record]) -> list[dict[str, str]]:
     """One row for each method and set of options: its newest record that trained."""
     newest = {}
     for record in records:
-        if record.status == "ok":
+        if record.status == "ok" and record.origin == "run":
             options = ", ".join(f"{name}={value}" for name, value in record.job.options.items())
             newest[record.job.method, options, record.job.workload.dtype] = record
     return [

@@ -66,7 +66,8 @@ class Sweep:
     ) -> None:
         self.results, self.folders, self.rerun = results, folders, rerun
         self.report = report or (lambda event: None)
-        self.records, complaints = read_all(results)
+        found, complaints = read_all(results)
+        self.records = {path: record for path, record in found.items() if record.origin == "run"}
         self.measured_now: set[str] = set()
         self.replaced = set(self.records) if rerun else set()
         for complaint in complaints:
