@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from harness import method
+from harness import limits, method
 from harness.progress import reporter
 from harness.record import Record, read_all
 from harness.sweep import Sweep, resolve
@@ -17,6 +18,8 @@ from harness.words import JobCommand, check_corpus, check_writable, job_options,
 
 EXIT = {"crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "timeout": 6, "unavailable": 7, "interrupted": 130}
 GATE_FAILED, USAGE, INTERRUPTED = 5, 2, 130
+# A probe of `search largest`, and the depth beyond which none is made, where the words are not given.
+PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}
 EXAMPLES = """\b
 Examples:
   ./run.sh -m stronghold -l 4 -h 256 -b 2
@@ -73,7 +76,7 @@ def plan(exact: bool, **words: Any) -> None:
     from harness import plan as table
 
     folders = tuple(path.resolve() for path in words["methods_folder"])
-    jobs = make_jobs(words, folders, here=False)
+    jobs = make_jobs(words, folders)
     found = table.rows(jobs, folders, exact)
     named = words["machine_name"] == laws.MACHINE and laws.is_published(jobs[0].workload)
     published = table.published_rows(jobs[0].budget) if named else []
@@ -84,6 +87,42 @@ def plan(exact: bool, **words: Any) -> None:
     table.show(found, exact)
     if published:
         table.show_published(published)
+
+
+@door.group()
+def search() -> None:
+    """Find the edge of what trains here, by real runs."""
+
+
+@search.command(cls=JobCommand, context_settings={"default_map": PROBE})
+@click.option("--repeats", type=click.IntRange(1), default=1, help="Fresh processes that decide each side of the edge.")
+@job_options
+def largest(**words: Any) -> None:
+    """The largest depth that each method trains in these budgets (-l bounds it), what fails above it and why.
+
+    Every probe is a run with a record: the same call again goes on, or only shows the table.
+    """
+    from harness import fairness
+    from harness.largest import FEWEST_STEPS, Probes, find, texts
+
+    if words["steps"] < FEWEST_STEPS:
+        raise ValueError(f"--steps {words['steps']} is too few for a probe: {FEWEST_STEPS} at least")
+    folders = tuple(path.resolve() for path in words["methods_folder"])
+    jobs = make_jobs({**words, "num_layers": [1]}, folders)
+    limits.check(jobs[0].budget, jobs[0].device)
+    check_corpus(jobs[0].workload)
+    with reporter(words["as_json"]) as report:
+        sweep = Sweep(words["results"], folders, report, words["rerun"])
+        probes = [Probes(sweep, job) for job in jobs]
+        check_writable(words["results"])
+        found = [find(method_probes, words["repeats"], max(words["num_layers"])) for method_probes in probes]
+    records = [result.pop("record") for result in found]
+    if words["as_json"]:
+        for result in found:
+            print(json.dumps({"event": "answer", **result}))
+    else:
+        fairness.show([texts(result) for result in found])
+    sys.exit(exit_code([record for record in records if record], is_sweep=True))
 
 
 @door.command()
@@ -105,6 +144,35 @@ def fairness(results: Path, as_json: bool) -> None:
         table.show(rows)
 
 
+@door.command(name="import")
+@click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS...")
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--reference", metavar="METHOD", help="Judge by this method; default: one that keeps all on the device.")
+def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> None:
+    """Read logs of the published artifact, or of this harness, into records; folders are searched."""
+    from harness import importer
+
+    check_writable(results)
+    skipped: list[Path] = []
+
+    def skip(path: Path, why: str) -> None:
+        skipped.append(path)
+        print(f"skipped {readable(path)}: {why}", file=sys.stderr)
+
+    records = []
+    for record, is_new in importer.import_logs(logs, results, reference, skip):
+        records.append(record)
+        print(importer.line(record) + ("" if is_new else " [recorded before]"))
+    if not records and not skipped:
+        raise ValueError(f"no log in {', '.join(map(readable, logs))}: name files, or folders of log_*.txt")
+    sys.exit(1 if skipped else 0)
+
+
+def readable(path: Path) -> str:
+    """A file's name as any terminal can show it."""
+    return os.fsencode(path).decode(errors="replace")
+
+
 def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
     folders = tuple(path.resolve() for path in words["methods_folder"])
     asked = make_jobs(words, folders)
@@ -120,6 +188,7 @@ def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
         jobs.append(resolved)
     if not jobs:
         raise ValueError(left_out[0])
+    limits.check(jobs[0].budget, jobs[0].device)
     check_corpus(jobs[0].workload)
     check_writable(words["results"])
     for line in left_out:
@@ -151,6 +220,9 @@ def main() -> None:
         sys.exit(end.exit_code)
     except (KeyboardInterrupt, click.Abort):
         print("interrupted: the same call again goes on where this one stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has gone, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
         hint = "; -h is the hidden size, help is --help" if "'-h'" in error.format_message() else "; see --help"

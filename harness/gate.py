@@ -18,8 +18,12 @@ from harness.record import Gate, Record
 # Largest relative difference of a step's loss. fp32: kernels that sum in another order differ by about 1e-6 after 20
 # steps; bf16 has 8 bits of mantissa. CUDA adds atomics and fused attention.
 LOSS_TOLERANCE = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2}
-# How far a tensor moved, and its first moment, relative to the reference's.
+# How far a tensor moved, and how large its first moment is, relative to the reference's. In bf16 the gradient of a
+# norm's bias before attention is a sum that nearly cancels: a ratio of 0.88 was seen where losses agree to 4e-5.
 SIZE_TOLERANCE = 0.1
+MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3}
+# The same over the median tensor: cancellation concerns few of them.
+MEDIAN_TOLERANCE = 0.05
 # Distance between a tensor's change and the reference's, relative to how far the reference's moved. In bf16 the
 # direction of a step where the gradient is rounding noise is noise, too. A CPU in fp32 shows 3e-4 and less.
 DISTANCE_TOLERANCE = {("cpu", "fp32"): 2e-3, ("cuda", "fp32"): 5e-2, ("cpu", "bf16"): 0.7, ("cuda", "bf16"): 0.7}
@@ -28,6 +32,8 @@ MEDIAN_DISTANCE_TOLERANCE = 0.05
 # And, relative to the tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1,
 # move by a few units in the last place at the published learning rate.
 ROUNDING = 2**-24 / 4
+# Half the distance from 1 to the float below it: a shorter step rounds to none.
+SMALLEST_STEP = 2**-25
 # Share of a tensor's elements that changed, relative to the reference's.
 CHANGED_TOLERANCE = 0.1
 
@@ -70,17 +76,25 @@ def _own_conditions(record: Record) -> Gate | None:
         numbers = (tensor["moved"], tensor.get("exp_avg"), *(tensor.get("sketch") or ()))
         if not all(number is None or math.isfinite(float(number)) for number in numbers):
             return _failed("not-finite", f"{name} or its first moment is not finite after the last step")
-    unchanged = [name for name, tensor in record.tensors.items() if not tensor["changed"]]
+    last_rate = record.job.workload.learning_rate_at(record.job.steps)
+    unchanged = [
+        name
+        for name, tensor in record.tensors.items()
+        # A step of AdamW is no longer than its rate, which may be less than a weight near 1 can show.
+        if not tensor["changed"] and not (last_rate < SMALLEST_STEP and tensor.get("exp_avg"))
+    ]
     if unchanged:
         return _failed("unchanged", f"{_some(unchanged)} did not change in {record.job.steps} steps", tensors=unchanged)
     return None
 
 
 def _compare(record: Record, reference: Record) -> Gate:
-    where = (record.job.device, record.job.workload.dtype)
+    where = _kernels(record)
     evidence = {"reference": reference.key, "loss_difference": _loss_difference(record, reference)}
-    if reference.status != "ok" or _own_conditions(reference) is not None:
-        return Gate("untested", "no-reference", f"the reference itself ended as {reference.status}", evidence)
+    own = _own_conditions(reference)
+    if reference.status != "ok" or own is not None:
+        why = own.text if own is not None and reference.status == "ok" else f"ended as {reference.status}"
+        return Gate("untested", "no-reference", f"the reference itself did not train: {why}", evidence)
     if record.data_sha256 != reference.data_sha256:
         return _failed("data", "trained on other data than the reference", **evidence)
     if set(record.tensors) != set(reference.tensors):
@@ -114,7 +128,7 @@ def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) 
     if not verdict.passed:
         reason = f"its twin at {depth} layers: {verdict.text}"
         return Gate("failed" if verdict.verdict == "failed" else "untested", verdict.reason, reason, evidence)
-    tolerance = LOSS_TOLERANCE[record.job.device, record.job.workload.dtype]
+    tolerance = LOSS_TOLERANCE[_kernels(record)]
     agreeing = []
     for peer in peers:
         if _own_conditions(peer) is None and peer.data_sha256 == record.data_sha256:
@@ -126,6 +140,12 @@ def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) 
     return Gate("twin", "", f"its twin at {depth} layers is {verdict.verdict}{also}", {**evidence, "peers": agreeing})
 
 
+def _kernels(record: Record) -> tuple[str, str]:
+    """Whose rounding to expect, and in which dtype: sim computes by the CPU's kernels."""
+    device = "cpu" if record.job.device == "sim" else record.job.device
+    return device, record.job.workload.dtype
+
+
 def _bit_equal(record: Record, reference: Record) -> bool:
     same_weights = all(record.tensors[name]["sha256"] == item["sha256"] for name, item in reference.tensors.items())
     return record.losses == reference.losses and same_weights
@@ -133,7 +153,7 @@ def _bit_equal(record: Record, reference: Record) -> bool:
 
 def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
     """A first loss, before any update, beyond every tolerance of rounding."""
-    where = (record.job.device, record.job.workload.dtype)
+    where = _kernels(record)
     first = dataclasses.replace(record, losses=record.losses[:1])
     beyond = _first_loss_beyond(first, reference, LOSS_TOLERANCE[where])
     return ("start", f"it did not start from the reference's weights: {beyond[1]}") if beyond else None
@@ -141,6 +161,7 @@ def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
 
 def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | None:
     """The most telling difference between final tensors: part of one left out, a wrong step size, a wrong gradient."""
+    moment_tolerance = MOMENT_TOLERANCE[record.job.workload.dtype]
     checks = (
         (
             "partial-update",
@@ -149,18 +170,19 @@ def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | N
             "{name} changed in {ours:.1%} of its elements, {theirs:.1%} in",
         ),
         ("update-size", "moved", SIZE_TOLERANCE, "{name} moved {ratio:.3g} times as far as in"),
-        ("gradient-scale", "exp_avg", SIZE_TOLERANCE, "{name}'s first moment is {ratio:.3g} times that in"),
+        ("gradient-scale", "exp_avg", moment_tolerance, "{name}'s first moment is {ratio:.3g} times that in"),
     )
     for reason, key, tolerance, text in checks:
-        worst, ratio = None, 1.0
-        for name, theirs in reference.tensors.items():
-            ours = record.tensors[name]
-            if ours.get(key) is None or not theirs.get(key):
-                continue
-            candidate = ours[key] / theirs[key]
-            if worst is None or abs(candidate - 1) > abs(ratio - 1):
-                worst, ratio = name, candidate
-        if worst is not None and not abs(ratio - 1) <= tolerance:
+        ratios = {
+            name: record.tensors[name][key] / theirs[key]
+            for name, theirs in reference.tensors.items()
+            if record.tensors[name].get(key) is not None and theirs.get(key)
+        }
+        if not ratios:
+            continue
+        worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
+        ratio, median = ratios[worst], statistics.median(ratios.values())
+        if not (abs(ratio - 1) <= tolerance and abs(median - 1) <= MEDIAN_TOLERANCE):
             values = {"ours": record.tensors[worst][key], "theirs": reference.tensors[worst][key]}
             return reason, f"{text.format(name=worst, ratio=ratio, **values)} the reference"
     return None
@@ -171,7 +193,7 @@ def _distant_weights(record: Record, reference: Record, tolerance: float) -> tup
     distances = {}
     for name, theirs in reference.tensors.items():
         ours, other = record.tensors[name].get("sketch"), theirs.get("sketch")
-        if ours and other:
+        if ours and other and theirs["moved"] and "size" in theirs:
             distances[name] = (math.dist(ours, other) - ROUNDING * theirs["size"]) / theirs["moved"]
     if not distances:
         return None

@@ -1,18 +1,40 @@
-"""What training left behind, tensor by tensor, small enough for a record: the gate's evidence."""
+"""What was seen of training: its kernels, and what it left behind, tensor by tensor, small enough for a record."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.method import TensorState, Trained
 from harness.model import initial
 from harness.spec import Job
 
 SKETCH_BUCKETS = 8
+SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows: no structure of a tensor has that period
+WORKERS = 4  # each holds one tensor's change: a bound on what the look itself takes
+TELLING = ("attention", "adam")  # ops that have several kernels
+
+
+class Kernels(TorchDispatchMode):
+    """The telling ops that torch dispatches while this is entered, by the kernels they have chosen.
+
+    What an engine's own library runs, such as DeepSpeed's Adam, is not torch's to dispatch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.overloadpacket.__name__
+        if any(word in name for word in TELLING) and not name.endswith("_backward"):
+            self.names.add(name.strip("_"))
+        return op(*args, **(kwargs or {}))
 
 
 def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
@@ -20,7 +42,8 @@ def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
 
     def look(state: TensorState) -> dict[str, Any]:
         weight = state.weight.detach().float().cpu().contiguous()
-        change = weight - initial(state.name, weight.shape, job.workload)
+        start = initial(state.name, weight.shape, job.workload)
+        change = torch.sub(weight, start, out=start)
         return {
             "changed": torch.count_nonzero(change).item() / change.numel(),
             "moved": torch.linalg.vector_norm(change).item(),
@@ -30,9 +53,12 @@ def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
             "sha256": hashlib.sha256(weight.flatten().numpy().data).hexdigest()[:16],
         }
 
-    tensors = list(trained.tensors)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip([state.name for state in tensors], pool.map(look, tensors), strict=True))
+    found: dict[str, dict[str, Any]] = {}
+    waiting = iter(trained.tensors)  # some are made as they are asked for: never more of them than are looked at
+    with ThreadPoolExecutor(WORKERS) as pool:
+        while states := list(itertools.islice(waiting, WORKERS)):
+            found |= zip([state.name for state in states], pool.map(look, states), strict=True)
+    return found
 
 
 def sketch(change: torch.Tensor) -> list[float]:
@@ -41,11 +67,10 @@ def sketch(change: torch.Tensor) -> list[float]:
     The distance of two sketches estimates the distance of the tensors, so that two records can be compared without
     either run's weights. Source: Charikar et al. 2002.
     """
-    rows = -(-change.numel() // SKETCH_BUCKETS)
-    padded = torch.zeros(rows * SKETCH_BUCKETS)
-    padded[: change.numel()] = change
-    # Signs repeat after a prime number of rows: no structure of a tensor has that period.
-    signs = torch.randint(0, 2, (min(rows, 65_537), SKETCH_BUCKETS), generator=torch.Generator().manual_seed(1)) * 2 - 1
-    blocks = padded.view(rows, SKETCH_BUCKETS).split(65_537)
-    parts = [(block * signs[: len(block)]).sum(0, dtype=torch.float64) for block in blocks]
+    rows = min(-(-change.numel() // SKETCH_BUCKETS), SKETCH_ROWS)
+    signs = torch.randint(0, 2, (rows, SKETCH_BUCKETS), generator=torch.Generator().manual_seed(1)) * 2 - 1
+    parts = []
+    for block in change.split(SKETCH_ROWS * SKETCH_BUCKETS):
+        padded = torch.nn.functional.pad(block, (0, -block.numel() % SKETCH_BUCKETS)).view(-1, SKETCH_BUCKETS)
+        parts.append((padded * signs[: len(padded)]).sum(0, dtype=torch.float64))
     return [float(f"{value:.7g}") for value in torch.stack(parts).sum(0).tolist()]

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +21,17 @@ from typing import Any
 
 import psutil
 
-from harness import machine
+from harness import cgroup, failures, limits, machine
 from harness.method import ROOT
 from harness.record import Record, new_stem
 from harness.spec import Job
+from harness.turns import turn
 
 SAMPLE_SECONDS = 0.1
 GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
+AFTER_TRAINING = ("drain", "inspect", "done")  # memory then is not the method's
+LOG_TAIL_BYTES = 4096
+SHARED_MEMORY = Path("/dev/shm")
 # Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 Report = Callable[[dict[str, Any]], None]
@@ -37,19 +42,17 @@ def launch(job: Job, key: str, results: Path, folders: tuple[Path, ...] = (), re
 
     A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
     """
-    stem = new_stem(results, job)
-    path = Path(f"{stem}.json")
-    with open(f"{stem}.txt", "w") as log:
-        watch = Watch(job, key, path, folders, log, report or (lambda event: None))
-        try:
-            watch.follow()
-        finally:
-            watch.close()
-            record = Record.read(path) if path.exists() else watch.obituary()
-            changes: dict[str, Any] = {"peaks": {**record.peaks, **watch.peaks}}
-            if watch.timed_out and record.status == "interrupted":
-                changes |= {"status": "timeout", "reason": f"{watch.overtime()} at {record.phase}"}
-            dataclasses.replace(record, **changes).write(path)
+    report = report or (lambda event: None)
+    with turn(job, report) as lock:
+        stem = new_stem(results, job)
+        path = Path(f"{stem}.json")
+        with open(f"{stem}.txt", "w") as log:
+            watch = Watch(job, key, path, folders, log, report, lock)
+            try:
+                watch.follow()
+            finally:
+                watch.close()
+                watch.complete(Record.read(path) if path.exists() else watch.obituary()).write(path)
     return path
 
 
@@ -66,6 +69,12 @@ def build(job: Job, results: Path, folders: tuple[Path, ...]) -> None:
         )  # fmt: skip
 
 
+def build_sim(results: Path) -> None:
+    """Compile the device sim in a process of its own; where that fails, the run counts bytes in Python, and says so."""
+    with open(results / "build_sim.txt", "w") as log:
+        subprocess.run([sys.executable, "-m", "harness.sim"], stdout=log, stderr=log, env=worker_environment())
+
+
 def worker_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
@@ -74,23 +83,39 @@ def worker_environment() -> dict[str, str]:
 class Watch:
     """One worker process, its events, its memory and its end."""
 
-    def __init__(self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report) -> None:
-        self.job, self.key, self.report = job, key, report
+    def __init__(
+        self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report, lock: int
+    ) -> None:
+        self.job, self.key, self.path, self.report = job, key, path, report
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
-        self.phase, self.started, self.timed_out, self.interrupted = "start", time.time(), False, False
+        self.phase, self.started = "start", time.time()
+        self.last_event, self.signalled = self.started, 0.0
+        self.stopped = ""  # what this process ended the worker for: a word of failures.End
+        self.interrupted = False
+        self.broken: BrokenPipeError | None = None  # nobody listens to the report any more
+        self.shm_free_bytes: int | None = None
+        self.surroundings = machine.surroundings(job.device)
+        for other in self.surroundings.get("foreign_processes", []):
+            report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
+        self.wall = limits.wall(job)
+        self.group = self.wall or cgroup.current()
+        self.kills = (self.group.oom_kills() if self.group else 0, cgroup.system_oom_kills())
         reader, writer = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.worker"],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer,), start_new_session=True, text=True,
+            stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True, text=True,
             env=worker_environment(),
         )  # fmt: skip
         os.close(writer)
         self.events = os.fdopen(reader, "rb", buffering=0)
-        order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer}
+        order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock}
         assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it died already: follow() will say so
+        # Where it died already follow() will say so.
+        with contextlib.suppress(OSError):
+            if self.wall:
+                self.wall.enter(self.process.pid)  # before it gets the order, so before it takes any memory
             self.process.stdin.write(json.dumps({**order, "folders": [str(folder) for folder in folders]}) + "\n")
             self.process.stdin.flush()
 
@@ -112,20 +137,30 @@ class Watch:
                         for line in lines:
                             self._take(json.loads(line))
                     self._sample()
-                    self._check_deadline()
+                    self._check_time()
                 except KeyboardInterrupt:
                     if self.interrupted:
                         raise
                     self.interrupted = True
-                    self._signal(signal.SIGINT)
+                    self._stop("interrupt", signal.SIGINT)
+                except BrokenPipeError as error:
+                    self.broken, self.report = error, lambda event: None
+                    self._stop("interrupt", signal.SIGINT)
         self.process.wait()
+        if self.broken:
+            raise self.broken
         if self.interrupted:
             raise KeyboardInterrupt
 
     def close(self) -> None:
         """Leave no process behind."""
+        if self.process.poll() is None:
+            self.stopped = self.stopped or "interrupt"
         self._signal(signal.SIGKILL)
         self.process.wait()
+        self.end = self._end()
+        if self.wall:
+            self.wall.remove()
         self.events.close()
         if self.process.stdin:
             with contextlib.suppress(BrokenPipeError):
@@ -133,31 +168,50 @@ class Watch:
 
     def obituary(self) -> Record:
         """The record of a worker that could not write its own: what it had reported, and how it ended."""
-        status, reason = self._classify()
+        failure = failures.of_process(self.end)
         return Record(
-            job=self.job, key=self.key, status=status, phase=self.phase, reason=f"{reason} at {self.phase}",
-            evidence={"returncode": self.process.returncode}, clock=self.job.device, started=self.started,
-            machine=machine.facts(), software=machine.software(), losses=self.losses, step_seconds=self.step_seconds,
+            job=self.job, key=self.key, status=failure.status, phase=self.phase, reason=failure.reason,
+            evidence=failure.evidence, clock=self.job.device, started=self.started, machine=machine.facts(),
+            software=machine.software(), losses=self.losses, step_seconds=self.step_seconds,
         )  # fmt: skip
 
-    def overtime(self) -> str:
-        return f"ran longer than its {self.job.budget.seconds:g} seconds"
+    def complete(self, record: Record) -> Record:
+        """The record with what only this process knows: peaks, limits, and what was behind an end."""
+        changes: dict[str, Any] = {
+            "peaks": {**record.peaks, **self.peaks},
+            "machine": {**record.machine, **self.surroundings},
+            "evidence": record.evidence,
+        }
+        if self.wall:
+            changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}
+        failure = None
+        if record.status == "interrupted" and self.stopped in ("deadline", "silence"):
+            failure = failures.of_stop(dataclasses.replace(self.end, phase=record.phase))
+        elif record.status == "crash":
+            end = dataclasses.replace(self.end, phase=record.phase)
+            failure = failures.of_killed_child(end, record.reason, str(record.evidence.get("traceback")))
+        if failure:
+            changes |= failure.changes(record.evidence)
+        return dataclasses.replace(record, **changes)
 
-    def _classify(self) -> tuple[str, str]:
-        if self.timed_out:
-            return "timeout", self.overtime()
-        if self.interrupted:
-            return "interrupted", "interrupted"
-        code = self.process.returncode
-        if code == -signal.SIGKILL:
-            return "killed", "killed by SIGKILL from outside"
-        if code < 0:
-            return "crash", f"ended by {signal.Signals(-code).name}"
-        return "crash", f"ended with exit code {code} and no record; its log has the rest"
+    def _end(self) -> failures.End:
+        self._sample_shm()
+        kills = (self.group.oom_kills() if self.group else 0) - self.kills[0]
+        limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
+        log = Path(str(self.path).removesuffix(".json") + ".txt").read_bytes()[-LOG_TAIL_BYTES:]
+        return failures.End(
+            phase=self.phase, code=self.process.returncode, stopped=self.stopped, seconds=self._seconds_allowed(),
+            oom_kills=kills, owns_group=bool(self.wall), system_oom_kills=cgroup.system_oom_kills() - self.kills[1],
+            host_peak_bytes=self.peaks["host_anonymous"] + self.peaks["host_shared"], host_limit_bytes=limit,
+            shm_free_bytes=self.shm_free_bytes, log_tail=log.decode(errors="replace"),
+        )  # fmt: skip
 
     def _take(self, event: dict[str, Any]) -> None:
+        self.last_event = time.time()
         if event["event"] == "phase":
             self.phase = event["phase"]
+            if self.wall and self.phase in AFTER_TRAINING:
+                self.wall.lift()
         elif event["event"] == "step":
             self.phase = f"step {event['step']}"
             self.losses.append(event["loss"])
@@ -166,6 +220,9 @@ class Watch:
 
     def _sample(self) -> None:
         """Anonymous and shared memory of the worker and its children; pinned memory counts as either."""
+        if self.phase in AFTER_TRAINING:
+            return
+        self._sample_shm()
         anonymous = shared = 0
         with contextlib.suppress(psutil.Error):
             worker = psutil.Process(self.process.pid)
@@ -175,14 +232,30 @@ class Watch:
         self.peaks["host_anonymous"] = max(self.peaks["host_anonymous"], anonymous)
         self.peaks["host_shared"] = max(self.peaks["host_shared"], shared)
 
-    def _check_deadline(self) -> None:
-        limit = self.job.budget.seconds
-        overtime = time.time() - self.started - limit if limit else -1.0
-        if overtime > 0 and not self.timed_out:
-            self.timed_out = True
-            self._signal(signal.SIGTERM)
-        if overtime > GRACE_SECONDS:
-            self._signal(signal.SIGKILL)
+    def _sample_shm(self) -> None:
+        if SHARED_MEMORY.is_dir():
+            free = shutil.disk_usage(SHARED_MEMORY).free
+            self.shm_free_bytes = min(free, free if self.shm_free_bytes is None else self.shm_free_bytes)
+
+    def _check_time(self) -> None:
+        """End a worker that is over its time or, where no time was asked for, gives no sign of life."""
+        now, asked = time.time(), self.job.budget.seconds
+        if self.stopped:
+            if now - self.signalled > GRACE_SECONDS:
+                self._signal(signal.SIGKILL)
+        elif now - self.started > (asked or limits.deadline_seconds(self.job)):
+            self._stop("deadline", signal.SIGTERM)
+        elif not asked and now - self.last_event > limits.silence_seconds(self.job):
+            self._stop("silence", signal.SIGTERM)
+
+    def _seconds_allowed(self) -> float:
+        if self.stopped == "silence":
+            return limits.silence_seconds(self.job)
+        return self.job.budget.seconds or limits.deadline_seconds(self.job)
+
+    def _stop(self, why: str, number: signal.Signals) -> None:
+        self.stopped, self.signalled = self.stopped or why, time.time()
+        self._signal(number)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

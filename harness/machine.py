@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
+from harness import cgroup
 from harness.method import ROOT
 from harness.spec import Budget
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CUDA_CONTEXT_BYTES = 600 * 2**20  # driver and library memory outside torch's allocator: an upper estimate
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
@@ -43,52 +43,99 @@ def software() -> dict[str, Any]:
 def checked() -> dict[str, str]:
     """The facts that make two measurements comparable; part of a job's identity."""
     names = ("cpu", "cores", "gpu")
-    return {**{name: str(facts().get(name)) for name in names}, "torch": str(software()["torch"])}
+    found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
+    # Fragmentation decides what fits.
+    return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found
 
 
 def host_bytes() -> int:
-    """Memory this process may use: the container's limit where there is one, else the machine's."""
-    limits = [psutil.virtual_memory().total]
-    for path in CGROUP_LIMITS:
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such cgroup, or "max"
-            continue
-    return min(limits)
+    """Memory this process may use: the least limit of the groups it is in where there is one, else the machine's."""
+    group = cgroup.current()
+    limit = group.limit_bytes() if group else None
+    return min(psutil.virtual_memory().total, limit or 2**63)
 
 
 @functools.cache
 def gpu() -> dict[str, Any]:
-    """Name, bytes and driver of the first GPU; empty without one."""
+    """Name, bytes, identity and driver of the first GPU this process may use; empty without one."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        handle = _gpu_handle()
         return {
             "gpu": pynvml.nvmlDeviceGetName(handle),
             "gpu_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            "gpu_uuid": pynvml.nvmlDeviceGetUUID(handle),
             "driver": pynvml.nvmlSystemGetDriverVersion(),
         }
     except pynvml.NVMLError:
         return {}
 
 
+def gpu_free_bytes() -> int | None:
+    """What is free on that GPU, asked without a context on it; None where the driver does not tell."""
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(_gpu_handle()).free)
+    except pynvml.NVMLError:
+        return None
+
+
+def surroundings(device: str) -> dict[str, Any]:
+    """What else was going on when a job began: the machine's load, and other processes on the GPU."""
+    import pynvml
+
+    found: dict[str, Any] = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    if device == "cuda":
+        try:
+            others = pynvml.nvmlDeviceGetComputeRunningProcesses(_gpu_handle())
+            found["foreign_processes"] = [{"pid": other.pid, "device_bytes": other.usedGpuMemory} for other in others]
+        except pynvml.NVMLError:
+            pass
+    return found
+
+
+def allocator_settings() -> str:
+    """The settings of torch's caching allocator that the environment makes, new name and old."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+
+
+def _gpu_handle() -> Any:
+    """NVML's handle of CUDA's device 0: CUDA_VISIBLE_DEVICES names it by its index, or by (the start of) its UUID."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(first))
+    if first.startswith("MIG"):
+        return pynvml.nvmlDeviceGetHandleByUUID(first)
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        if first and pynvml.nvmlDeviceGetUUID(handle).startswith(first):
+            return handle
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)  # nothing is visible
+
+
 def devices() -> list[str]:
     """The device types that can be trained on, best first."""
     has_cuda = bool(gpu()) and not str(software()["torch"]).endswith("+cpu")
-    return ["cuda", "cpu"] if has_cuda else ["cpu"]
+    return ["cuda", "cpu", "sim"] if has_cuda else ["cpu", "sim"]
 
 
 def budget(asked: Budget, device: str) -> Budget:
     """What a run may use: what was asked for, else what there is.
 
-    A CPU has no device memory of its own: without a budget for it, it stays None and shares the host's.
+    A CPU has no device memory of its own: without a budget for it, it stays None and shares the host's. The memories of
+    sim are what they are said to be: without budgets they have no end.
     """
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"] - CUDA_CONTEXT_BYTES
-    return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=asked.host_bytes or host_bytes())
+    most = asked.host_bytes or (None if device == "sim" else host_bytes())
+    return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most)
 
 
 def _cpu_name() -> str:

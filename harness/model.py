@@ -101,24 +101,33 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
 
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
-        tensor.copy_(initial(name, tensor.shape, workload))
+        if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+            draw(name, tensor, workload)  # where it stays: no second copy, even for a moment
+        else:
+            tensor.copy_(initial(name, tensor.shape, workload))
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, named))
 
 
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
-    """The fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters).
+    """The fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters)."""
+    tensor = torch.empty(shape)
+    draw(name, tensor, workload)
+    return tensor
+
+
+def draw(name: str, tensor: Tensor, workload: Workload) -> None:
+    """Fill an fp32 tensor of the host with its starting value.
 
     N(0, 0.02); the two projections into the residual stream by 1/sqrt(2 L) of that; biases 0, norm weights 1.
     """
-    if len(shape) == 1:
-        is_norm_weight = name.endswith("weight")
-        return torch.ones(shape) if is_norm_weight else torch.zeros(shape)
+    if tensor.ndim == 1:
+        tensor.fill_(1.0 if name.endswith("weight") else 0.0)
+        return
     std = INIT_STD / math.sqrt(2 * workload.num_layers) if ".proj." in name or ".fc2." in name else INIT_STD
     seed = hashlib.sha256(f"{workload.seed} {name}".encode()).digest()[:8]
-    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    tensor.normal_(0.0, std, generator=torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1))
 
 
 def decays(parameter: Tensor) -> bool:

@@ -65,7 +65,7 @@ class _Lines:
             self.write(f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s")
         elif kind == "end":
             self.write(closing_line(event["record"]))
-        elif kind == "build":
+        elif kind in ("build", "wait"):
             self.write(f"  {event['text']}")
         elif kind == "warning":
             self.write(f"warning: {event['text']}")
@@ -103,7 +103,7 @@ class _Bar:
         if kind == "phase" and self.task is not None:
             self.progress.update(self.task, numbers=event["phase"])
             return
-        if self.task is not None:
+        if self.task is not None and kind in ("start", "recorded", "end"):
             self.progress.remove_task(self.task)
             self.task = None
         self.lines.report(event)

@@ -43,7 +43,8 @@ def interval_lines(job: Job, measured: dict[str, Any], peaks: dict[str, int]) ->
         f"  SamplesPerSecond: {load.batch_size / seconds}",
     ]
     if peaks and step == INTERVAL:
-        allocated, reserved = (peaks[name] / 2**20 for name in ("device_allocated", "device_reserved"))
+        allocated = peaks["device_allocated"] / 2**20
+        reserved = peaks.get("device_reserved", peaks["device_allocated"]) / 2**20
         lines.append(
             f"[Rank 0] (after {step} iterations) memory (MB) | allocated: {allocated} | max allocated: {allocated} |"
             f" reserved: {reserved} | max reserved: {reserved}"

@@ -41,7 +41,10 @@ class Gate:
 
 @dataclass(frozen=True)
 class Record:
-    """One attempt. Lists hold one value a step, warm-up included; seconds, bytes."""
+    """One attempt. Lists hold one value a step, warm-up included; seconds, bytes.
+
+    Of an imported log they hold one value for every `interval_steps` steps, and None where the log has none.
+    """
 
     job: Job
     key: str  # the job's identity in its context: equal keys measure the same thing
@@ -49,7 +52,8 @@ class Record:
     phase: str = ""  # where it ended: start, import, data, build, step N, drain, inspect, done
     reason: str = ""  # one line for people where status is not ok
     evidence: dict[str, Any] = field(default_factory=dict)
-    origin: str = "run"
+    origin: str = "run"  # or imported: read from a log that another harness, or this one, printed
+    interval_steps: int = 1  # what one value of losses and step_seconds is the mean of
     clock: str = "cpu"
     machine: dict[str, Any] = field(default_factory=dict)
     software: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +69,7 @@ class Record:
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0
     data_sha256: str = ""
+    kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # what the method promises on CPU in fp32
     is_exact: bool = True  # False where the method says that it trains otherwise by design
@@ -78,7 +83,8 @@ class Record:
     @property
     def median_step_seconds(self) -> float | None:
         """Over the steps after warm-up, whatever the gate says."""
-        timed = self.step_seconds[self.job.warmup :]
+        warmup = -(-self.job.warmup // self.interval_steps)
+        timed = [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
         return statistics.median(timed) if timed else None
 
     @property
@@ -92,7 +98,7 @@ class Record:
         """From the start of the process to the end of the first step: imports, data, building the model, one step."""
         before = ("process", "start", "import", "data", "build")
         spent = sum(self.phase_seconds.get(phase, 0.0) for phase in before)
-        return spent + self.step_seconds[0] if self.step_seconds else None
+        return spent + self.step_seconds[0] if self.step_seconds and self.interval_steps == 1 else None
 
     @property
     def host_peak_bytes(self) -> int:

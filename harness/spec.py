@@ -151,14 +151,16 @@ class Budget:
     host_bytes: int | None = None
     disk_bytes: int | None = None
     seconds: float | None = None
+    link_bytes_per_second: float | None = None  # between device and host, in each direction: simulated on sim only
 
     def __post_init__(self) -> None:
-        for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds"):
+        for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"the budget's {name} must be positive, not {value}")
-        if self.seconds is not None:
-            object.__setattr__(self, "seconds", float(self.seconds))  # as in Workload
+        for name in ("seconds", "link_bytes_per_second"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float(getattr(self, name)))  # as in Workload
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class Job:
     workload: Workload
     options: dict[str, Any] = field(default_factory=dict)
     budget: Budget = Budget()
-    device: str = "cpu"  # or "cuda"
+    device: str = "cpu"  # or "cuda", or "sim": a CPU with a second memory (harness/sim.py)
     steps: int = 20
     warmup: int = 5
 
@@ -220,8 +222,10 @@ class Job:
             raise ValueError(f"warm-up must be from 0 to {self.steps - 1} of {self.steps} steps, not {self.warmup}")
 
     def key(self, **context: str) -> str:
-        """Identity of this job in a context: the method's source, the machine's checked facts."""
-        text = json.dumps([self.to_dict(), context], sort_keys=True)
+        """Identity of this job in a context: the method's source, the machine's checked facts. How long it may take is
+        no part of it."""
+        untimed = dataclasses.replace(self, budget=dataclasses.replace(self.budget, seconds=None))
+        text = json.dumps([untimed.to_dict(), context], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:

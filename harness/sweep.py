@@ -6,12 +6,13 @@ Each job is followed by the gate. The reference it needs is a job like any other
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import gate, machine, method
-from harness.launch import build, launch
+from harness import gate, machine, method, sim
+from harness.launch import build, build_sim, launch
 from harness.record import Gate, Record, new_stem, read_all
 from harness.spec import Budget, Job, Plan, gib, params_text
 
@@ -67,8 +68,10 @@ class Sweep:
     ) -> None:
         self.results, self.folders, self.rerun = results, folders, rerun
         self.report = report or (lambda event: None)
-        self.records, complaints = read_all(results)
+        found, complaints = read_all(results)
+        self.records = {path: record for path, record in found.items() if record.origin == "run"}
         self.measured_now: set[str] = set()
+        self.replaced = set(self.records) if rerun else set()
         for complaint in complaints:
             self.report({"event": "warning", "text": complaint})
 
@@ -82,36 +85,61 @@ class Sweep:
             finished.append(record)
         return finished
 
+    def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
+        """The number-th measurement of a resolved job, judged; made now where there are fewer, whatever its plan
+        foresees. A refusal by plan is no measurement."""
+        key = self.key(job)
+        known = [path for path, record in self.records.items() if record.key == key and record.is_result]
+        known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
+        if len(known) >= number:
+            path = known[number - 1]
+            self.report({"event": "recorded", "path": str(path), "job": job, **place})
+        else:
+            self.report({"event": "start", "job": job, "plan": resolve(job, self.folders)[1], **place})
+            path = self._launch(job, key)
+        record = self._judge(path)
+        self.report({"event": "end", "path": str(path), "record": record})
+        return record
+
     def key(self, job: Job) -> str:
-        return job.key(source=method.source_hash(job.method, self.folders), **machine.checked())
+        source = method.source_hash(job.method, self.folders)
+        return job.key(source=source, corpus=_corpus_identity(job.workload.corpus), **machine.checked())
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
         """The path of the job's record: the newest result there is, else one made now."""
         key = self.key(job)
         fresh = key in self.measured_now  # however it ended: no job is run twice in one sweep
         known = [path for path, record in self.records.items() if record.key == key and (record.is_result or fresh)]
+        if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
+            known = []  # it was refused before it ran; by now there is more memory
         if known and (not self.rerun or fresh):
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
-        self.measured_now.add(key)
         resolved, plan, shortfall = resolve(job, self.folders)
         self.report({"event": "start", "job": resolved, "plan": plan, **place})
-        if shortfall:
-            path = self._refuse(resolved, key, shortfall)
-        else:
-            missing = method.create(job.method, job.options, self.folders).to_build()
-            if missing:
-                self.report({"event": "build", "text": f"building {missing}"})
-                build(resolved, self.results, self.folders)
-            path = launch(resolved, key, self.results, self.folders, self.report)
+        return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
+
+    def _launch(self, job: Job, key: str) -> Path:
+        self.measured_now.add(key)
+        missing = method.create(job.method, job.options, self.folders).to_build()
+        if missing:
+            self.report({"event": "build", "text": f"building {missing}"})
+            build(job, self.results, self.folders)
+        if job.device == "sim" and sim.to_build():
+            self.report({"event": "build", "text": f"building {sim.to_build()}"})
+            build_sim(self.results)
+        path = launch(job, key, self.results, self.folders, self.report)
         self.records[path] = Record.read(path)
         return path
 
     def _refuse(self, job: Job, key: str, shortfall: str) -> Path:
+        self.measured_now.add(key)
         path = Path(f"{new_stem(self.results, job)}.json")
         facts, versions = machine.facts(), machine.software()
-        Record(job, key, "does-not-fit", "plan", shortfall, machine=facts, software=versions).write(path)
+        record = Record(job, key, "does-not-fit", "plan", shortfall, started=time.time(), clock=job.device)
+        dataclasses.replace(record, machine=facts, software=versions).write(path)
         path.with_name(path.name.removesuffix(".json") + ".txt").write_text(shortfall + "\n")
+        self.records[path] = Record.read(path)
         return path
 
     def _judge(self, path: Path) -> Record:
@@ -120,10 +148,12 @@ class Sweep:
         if record.status != "ok":
             return record
         reference = method.reference(self.folders)
-        if record.job.method == reference:
+        other = dataclasses.replace(record.job, method=reference, options={})
+        if record.job.device == "sim":  # whose kernels are the CPU's, so it is the CPU's training
+            other = dataclasses.replace(other, device="cpu", budget=Budget())
+        if record.job.method == reference and record.job.device == other.device:
             verdict = gate.judge(record, record)
         else:
-            other = dataclasses.replace(record.job, method=reference, options={})
             _, _, shortfall = resolve(other, self.folders)
             if shortfall is None:
                 judged_by = self._judge(self._measure(other, {"role": "reference"}))
@@ -167,6 +197,14 @@ class Sweep:
         return gate.judge(record, twins=(twins[0], twins[1]), peers=same_size)
 
 
+def _corpus_identity(prefix: str | None) -> str:
+    """Size and time of the corpus: other contents are another job."""
+    if prefix is None:
+        return ""
+    found = Path(f"{prefix.removesuffix('.bin').removesuffix('.idx')}.bin").stat()
+    return f"{found.st_size} bytes of {found.st_mtime_ns}"
+
+
 def summary(record: Record) -> dict[str, Any]:
     """What a closing line tells, as data."""
     return {
@@ -194,10 +232,14 @@ def closing_line(record: Record) -> str:
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
     budget = machine.budget(job.budget, job.device)
-    host = f"host peak {gib(record.host_peak_bytes)} of {gib(budget.host_bytes or 0)}"
-    reserved = record.peaks.get("device_reserved")
-    device = f"device peak {gib(reserved)} of {gib(budget.device_bytes or 0)}, " if reserved else ""
+    host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
+    taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
+    device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""
     verdict = (
         record.gate.verdict if record.gate.verdict in ("failed", "untested") else f"passed ({record.gate.verdict})"
     )
     return f"{title}: {speed}, {device}{host}; gate {verdict}: {record.gate.text}"
+
+
+def _of(size: int, limit: int | None) -> str:
+    return f"{gib(size)} of {gib(limit)}" if limit else gib(size)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from harness import machine, method, profiles
-from harness.spec import Budget, Job, Workload, gib
+from harness.spec import Budget, Job, Workload
 
 
 class Numbers(click.ParamType):
@@ -90,10 +90,12 @@ def job_options(command: Any) -> Any:
         click.option("--warmup", type=int, help="Steps left out of the median; default 5, or fewer of few steps."),
         click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
         click.option("--nvme", metavar="DIR", help="Folder on the disk, for methods that use one."),
-        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
+        click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
+                     help="sim: a CPU with a device memory of its own; auto takes it where --device-memory is given."),
         click.option("--machine", "machine_name", metavar="NAME", help="Budgets of a machine in machines.yaml."),
         click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
         click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
+        click.option("--link", type=Bytes(), help="Simulated link of --device sim, a second in each direction."),
         click.option("--disk", "disk_memory", type=Bytes(), help="Budget on the disk, for methods that use one."),
         click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
         click.option("--results", type=folder, default=method.ROOT / "results", help="Folder of records and logs."),
@@ -106,11 +108,8 @@ def job_options(command: Any) -> Any:
     return command
 
 
-def make_jobs(words: dict[str, Any], folders: tuple[Path, ...], *, here: bool = True) -> list[Job]:
-    """Every combination, methods slowest; -w and --nvme are only given to methods that have such an option.
-
-    Jobs that are to run `here` may not be given more than this machine has.
-    """
+def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
+    """Every combination, methods slowest; -w and --nvme are only given to methods that have such an option."""
     if not words["method_names"]:
         raise ValueError(f"-m is missing: choose one of all, {', '.join(method.names(folders))}")
     names = words["method_names"].split(",")
@@ -119,11 +118,13 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...], *, here: bool = 
     sizes = ("seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate", "seed", "corpus")
     fixed = {name: words[name] for name in sizes}
     device = machine.devices()[0] if words["device"] == "auto" else words["device"]
+    budget = budget_of(words)
+    if words["device"] == "auto" and device == "cpu" and budget.device_bytes:
+        device = "sim"
     if device not in machine.devices():
         raise ValueError(f"no {device} device here: --device takes {' or '.join(machine.devices())}")
-    budget = budget_of(words)
-    if here:
-        check_budget(budget, device)
+    if words["link"] and device != "sim":
+        raise ValueError(f"--link is simulated on --device sim only; on {device} the link is what it is")
     steps = words["steps"]
     warmup = min(5, max(0, steps - 1)) if words["warmup"] is None else words["warmup"]
     grid = itertools.product(
@@ -147,20 +148,9 @@ def budget_of(words: dict[str, Any]) -> Budget:
         "host_bytes": words["host_memory"],
         "disk_bytes": words["disk_memory"],
         "seconds": words["timeout"],
+        "link_bytes_per_second": words["link"],
     }
     return dataclasses.replace(budget, **{name: value for name, value in asked.items() if value is not None})
-
-
-def check_budget(budget: Budget, device: str) -> None:
-    """No run can be given what is not there; a plan can."""
-    have = {"host": machine.host_bytes(), "device": machine.gpu()["gpu_bytes"] if device == "cuda" else None}
-    for memory, size in have.items():
-        asked = getattr(budget, f"{memory}_bytes")
-        if size is not None and asked is not None and asked > size:
-            raise ValueError(
-                f"a {memory} budget of {gib(asked)} is larger than this machine's {gib(size)}: lower --{memory}-memory,"
-                f" or ask ./run.sh plan, which runs nothing"
-            )
 
 
 def parse_option(text: str) -> tuple[str, Any]:

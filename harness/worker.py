@@ -7,7 +7,6 @@ own, so that nothing an engine prints can be mistaken for a measurement.
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -22,14 +21,13 @@ from typing import Any
 
 import psutil
 
-from harness import machine, published
-from harness.method import Method, Step, Trained, Unavailable, create
+from harness import failures, limits, machine, published, sim
+from harness.method import Method, Step, Trained, create
 from harness.record import Record
 from harness.spec import Job
 
 ORPHAN_SECONDS = 60.0
 Emit = Callable[[dict[str, Any]], None]
-HOST_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 
 
 class Clock:
@@ -105,6 +103,8 @@ class Run:
                     self.clock.mark()
                 self.enter(f"step {step}")
                 yield batch
+            self.enter("drain")
+            limits.lift(job)  # what is allocated to look at the end of training is no part of it
 
         training = method.train(job.workload, feed(), job.device)
         try:
@@ -119,16 +119,23 @@ class Run:
         self.enter("done")
 
     def _drive(self, training: Any) -> Trained:
+        from harness.inspection import Kernels
+
         try:
             while True:
-                step: Step = next(training)
+                # The second step is watched where it is not timed: the first one is as long as a user waits for it.
+                if len(self.clock.marks) == 2 <= self.job.warmup:
+                    with Kernels() as kernels:
+                        step: Step = next(training)
+                    self.measured["kernels"] = sorted(kernels.names)
+                else:
+                    step = next(training)
                 self._waiting.append(tuple(_to_host(value) for value in step))
                 if len(self.clock.marks) == self.job.warmup:
                     self.clock.synchronize()
                 self.clock.mark()
                 self._collect(wait=False)
         except StopIteration as end:
-            self.enter("drain")
             return end.value or Trained([])
 
     def _collect(self, wait: bool) -> None:
@@ -142,8 +149,9 @@ class Run:
             self.measured["step_seconds"].append(self.clock.seconds(len(losses)))
             seconds = self.measured["step_seconds"][-1]
             self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds})
-            for line in published.interval_lines(self.job, self.measured, device_peaks(self.job.device)):
-                print(line, flush=True)
+            if len(losses) % published.INTERVAL == 0:
+                for line in published.interval_lines(self.job, self.measured, device_peaks(self.job.device)):
+                    print(line, flush=True)
 
 
 def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
@@ -151,16 +159,18 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     started, run = time.time(), Run(job, emit)
     status, reason, evidence = "ok", "", {}
     method = create(job.method, job.options, folders)
-    limits = {}
+    enforced: dict[str, str] = {}
     try:
         run.enter("import")
-        limits = limit(job)
+        enforced = limits.enforce(job)
         run.train(method)
     except KeyboardInterrupt:
-        status, reason = "interrupted", f"interrupted at {run.phase}"
+        failure = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
+        status, reason, evidence = failure.status, failure.reason, failure.evidence
     except Exception as error:
-        status, reason = classify(error, job.device)
+        failure = failures.of_exception(error, run.phase, limits.lift(job))
         evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
+        status, reason, evidence = failure.status, failure.reason, {**evidence, **failure.evidence}
         print(evidence["traceback"], flush=True)
     # Training is over: no signal may end the writing of its record.
     for kind in (signal.SIGINT, signal.SIGTERM):
@@ -169,54 +179,23 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     gc.collect()
     return Record(
         job=job, key=key, status=status, phase=run.phase, reason=reason, evidence=evidence, clock=job.device,
-        machine=machine.facts(), software=machine.software(), started=started, limits=limits,
+        machine=machine.facts(), software=machine.software(), started=started, limits=enforced,
         predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
         bit_exact=method.bit_exact, is_exact=method.is_exact, peaks=device_peaks(job.device), **run.measured,
     )  # fmt: skip
 
 
-def limit(job: Job) -> dict[str, str]:
-    """Put the device budget in force where that is possible; says what does it."""
-    import torch
-
-    if job.budget.device_bytes is None:
-        return {}
-    if job.device != "cuda":
-        return {"device": "planned, not enforced on a CPU"}
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, job.budget.device_bytes / total))
-    return {"device": "cap of the caching allocator"}
-
-
 def device_peaks(device: str) -> dict[str, int]:
+    if device == "sim":
+        return sim.peaks()
     torch = sys.modules.get("torch")
     if device != "cuda" or torch is None:
         return {}
     return {
         "device_allocated": torch.cuda.max_memory_allocated(),
         "device_reserved": torch.cuda.max_memory_reserved(),
+        "device_alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),  # a count
     }
-
-
-def classify(error: Exception, device: str) -> tuple[str, str]:
-    """Status and one line for an exception, its causes looked through: an engine may have wrapped it."""
-    import torch
-
-    cause: BaseException | None = error
-    while cause is not None:
-        line = f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300]
-        if isinstance(cause, MemoryError) or HOST_ALLOCATION_FAILED in str(cause) or "page-lock" in str(cause):
-            return "oom-host", line
-        if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
-            return "oom-host", line
-        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-            return "does-not-fit", line
-        if isinstance(cause, torch.OutOfMemoryError):
-            return "oom-device" if device == "cuda" else "oom-host", line
-        if isinstance(cause, (Unavailable, ImportError)):
-            return "unavailable", line
-        cause = cause.__cause__ or cause.__context__
-    return "crash", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def _predicted(method: Method, job: Job) -> dict[str, Any]:
@@ -229,8 +208,12 @@ def _to_host(value: Any) -> Any:
 
 
 def _watch_parent() -> None:
-    """Standard input ends when the parent does: then this run is over, too."""
-    sys.stdin.read()
+    """Standard input ends when the parent does: then this run is over, too.
+
+    Past sys.stdin: a thread that waits in it holds its lock, and a forked child, which closes it, would wait forever.
+    """
+    while os.read(0, 4096):
+        pass
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(ORPHAN_SECONDS)  # main() ends the process before, unless it sits where no signal reaches it
     if os.getpgrp() == os.getpid():
@@ -248,6 +231,9 @@ def main() -> None:
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, _interrupt_once)
     order = json.loads(sys.stdin.readline())
+    # The device's lock is held until this process is gone; a child that outlives it must not go on holding it.
+    os.set_inheritable(order["lock"], False)
+    os.register_at_fork(after_in_child=lambda: os.close(order["lock"]))
     events = os.fdopen(order["events"], "w", buffering=1)
     threading.Thread(target=_watch_parent, daemon=True).start()
     job = Job.from_dict(order["job"])

@@ -5,6 +5,7 @@ DeepSpeed 0.19.8. Settings that look odd say which of its ways they avoid.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 from harness.method import Step, TensorState, Trained, Training, Unavailable
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
-from methods._zero import EXTENSIONS
+from methods._zero import EXTENSIONS, is_built, versions
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
@@ -56,8 +57,9 @@ def train(
     import torch
     import torch.distributed as dist
 
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    from methods._device import join_alone
+
+    join_alone(device)
     try:
         config = {**engine_config(workload, adam, zero), **(extra or {})}
         engine = _engine(deepspeed, workload, config, device, adam, reentrant)
@@ -84,7 +86,7 @@ def import_deepspeed(device: str) -> Any:
         port = free.getsockname()[1]
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": device, "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+        "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies there
     }  # fmt: skip
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -92,25 +94,54 @@ def import_deepspeed(device: str) -> Any:
         import deepspeed
     except ImportError as error:
         raise Unavailable("this method needs deepspeed: pip install deepspeed==0.19.8") from error
-    if device == "cpu":
+    if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device == "sim":
+        from methods import _deepspeed_sim
+
+        _deepspeed_sim.use()
+    _load_built()
     return deepspeed
 
 
+def _load_built() -> None:
+    """Load what has been compiled. Left alone, DeepSpeed would ask ninja in every run whether to compile it again."""
+    from deepspeed.ops.op_builder import PinMemoryBuilder
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from torch.utils.cpp_extension import _import_module_from_library
+
+    def load(kernel: str) -> None:
+        OpBuilder._loaded_ops[kernel] = _import_module_from_library(kernel, EXTENSIONS / kernel, True)
+
+    if is_built("cpu_adam"):
+        load("cpu_adam")
+    if is_built("async_io"):
+        load("pin_memory")
+        PinMemoryBuilder().load()  # makes its symbols known, which the next one needs
+        load("async_io")
+
+
 def build(kernel: str) -> None:
-    """Compile one of DeepSpeed's kernels into EXTENSIONS, minutes; what an interrupted build locked is freed first.
+    """Compile one of DeepSpeed's kernels into EXTENSIONS, minutes, one build at a time; the locks that an interrupted
+    one left are removed first, for DeepSpeed would wait for them without end.
 
     Raises Unavailable where a compiler or a library is missing.
     """
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
 
-    for lock in EXTENSIONS.glob("*/lock"):
-        lock.unlink()
-    builder = get_accelerator().create_op_builder(BUILDERS[kernel])
-    if not builder.is_compatible(verbose=True):
-        raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
-    builder.load(verbose=True)
+    EXTENSIONS.mkdir(parents=True, exist_ok=True)
+    with open(EXTENSIONS / "one_build", "w") as one_build:
+        fcntl.flock(one_build, fcntl.LOCK_EX)
+        if is_built(kernel):  # by whom was waited for
+            return
+        for lock in EXTENSIONS.glob("*/lock"):
+            lock.unlink()
+        builder = get_accelerator().create_op_builder(BUILDERS[kernel])
+        if not builder.is_compatible(verbose=True):
+            raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
+        builder.load(verbose=True)
+        (EXTENSIONS / f"{kernel}.built").write_text(versions())
 
 
 def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam: str, reentrant: bool) -> Any:

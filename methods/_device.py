@@ -12,7 +12,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from harness.method import Unavailable
 
 
 class HostStream:
@@ -57,7 +60,34 @@ class CudaStreams(CpuStreams):
     use = staticmethod(torch.cuda.stream)
 
 
-STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": CpuStreams(), "cuda": CudaStreams()}
+class SimStreams(CpuStreams):
+    """Streams of the device sim: what is queued happens at once, and who waits for a copy sleeps until it would have
+    ended. Where sim is only accounted for, its streams are the CPU's."""
+
+    @property
+    def module(self) -> Any:
+        return torch.get_device_module("sim")
+
+    def pool(self, num_threads: int) -> Any:
+        """On sim the backward pass has a thread of its own, which must take its cores before these threads do, too:
+        sums over another number of them round otherwise than the CPU's."""
+        if self.module.is_available():
+            one = torch.ones((), device="sim", requires_grad=True)
+            one.register_hook(lambda grad: torch.get_num_threads() and None)
+            (one * 1).backward()
+        return super().pool(num_threads)
+
+    def stream(self) -> Any:
+        return self.module.Stream() if self.module.is_available() else HostStream()
+
+    def current(self) -> Any:
+        return self.module.current_stream() if self.module.is_available() else HostStream()
+
+    def use(self, stream: Any) -> AbstractContextManager[None]:
+        return stream if self.module.is_available() else nullcontext()
+
+
+STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": SimStreams(), "cuda": CudaStreams()}
 
 
 class Device:
@@ -110,3 +140,17 @@ class Device:
             future.result()
         for stream in (self.inbound, self.compute, self.outbound):
             stream.synchronize()
+
+
+def join_alone(device: str) -> None:
+    """Start torch.distributed for the one rank there is; on sim it passes no messages."""
+    if device == "sim":
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+    backend = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def require_device(device: str, engine: str) -> None:
+    """Raise Unavailable where the device is one that this process only accounts for: an engine asks torch for it."""
+    if device == "sim" and not torch.get_device_module(device).is_available():
+        raise Unavailable(f"{engine} does not run on sim without the compiled device: apt-get install g++, and again")

@@ -88,7 +88,7 @@ class _OtherForCuda(TorchFunctionMode):
             return args[0]
         result = function(*args, **kwargs)
         if function is torch.Tensor.type and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{result.rpartition('.')[2]}"
         return result
 
 

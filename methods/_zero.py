@@ -5,6 +5,7 @@ Standard library only, so that plans cost nothing.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from harness.method import ROOT
@@ -29,7 +30,17 @@ def chosen_adam(asked: str | None, published: bool) -> str:
 
 
 def is_built(kernel: str) -> bool:
-    return (EXTENSIONS / kernel / f"{kernel}.so").exists()
+    """Whether the kernel has been compiled to its end, for the packages that are installed."""
+    stamp = EXTENSIONS / f"{kernel}.built"
+    return stamp.exists() and stamp.read_text() == versions()
+
+
+def versions() -> str:
+    """Of the packages that a compiled kernel belongs to."""
+    try:
+        return f"torch {version('torch')}, deepspeed {version('deepspeed')}"
+    except PackageNotFoundError as error:
+        return f"no {error.name}"
 
 
 def to_build(*kernels: str) -> str | None:

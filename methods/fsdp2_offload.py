@@ -45,7 +45,9 @@ class Fsdp2Offload:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         from harness.model import GPT, decays, initialize
+        from methods._device import require_device
 
+        require_device(device, "FSDP2")
         on_gpu = device == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

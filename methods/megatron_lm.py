@@ -49,12 +49,12 @@ class MegatronLM:
         import torch.distributed as dist
 
         try:
+            from methods._device import join_alone
             from methods._megatron import cuda_questions_answered, parallel_state
         except ImportError as error:
             raise Unavailable("megatron-lm needs megatron-core: pip install megatron-core==0.16.1") from error
 
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        join_alone(device)
         try:
             parallel_state.initialize_model_parallel()
             with cuda_questions_answered(device):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from harness.method import Step, Trained, Training
+from harness.method import Step, Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods._plans import describe, streamed_plan
 
@@ -34,18 +34,22 @@ class Stronghold:
     has_twin = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
+        """The widest window, up to the default one, with which both memories suffice: layers that stay on the device
+        spare the host, a narrow window leaves room for them. Where none suffices, the narrowest."""
         num_layers = workload.num_layers
-        window = min(DEFAULT_WINDOW, num_layers) if self.window_size is None else self.window_size
-        if not 1 <= window <= num_layers:
-            raise ValueError(f"window {window} is beyond the {num_layers} layers: -w takes 1 to {num_layers}")
-        resident = self.resident_layers
-        if resident is None:
-            resident = _most_resident(workload, budget, window)
-        if not 0 <= resident <= num_layers:
-            raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
-        options = {"window_size": window, "resident_layers": resident}
-        slots = min(window, num_layers - resident)
-        return streamed_plan(workload, slots, resident, num_kept=slots, options=options)
+        windows = [self.window_size] if self.window_size is not None else range(min(DEFAULT_WINDOW, num_layers), 0, -1)
+        for window in windows:
+            if not 1 <= window <= num_layers:
+                raise ValueError(f"window {window} is beyond the {num_layers} layers: -w takes 1 to {num_layers}")
+            resident = self.resident_layers
+            if resident is None:
+                resident = _most_resident(workload, budget, window)
+            if not 0 <= resident <= num_layers:
+                raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
+            plan = _plan(workload, window, resident)
+            if plan.shortfall(budget) is None:
+                break
+        return plan
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(workload, "this project", "torch AdamW, fused, host; device for resident layers and both ends")
@@ -109,18 +113,20 @@ class Stronghold:
             return Trained([state for home in (ends.home, *homes) for state in home.states()], gpu.moved_bytes)
 
 
+def _plan(workload: Workload, window: int, resident: int) -> Plan:
+    slots = min(window, workload.num_layers - resident)
+    options = {"window_size": window, "resident_layers": resident}
+    return streamed_plan(workload, slots, resident, num_kept=slots, options=options)
+
+
 def _most_resident(workload: Workload, budget: Budget, window: int) -> int:
     """Bottom layers that fit the device budget beside the window; none where no budget is known."""
     if budget.device_bytes is None:
         return 0
-    for resident in range(workload.num_layers, 0, -1):
-        slots = min(window, workload.num_layers - resident)
-        plan = streamed_plan(workload, slots, resident, num_kept=slots)
-        if plan.device_bytes <= budget.device_bytes:
-            return resident
-    return 0
+    room = budget.device_bytes
+    return largest_depth(lambda n: n <= workload.num_layers and _plan(workload, window, n).device_bytes <= room)
 
 
 def _num_workers(device: str) -> int:
-    """Threads of the host's Adam. On a CPU device one, for the cores compute already; else two are left to launch."""
-    return 1 if device == "cpu" else max(1, len(os.sched_getaffinity(0)) - 2)
+    """Threads of the host's Adam. On a CPU one, for the cores compute already; else two are left to launch."""
+    return 1 if device != "cuda" else max(1, len(os.sched_getaffinity(0)) - 2)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from harness import method
+from harness import method, sim
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+SHARED = Path(tempfile.gettempdir())
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Devices are taken in turns by locks in the temporary folder: tests side by side have a device each.
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,8 +47,19 @@ def shared_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def libaio() -> None:
     """The Debian package that asynchronous I/O is built against, installed where this is Debian and its root."""
     if not Path("/usr/include/libaio.h").exists() and shutil.which("apt-get") and os.geteuid() == 0:
-        for command in (["update"], ["install", "-y", "libaio-dev"]):
-            subprocess.run(["apt-get", "-q", *command], check=True, stdout=subprocess.DEVNULL)
+        with open(SHARED / "tests-apt.lock", "w") as one_at_a_time:
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            for command in (["update"], ["install", "-y", "libaio-dev"]):
+                subprocess.run(["apt-get", "-q", *command], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="session")
+def compiled_sim() -> None:
+    """The device sim, compiled; where there is nothing to compile it with, what needs it is skipped."""
+    if sim.to_build():
+        subprocess.run([sys.executable, "-m", "harness.sim"], cwd=method.ROOT, check=True)
+    elif not sim.is_built():
+        pytest.skip("no C++ compiler here: sim counts bytes in Python, without streams and link")
 
 
 def _folders(config: pytest.Config) -> tuple[Path, ...]:

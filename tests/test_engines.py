@@ -74,6 +74,17 @@ def test_weights_end_where_residents_do_and_the_library_is_the_real_one(name: st
 
 
 @pytest.mark.heavy
+def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another compiler would make ninja compile anew; one that cannot compile would end the run."""
+    job = Job("zero-offload", SMALL, {"adam": "deepspeed"}, steps=4, warmup=1)
+    Sweep(tmp_path).run([job])  # builds the kernel where it is missing
+    monkeypatch.setenv("CXX", "/bin/false")
+    record = Sweep(tmp_path, rerun=True).run([job])[0]
+    assert record.gate.passed, record.reason
+    assert record.description["optimizer"] == "DeepSpeedCPUAdam"
+
+
+@pytest.mark.heavy
 def test_the_gate_catches_zenflows_start(shared_results: Path) -> None:
     assert run(shared_results, "zenflow", LARGE).gate.reason == "start"
 

@@ -116,6 +116,30 @@ def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move
     assert (verdict.verdict, verdict.reason) == ("failed", "weights"), verdict.text
 
 
+def test_weights_near_1_need_not_move_where_a_step_is_shorter_than_their_rounding() -> None:
+    """At step 8 the rate is 1e-5 * 8 / 3200 = 2.5e-8, a float below 1 is 6e-8 away."""
+    record = reference(learning_rate=1e-5)
+    assert not record.tensors["layers.0.ln1.weight"]["changed"]
+    assert gate.judge(record, record).verdict == "exact"
+    idle = {name: {**tensor, "exp_avg": 0.0} for name, tensor in record.tensors.items()}
+    assert gate.judge(dataclasses.replace(record, tensors=idle), record).reason == "unchanged"
+
+
+def with_moments(record: Record, factor: float, of: str) -> Record:
+    tensors = {
+        name: {**tensor, "exp_avg": tensor["exp_avg"] * (factor if of in name else 1), "sha256": ""}
+        for name, tensor in record.tensors.items()
+    }
+    return dataclasses.replace(record, tensors=tensors)
+
+
+def test_a_gradient_that_cancels_in_bf16_may_differ_more_than_all_of_them() -> None:
+    record = reference(dtype="bf16")
+    assert gate.judge(with_moments(record, 0.88, "layers.1.ln1.bias"), record).verdict == "tolerance"
+    assert gate.judge(with_moments(record, 0.5, "ends.wte"), record).reason == "gradient-scale"
+    assert gate.judge(with_moments(record, 0.9, ""), record).reason == "gradient-scale"
+
+
 def test_a_nan_loss_fails_at_its_step() -> None:
     record = reference()
     losses = [*record.losses[:4], float("nan"), *record.losses[5:]]

@@ -1,4 +1,4 @@
-"""Ends of a worker, each provoked for real, and what is on disk afterwards."""
+"""A worker and its parent: what is on disk afterwards, whoever ends first."""
 
 from __future__ import annotations
 
@@ -13,79 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from harness import worker
 from harness.launch import launch
 from harness.method import ROOT
 from harness.record import Record, read_all
-from harness.spec import Budget, Job, Workload
+from harness.spec import Job, Workload
 from harness.sweep import Sweep, resolve
 
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
-
-METHOD = """
-from dataclasses import dataclass
-from harness.method import Step, Trained, Unavailable
-from harness.spec import Plan
-
-@dataclass(frozen=True)
-class Ending:
-    def plan(self, workload, budget):
-        return Plan(device={{"weights": 1}})
-
-    def train(self, workload, batches, device):
-        import os, signal, sys, time, torch
-        for inputs, targets in batches:
-            yield Step(torch.tensor(1.5))
-            {line}
-        return Trained([])
-"""
-
-
-def ended(folder: Path, line: str, **budget) -> Record:
-    """The record of a method that does `line` after its first step."""
-    (folder / "methods").mkdir()
-    (folder / "methods" / "ending.py").write_text(METHOD.format(line=line))
-    job = Job("ending", TINY, budget=Budget(**budget), steps=3, warmup=0)
-    return Record.read(launch(job, "key", folder, (folder / "methods",)))
-
-
-@pytest.mark.parametrize(
-    ("line", "status", "words"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "crash", "SIGSEGV"),
-        ("os._exit(0)", "crash", "exit code 0 and no record"),
-        ("raise RuntimeError('bad\\n luck')", "crash", "RuntimeError: bad luck"),
-        ("raise Unavailable('needs an engine: pip install it')", "unavailable", "pip install it"),
-        ("import no_such_engine", "unavailable", "no_such_engine"),
-        ("torch.empty(2**50)", "oom-host", "can't allocate memory"),
-        ("bytearray(2**50)", "oom-host", "MemoryError"),
-        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "interrupted", "step 1"),
-    ],
-)
-def test_each_end_has_its_name(tmp_path: Path, line: str, status: str, words: str) -> None:
-    record = ended(tmp_path, line)
-    assert (record.status, record.losses) == (status, [1.5])
-    assert words in record.reason
-
-
-def test_a_job_over_its_time_ends_as_timeout(tmp_path: Path) -> None:
-    started = time.time()
-    record = ended(tmp_path, "time.sleep(600)", seconds=5.0)
-    assert record.status == "timeout" and "5 seconds" in record.reason
-    assert time.time() - started < 60
-
-
-def test_a_swallowed_memory_error_is_found_in_the_chain_of_causes() -> None:
-    try:
-        try:
-            torch.empty(2**50)
-        except RuntimeError as error:
-            raise RuntimeError("can not create optimizer") from error
-    except RuntimeError as error:
-        assert worker.classify(error, "cpu")[0] == "oom-host"
 
 
 def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> None:
@@ -95,6 +30,35 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
     assert record.status == "ok" and len(record.losses) == 10
     assert " iteration       10/      10 |" in log
     assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
+
+
+COLLECTS_LATE = """
+import time
+from dataclasses import dataclass
+from harness.method import Step, Trained
+from harness.spec import Plan
+
+
+@dataclass(frozen=True)
+class CollectsLate:
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 16 * workload.num_params})
+
+    def train(self, workload, batches, device):
+        import torch
+
+        for inputs, targets in batches:
+            yield Step(torch.tensor(1.0))
+        collected = torch.ones(100_000_000)  # 400 MB
+        time.sleep(0.5)
+        return Trained([])
+"""
+
+
+def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path: Path) -> None:
+    (tmp_path / "collects_late.py").write_text(COLLECTS_LATE)
+    path = launch(Job("collects-late", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
+    assert Record.read(path).host_peak_bytes < 400e6
 
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from harness import method
 from harness.fairness import COLUMNS
 from harness.method import ROOT
+from harness.record import Record
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
 
@@ -77,12 +78,25 @@ def test_trains_as_the_reference_does(
     method_name: str, dtype: str, folders: tuple[Path, ...], shared_results: Path, libaio: None
 ) -> None:
     """Or fails the gate, where the method itself says that it trains otherwise."""
-    job = Job(method_name, dataclasses.replace(TINY, dtype=dtype), steps=20, warmup=1)
-    record = Sweep(shared_results, folders).run([resolve(job, folders)[0]])[0]
+    record = trained(method_name, dtype, folders, shared_results)
+    assert record.gate.passed == method.load(method_name, folders).is_exact, record.gate.text
+
+
+@pytest.mark.timeout(1800)
+def test_the_record_names_the_attention_kernel_that_ran(
+    method_name: str, folders: tuple[Path, ...], shared_results: Path, libaio: None
+) -> None:
+    kernels = trained(method_name, "fp32", folders, shared_results).kernels
+    assert "scaled_dot_product_flash_attention_for_cpu" in kernels
+
+
+def trained(method_name: str, dtype: str, folders: tuple[Path, ...], results: Path) -> Record:
+    job = Job(method_name, dataclasses.replace(TINY, dtype=dtype), steps=20, warmup=2)
+    record = Sweep(results, folders).run([resolve(job, folders)[0]])[0]
     if record.status == "unavailable":
         pytest.skip(record.reason)
     assert record.status == "ok", record.reason
-    assert record.gate.passed == method.load(method_name, folders).is_exact, record.gate.text
+    return record
 
 
 def test_says_what_it_runs_with(method_name: str, folders: tuple[Path, ...]) -> None:
@@ -135,7 +149,7 @@ def test_an_added_method_appears_in_help(added: Path) -> None:
 @pytest.mark.heavy
 def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
     done = run("pytest", "-q", "tests/test_method.py", "-k", "plain-loop and not unasked", "--methods", str(added))
-    assert "6 passed" in done.stdout, done.stdout
+    assert "7 passed" in done.stdout, done.stdout
 
 
 def test_an_unknown_method_is_answered_with_the_nearest() -> None:

@@ -140,9 +140,9 @@ def test_an_entry_that_makes_no_sense_is_one_line(tmp_path: Path, text: str, sai
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("verb", ["run", "sweep", "plan"])
-def test_an_unknown_machine_names_the_nearest(capsys, monkeypatch, verb: str) -> None:
-    assert "did you mean v100-vm?" in fails(capsys, monkeypatch, verb, "-m", "l2l", "--machine", "v100")
+@pytest.mark.parametrize("verb", [["run"], ["sweep"], ["plan"], ["search", "largest"]])
+def test_an_unknown_machine_names_the_nearest(capsys, monkeypatch, verb: list[str]) -> None:
+    assert "did you mean v100-vm?" in fails(capsys, monkeypatch, *verb, "-m", "l2l", "--machine", "v100")
 
 
 @pytest.mark.parametrize("size", ["12", "-1GiB", "32GB?", "0GiB"])
@@ -151,18 +151,20 @@ def test_a_bad_size_is_one_line(capsys, monkeypatch, option: str, size: str) -> 
     assert "is no size" in fails(capsys, monkeypatch, "plan", "-m", "l2l", f"{option}={size}")
 
 
-@pytest.mark.parametrize("verb", ["run", "sweep"])
-def test_no_run_is_given_more_than_there_is(capsys, monkeypatch, verb: str) -> None:
-    more = f"{machine.host_bytes() // GIB + 1}GiB"
-    line = fails(capsys, monkeypatch, verb, "-m", "l2l", *SMALL, "--device", "cpu", "--host-memory", more)
-    assert "larger than this machine's" in line and "plan" in line
+@pytest.mark.parametrize("verb", [["run"], ["sweep"], ["search", "largest"]])
+def test_no_run_is_given_more_than_there_is_and_a_plan_is(capsys, monkeypatch, verb: list[str]) -> None:
+    more = ["-m", "l2l", *SMALL, "--device", "cpu", "--host-memory", f"{machine.host_bytes() // GIB + 1}GiB"]
+    assert "more than this machine has" in fails(capsys, monkeypatch, *verb, *more)
+    assert plan(capsys, monkeypatch, *more)[0]["fits"]
 
 
-def test_no_run_is_given_more_than_the_gpu_has(monkeypatch) -> None:
-    from harness.spec import Budget
-    from harness.words import check_budget
+def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
+    from harness.words import make_jobs
 
-    monkeypatch.setattr(machine, "gpu", lambda: {"gpu_bytes": 32 * GIB})
-    check_budget(Budget(device_bytes=32 * GIB), "cuda")
-    with pytest.raises(ValueError, match=r"device budget of 33.0 GiB is larger than this machine's 32.0 GiB"):
-        check_budget(Budget(device_bytes=33 * GIB), "cuda")
+    words = dict.fromkeys(("window_size", "nvme", "device_memory", "host_memory", "disk_memory", "timeout", "link"))
+    sizes = {"num_layers": [4], "hidden_size": [128], "batch_size": [2], "num_heads": 4, "seq_len": 64}
+    rest = {"vocab_size": 512, "dtype": "fp32", "dropout": 0.0, "clip_norm": 1.0, "learning_rate": 1e-4, "seed": 1}
+    words |= {**sizes, **rest, "corpus": None, "device": "auto", "steps": 5, "warmup": 2, "options": ()}
+    (job,) = make_jobs({**words, "method_names": "l2l", "machine_name": "v100-vm"}, ())
+    assert job.device == ("sim" if "cuda" not in machine.devices() else "cuda")
+    assert job.budget.device_bytes == 31_900 * 2**20

@@ -69,6 +69,22 @@ def test_a_size_that_cannot_fit_is_a_recorded_result(tmp_path: Path) -> None:
     assert [record.status for record in read_all(tmp_path)[0].values()] == ["does-not-fit"]
 
 
+def test_what_was_refused_is_run_once_there_is_room(tmp_path: Path) -> None:
+    Sweep(tmp_path).run(jobs("resident"))
+    (path, record), *_ = read_all(tmp_path)[0].items()
+    dataclasses.replace(record, status="does-not-fit", phase="plan").write(path)
+    assert Sweep(tmp_path).run(jobs("resident"))[0].status == "ok"
+
+
+def test_another_corpus_under_the_same_name_is_another_job(tmp_path: Path) -> None:
+    corpus = tmp_path / "text.bin"
+    keys = set()
+    for contents in (b"ab", b"abcd"):
+        corpus.write_bytes(contents)
+        keys.add(Sweep(tmp_path).key(Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))))
+    assert len(keys) == 2
+
+
 def test_the_named_largest_depth_fits_and_the_next_does_not() -> None:
     _, _, text = resolve(Job("stronghold", Workload(num_layers=10**6)))
     assert text is not None

@@ -46,10 +46,11 @@ def token_batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
 
 
-def train(method: str, workload: Workload, steps: int = STEPS, **options: Any) -> Result:
-    """Run a method to its end on the CPU, seeded as the worker seeds it."""
+def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cpu", **options: Any) -> Result:
+    """Run a method to its end on the CPU, or on a device of it, seeded as the worker seeds it."""
     torch.manual_seed(workload.seed)
-    training = create(method, options).train(workload, token_batches(workload, steps), "cpu")
+    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, steps)]
+    training = create(method, options).train(workload, batches, device)
     losses, norms = [], []
     while True:
         try:

@@ -1,0 +1,139 @@
+"""The kernel's memory groups (cgroups, v1 and v2): which limit is in force, how often it killed, a group for a worker.
+
+Groups form a tree, and the limits of all groups above a process hold for it. Inside a container the tree may begin at
+the container's own group, and is then often read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # v1: memory and swap; v2: swap alone
+KILLS = {1: "memory.oom_control", 2: "memory.events"}
+REMOVAL_SECONDS = 5.0
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Group:
+    """A folder of the tree, the tree's top as far as it can be seen, and the version of the interface."""
+
+    folder: Path
+    top: Path
+    version: int
+
+    def lineage(self) -> list[Path]:
+        """This folder and those above it."""
+        return [self.folder, *(path for path in self.folder.parents if path.is_relative_to(self.top))]
+
+    def limit_bytes(self) -> int | None:
+        """The least limit that holds here; None where there is none."""
+        limits = []
+        for folder in self.lineage():
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limits.append(int((folder / LIMIT[self.version]).read_text()))
+        return min(limits, default=None)
+
+    def oom_kills(self) -> int:
+        """Processes of this group that the kernel has killed for want of memory; 0 where it does not count."""
+        with contextlib.suppress(OSError):
+            for line in (self.folder / KILLS[self.version]).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        return 0
+
+    def enter(self, pid: int) -> None:
+        (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def lift(self) -> None:
+        """Let the group grow again."""
+        with contextlib.suppress(OSError):
+            if self.version == 1:
+                (self.folder / WITH_SWAP[1]).write_text("-1")
+            (self.folder / LIMIT[self.version]).write_text("-1" if self.version == 1 else "max")
+
+    def remove(self) -> None:
+        """End what is left in the group, and the group."""
+        deadline = time.monotonic() + REMOVAL_SECONDS
+        while self.folder.exists() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError, ValueError):
+                for pid in (self.folder / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+            time.sleep(0.01)
+
+
+def current(process: Path = Path("/proc/self")) -> Group | None:
+    """The memory group of a process, by its entries `cgroup` and `mountinfo` in /proc; None without cgroups."""
+    try:
+        groups = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return None
+    # A machine may have both trees: then memory is in the older one, which names it.
+    own = [(1, path) for _, controllers, path in groups if "memory" in controllers.split(",")]
+    own = own or [(2, path) for number, _, path in groups if number == "0"]
+    for version, path in own:
+        for mount in mounts:
+            kind, _, options = mount[mount.index("-") + 1 :][:3]
+            if (kind, version) != ("cgroup2", 2) and not (kind == "cgroup" and "memory" in options.split(",")):
+                continue
+            root, top = Path(mount[3]), Path(mount[4])
+            folder = top / Path(path).relative_to(root) if Path(path).is_relative_to(root) else top
+            return Group(folder if folder.is_dir() else top, top, version)
+    return None
+
+
+def make(limit_bytes: int) -> Group | None:
+    """A group of its own with a limit, swap included; None where none may be made. Groups of the dead are removed."""
+    here = current()
+    if here is None:
+        return None
+    for parent in here.lineage():
+        if here.version == 2 and not _hands_memory_down(parent):
+            continue  # v2: a group with processes in it hands nothing down
+        _remove_groups_of_the_dead(parent)
+        group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", here.top, here.version)
+        try:
+            group.folder.mkdir()
+            (group.folder / LIMIT[here.version]).write_text(str(limit_bytes))
+            with contextlib.suppress(OSError):  # a kernel that does not count swap
+                (group.folder / WITH_SWAP[here.version]).write_text(str(limit_bytes if here.version == 1 else 0))
+            return group
+        except OSError:
+            with contextlib.suppress(OSError):
+                group.folder.rmdir()
+            return None
+    return None
+
+
+def system_oom_kills() -> int:
+    """Processes of the whole machine that the kernel has killed for want of memory; 0 where it does not count."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _hands_memory_down(folder: Path) -> bool:
+    try:
+        return "memory" in (folder / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False
+
+
+def _remove_groups_of_the_dead(parent: Path) -> None:
+    for folder in parent.glob("harness-*"):
+        if not Path(f"/proc/{folder.name.split('-')[1]}").exists():
+            with contextlib.suppress(OSError):  # its worker is still on its way out: the next run removes it
+                folder.rmdir()

@@ -1,0 +1,220 @@
+"""One log as text to raw values: the published artifact's five dialects, and this project's own readable logs.
+
+The dialects share their lines and differ in which of them they print, so one reader of lines serves all. It believes
+nothing and never fails: a line that is cut, garbled, unknown or binary is passed over, and what its absence means is
+decided where a record is made of this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LONGEST_LINE_BYTES = 16384  # what lies beyond is read as another line
+MOST_METRICS = 200_000  # of one kind; the published schedule of 320,000 iterations logs 32,000
+# The artifact wrote _hs-, its README says _h-.
+NAME = re.compile(
+    r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
+    r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
+)
+ARGUMENT = re.compile(r"^ {2}(\w+) \.+ (.+)$")
+ARGUMENTS = frozenset((
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "batch_size",
+    "hidden_dropout", "clip_grad", "lr", "seed", "params_dtype", "train_iters", "log_interval", "gl_window_size",
+    "data_path",
+))  # fmt: skip
+NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf)\b)"
+OWN_HEADER = re.compile(r"^method (\S+) with (.*), (\d{1,9}) steps on (\w+), Workload\((.*)\)\s*$")
+EXACT_PARAMETERS = re.compile(r"number of parameters on \([^:]{1,80}: (\d{1,18})\s*$")
+PARAMETERS_BILLION = re.compile(rf"(?:total parameters|model parallel rank 0) +{NUMBER} B")
+PADDED_VOCABULARY = re.compile(r"\(new size: (\d{1,9})\)")
+ITERATION = re.compile(r"^\s*iteration +(\d{1,12})/ *(\d{1,12}) \|(.*)$")
+ITERATION_FIELDS = frozenset((
+    "elapsed time per iteration (ms)", "learning rate", "global batch size", "loss scale", "grad norm",
+    "number of skipped iterations", "number of nan iterations",
+))  # fmt: skip
+FIELD = re.compile(rf"([a-z][a-z0-9/ ()-]*): +{NUMBER}")
+INTERVAL_SPEED = re.compile(rf"SamplesPerSecond: {NUMBER}")
+CUMULATIVE_SPEED = re.compile(rf"SamplesPerSec={NUMBER}")
+TERA_FLOPS = re.compile(rf"Effective Tera Flops per GPU: {NUMBER}")
+MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
+EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
+
+# A line with none of these tells no end: a quick look at what may be gigabytes.
+END_SIGNS = (
+    "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
+    "Exception", "Unavailable", "can not create",
+)  # fmt: skip
+# How a log tells that its run ended early, the most telling first: status, what is seen, what that means.
+ENDS = (
+    ("oom-device", re.compile(r"CUDA out of memory|CUDA error: out of memory|ALLOC_FAILED"), ""),
+    ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError"), ""),
+    ("oom-host", re.compile(r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b"),
+     "SIGKILL that nothing in the log asked for: the host ran out of memory (inferred)"),
+    ("does-not-fit", re.compile(r"layers needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
+    ("interrupted", re.compile(r"^KeyboardInterrupt|\bline \d+: +\d+ (?:Interrupt|Hangup)\b"), ""),
+    ("killed", re.compile(r"\bline \d+: +\d+ Terminated|^Terminated\s*$|exits with return code = -15\b"), ""),
+    ("unavailable", re.compile(r"^(?:ModuleNotFoundError|ImportError|[\w.]*Unavailable): .*"), ""),
+    ("oom-host", re.compile(r"can not create \w+.*"), "the artifact's README: how running out of memory may look"),
+    ("crash", re.compile(r"^(?:[\w.]*(?:Error|Exception)|AssertionError)\b.*|\bline \d+: +\d+ (?:Segmentation fault|"
+                         r"Aborted|Bus error|Illegal instruction).*|exits with return code = -?[1-9]\d*"), ""),
+)  # fmt: skip
+
+
+class NotALog(ValueError):
+    """Not a training log; the text says why."""
+
+
+@dataclass
+class Interval:
+    """What one iteration line says; None where it does not say it legibly."""
+
+    iteration: int
+    total: int
+    elapsed_ms: float | None
+    loss: float | None  # NaN where a whole line has none: so the dialects print a loss that is not finite
+    grad_norm: float | None
+
+
+@dataclass
+class RawLog:
+    """A log's name and lines as values, units as printed."""
+
+    name: dict[str, Any]
+    sha256: str = ""
+    arguments: dict[str, str] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)  # the first line of this project's own logs
+    parameters: list[int] = field(default_factory=list)
+    parameters_billion: list[float] = field(default_factory=list)
+    vocab_size: int | None = None
+    intervals: list[Interval] = field(default_factory=list)
+    interval_speeds: list[float] = field(default_factory=list)
+    cumulative_speeds: list[float] = field(default_factory=list)
+    tera_flops: list[float] = field(default_factory=list)
+    memory_mb: dict[str, float] = field(default_factory=dict)
+    timers_ms: list[dict[str, float]] = field(default_factory=list)
+    exit_iteration: int | None = None
+    ends: dict[int, str] = field(default_factory=dict)  # by place in ENDS: the line's telling part
+
+    @property
+    def has_lines(self) -> bool:
+        return bool(self.arguments or self.own or self.parameters or self.intervals or self.ends)
+
+
+def read(path: Path) -> RawLog:
+    """Raises NotALog where the name, or every line, is no training log's; OSError where it cannot be read."""
+    match = NAME.fullmatch(path.name)
+    if match is None:
+        raise NotALog("its name is not log_METHOD_l-N_hs-N_bs-N_ws-N_DATE.UNIX.txt")
+    words = match.groupdict()
+    name = {key: int(words[key]) for key in ("num_layers", "hidden_size", "batch_size", "window")}
+    log = RawLog({"method": words["method"], **name, "day": words["day"], "unix": int(words["unix"] or 0)})
+    digest = hashlib.sha256()
+    for line in _lines(path, digest.update):
+        _take(log, line)
+    log.sha256 = digest.hexdigest()
+    if max(len(log.intervals), len(log.timers_ms), len(log.interval_speeds), len(log.cumulative_speeds)) > MOST_METRICS:
+        raise NotALog(f"more than {MOST_METRICS} of its lines are metrics of one kind")
+    if not log.has_lines:
+        raise NotALog("not one of its lines is a training log's")
+    return log
+
+
+def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
+    """Pieces of bounded length, so that a file without line ends is read like any other."""
+    with open(path, "rb") as file:
+        while piece := file.readline(LONGEST_LINE_BYTES):
+            update(piece)
+            yield piece.decode(errors="replace").rstrip("\r\n")
+
+
+def _take(log: RawLog, line: str) -> None:
+    if match := ITERATION.match(line):
+        log.intervals.append(_interval(int(match[1]), int(match[2]), match[3]))
+    elif line.startswith("time (ms) |"):
+        log.timers_ms.append(_fields(line.partition("|")[2]))
+    elif match := ARGUMENT.match(line):
+        if match[1] in ARGUMENTS:
+            log.arguments[match[1]] = match[2].strip()[:300]
+    elif match := MEMORY.search(line):
+        log.memory_mb.update(_fields(match[1]))
+    elif match := OWN_HEADER.match(line):
+        options, workload = _pairs(r"'(\w+)': ([^,}]+)", match[2]), _pairs(r"(\w+)=([^,]+)", match[5])
+        log.own = {
+            "method": match[1], "options": options, "steps": int(match[3]), "device": match[4], "workload": workload,
+        }  # fmt: skip
+    else:
+        _take_number(log, line)
+
+
+def _take_number(log: RawLog, line: str) -> None:
+    """Lines that say one thing; several may share a line where two processes wrote at once."""
+    if match := EXACT_PARAMETERS.search(line):
+        log.parameters.append(int(match[1]))
+    for pattern, values in (
+        (PARAMETERS_BILLION, log.parameters_billion),
+        (INTERVAL_SPEED, log.interval_speeds),
+        (CUMULATIVE_SPEED, log.cumulative_speeds),
+        (TERA_FLOPS, log.tera_flops),
+    ):
+        if (match := pattern.search(line)) and (value := number(match[1])) is not None and math.isfinite(value):
+            values.append(value)
+    if "padded vocab" in line and (match := PADDED_VOCABULARY.search(line)):
+        log.vocab_size = int(match[1])
+    if match := EXIT.search(line):
+        log.exit_iteration = int(match[1])
+    if any(sign in line for sign in END_SIGNS):
+        told = ((place, pattern.search(line)) for place, (_, pattern, _) in enumerate(ENDS))
+        if found := next(((place, match) for place, match in told if match), None):
+            log.ends.setdefault(found[0], clean(found[1][0]))
+
+
+def _interval(iteration: int, total: int, rest: str) -> Interval:
+    values = _fields(rest)
+    elapsed = values.get("elapsed time per iteration (ms)")
+    elapsed = elapsed if elapsed and 1e-3 < elapsed < 1e12 else None  # a garbled number is none
+    loss = values.get("lm loss")
+    is_whole = rest.rstrip().endswith("|") and rest.count("|") == len(values) and "number of nan iterations" in values
+    if (is_whole and set(values) <= ITERATION_FIELDS) or (loss is not None and values.get("number of nan iterations")):
+        loss = math.nan
+    return Interval(iteration, total, elapsed, loss, values.get("grad norm"))
+
+
+def _fields(text: str) -> dict[str, float]:
+    """`name: number` between bars."""
+    found = {}
+    for part in text.split("|"):
+        if (match := FIELD.fullmatch(part.strip())) and (value := number(match[2])) is not None:
+            found[match[1]] = value
+    return found
+
+
+def _pairs(pattern: str, text: str) -> dict[str, Any]:
+    return {match[1]: scalar(match[2].strip()) for match in re.finditer(pattern, text)}
+
+
+def scalar(text: str) -> Any:
+    """A Python literal of one word: a number, True, False, None, or a text in quotes."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    if re.fullmatch(r"[-+]?\d{1,18}", text):
+        return int(text)
+    value = number(text)
+    return text.strip("'\"") if value is None else value
+
+
+def number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def clean(text: str) -> str:
+    """Of a stranger's text what a line for people may hold."""
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:200]

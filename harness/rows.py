@@ -1,0 +1,78 @@
+"""Points of a table or figure: one number with its interval, what it is of, and whether it may be believed.
+
+A row is derived from the records of one job (its repeats), or is a published number. Figures, claims and reports read
+rows and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from harness.record import Record
+
+FEWEST_FOR_INTERVAL = 3  # processes; below that there is no interval, and the row says so by having none
+CONFIDENCE = 0.95
+Metric = Callable[[Record], float | None]
+
+# What a figure shows, read from one record. A largest size is its parameters; whether a larger one failed is another's.
+METRICS: dict[str, Metric] = {
+    "params": lambda record: float(record.job.workload.num_params),
+    "samples_per_second": lambda record: (
+        record.job.workload.batch_size / record.median_step_seconds if record.median_step_seconds else None
+    ),
+    "step_seconds": lambda record: record.median_step_seconds,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """`value` in the metric's unit: parameters, samples/s, seconds; `low` and `high` bound the mean of `num_runs`
+    processes with 95 % confidence (Student's t). `valid` is the gate's word; without it a number is only shown."""
+
+    metric: str
+    method: str
+    num_layers: int
+    hidden_size: int
+    window_size: int | None
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    num_runs: int = 1
+    valid: bool = False
+    reason: str = ""  # why not valid, or how the run ended
+    status: str = "ok"
+    origin: str = "run"  # or imported, published
+    machine: str = ""
+    clock: str = ""
+    keys: tuple[str, ...] = ()  # of the records behind it
+
+
+def row(metric: str, repeats: Sequence[Record]) -> Row:
+    """The row of one job's repeats: the median over processes, and its interval from three on."""
+    last = repeats[-1]
+    values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
+    low, high = interval(values)
+    failing = next((record for record in repeats if record.status != "ok" or not record.gate.passed), None)
+    reason = "" if failing is None else failing.gate.text if failing.status == "ok" else failing.reason
+    return Row(
+        metric, last.job.method, last.job.workload.num_layers, last.job.workload.hidden_size,
+        last.job.options.get("window_size"), statistics.median(values) if values else None, low, high, len(values),
+        valid=failing is None, reason=reason, status=(failing or last).status, origin=last.origin,
+        machine=str(last.machine.get("gpu") or last.machine.get("cpu") or ""), clock=last.clock,
+        keys=tuple(record.key for record in repeats),
+    )  # fmt: skip
+
+
+def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Bounds of the mean by Student's t; none below three values."""
+    if len(values) < FEWEST_FOR_INTERVAL:
+        return None, None
+    from scipy import stats
+
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * error
+    mean = statistics.fmean(values)
+    return mean - half, mean + half

@@ -1,0 +1,175 @@
+"""The largest depth that trains: bracket it, halve the bracket, confirm both sides of the edge. Runs nothing itself.
+
+A probe says whether a depth trained. Needs grow with depth, so there is an edge; a good guess of it (`start`) makes the
+search short: steps of 3 % of the guess, doubling, until the edge is between two probes, then halves. Two small runs
+first make the guess good (then steps start at one layer): what they took beyond their plan is extrapolated, memory by
+memory and phase by phase.
+
+Real edges may be blurred (a depth that both passed and failed) or out of order (a failure below a pass). Then the
+answer is an interval: up to its lower end everything tried passed, from its upper end on everything tried failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+GALLOP = 0.03  # of the guess; 5 trials on average where the guess is 10 % off, tests/test_search.py
+REFINED_FROM = 8  # layers; a smaller guess is searched sooner than refined
+MAX_TRIALS = 40
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one probe ended. `stop` says what has nothing to do with size: it ends the search."""
+
+    passed: bool
+    memory: str = ""  # where it failed: which memory did not suffice
+    stop: str = ""
+    evidence: Any = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    num_layers: int
+    outcome: Outcome
+
+
+@dataclass
+class Answer:
+    """Every trial in order, and what follows from them; 0 layers means that no depth tried passed."""
+
+    least: int = 1
+    most: int = 2**20
+    trials: list[Trial] = field(default_factory=list)
+    stopped: str = ""  # why there is no answer, or none yet
+
+    @property
+    def passing(self) -> list[int]:
+        return [trial.num_layers for trial in self.trials if trial.outcome.passed]
+
+    @property
+    def failing(self) -> list[int]:
+        return [trial.num_layers for trial in self.trials if not trial.outcome.passed]
+
+    @property
+    def first_failing(self) -> int:
+        return min(self.failing, default=self.most + 1)
+
+    @property
+    def last_passing(self) -> int:
+        return max(self.passing, default=self.least - 1)
+
+    @property
+    def largest(self) -> int:
+        """The largest depth that passed with no failure at it or below; `least` - 1 without one."""
+        return max((depth for depth in self.passing if depth < self.first_failing), default=self.least - 1)
+
+    @property
+    def failed_above(self) -> int | None:
+        """The smallest depth that failed with no pass at it or above."""
+        return min((depth for depth in self.failing if depth > self.last_passing), default=None)
+
+    @property
+    def is_unlimited(self) -> bool:
+        """The largest depth allowed passed, and nothing failed."""
+        return not self.failing and self.last_passing == self.most
+
+    @property
+    def is_sharp(self) -> bool:
+        """One layer decides."""
+        return not self.stopped and self.failed_above == self.largest + 1
+
+    def mixed(self) -> list[int]:
+        """Depths that contradict a sharp edge: failed at or below one that passed, or passed at or above a failure."""
+        passed = {depth for depth in self.passing if depth >= self.first_failing}
+        return sorted(passed | {depth for depth in self.failing if depth <= self.last_passing})
+
+    def limiting(self) -> Trial | None:
+        """The first trial at the failing end of the interval: it names what binds."""
+        return next((trial for trial in self.trials if trial.num_layers == self.failed_above), None)
+
+
+def search(
+    probe: Callable[[int], Outcome],
+    guess: int,
+    *,
+    least: int = 1,
+    most: int = 2**20,
+    repeats: int = 1,
+    refine: Callable[[], int] | None = None,
+    max_trials: int = MAX_TRIALS,
+) -> Answer:
+    """Find the largest of the depths from `least` to `most` that trains.
+
+    Each side of the edge is decided by `repeats` probes; several also look one layer beyond it. `refine` makes a
+    better guess of two small runs. Stops early, saying why, where a probe ends for another reason than size, or after
+    `max_trials`.
+    """
+    answer = Answer(least, most)
+    guess = max(least, min(guess, most))
+    stride = max(1, round(GALLOP * guess))
+    if refine is not None and guess >= max(REFINED_FROM, 4 * least):
+        for small in (guess // 4, guess // 2):
+            if answer.stopped or answer.failing:
+                break
+            _try(answer, probe, small)
+        if not answer.stopped and not answer.failing:
+            guess, stride = max(least, min(refine(), most)), 1
+    while not answer.stopped:
+        depth, stride = _next(answer, guess, stride, repeats)
+        if depth is None:
+            break
+        if len(answer.trials) >= max_trials:
+            answer.stopped = f"no edge was found in {max_trials} trials"
+            break
+        _try(answer, probe, depth)
+    return answer
+
+
+def _try(answer: Answer, probe: Callable[[int], Outcome], depth: int) -> None:
+    outcome = probe(depth)
+    if outcome.stop:
+        answer.stopped = f"at {depth} layers: {outcome.stop}"
+    else:
+        answer.trials.append(Trial(depth, outcome))
+
+
+def _next(answer: Answer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
+    """The depth to try next, None when all is known, and the stride after it."""
+    below, first = answer.largest, answer.first_failing
+    last, above = answer.last_passing, answer.failed_above
+    if guess not in (*answer.passing, *answer.failing) and last < guess < first:
+        return guess, stride
+    if first - below > 1 and below < answer.least:  # nothing passed below the first failure: down
+        return max(answer.least, first - stride), 2 * stride
+    if above is None and last < answer.most:  # nothing failed above the last pass: up
+        return min(answer.most, last + stride), 2 * stride
+    if first - below > 1 and first <= answer.most:
+        return (below + first) // 2, stride
+    if above is not None and above - last > 1:
+        return (last + above) // 2, stride
+    for depth, known in ((below, answer.passing), (above, answer.failing)):
+        if depth is not None and answer.least <= depth and known.count(depth) < repeats:
+            return depth, stride
+    if repeats > 1 and above is not None and above < answer.most and above + 1 not in answer.failing:
+        return above + 1, stride  # is what failed an exception, with more that passes above?
+    return None, stride
+
+
+def extrapolate(points: Iterable[tuple[int, dict[str, int]]], num_layers: int) -> int:
+    """The most of all phases at this depth: each phase's bytes on the line through its first and last point.
+
+    points: depth and bytes by phase. Memory is piecewise affine in depth, and another phase may lead at another depth.
+    """
+    lines: dict[str, list[tuple[int, int]]] = {}
+    for depth, phases in sorted(points, key=lambda point: point[0]):
+        for phase, size in phases.items():
+            lines.setdefault(phase, []).append((depth, size))
+    values = []
+    for line in lines.values():
+        (x, y), (x_last, y_last) = line[0], line[-1]
+        slope = (y_last - y) / (x_last - x) if x_last > x else 0.0
+        values.append(y_last + slope * (num_layers - x_last))
+    return round(max(values, default=0))

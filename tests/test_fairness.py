@@ -1,0 +1,45 @@
+"""What each method ran with, from the records alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from harness import fairness, machine
+from harness.record import Record
+from harness.spec import Job, Workload
+from harness.sweep import Sweep
+
+TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    jobs = [Job(name, TINY, steps=4, warmup=2) for name in ("fsdp2-offload", "l2l")]
+    return Sweep(tmp_path_factory.mktemp("fairness")).run(jobs)
+
+
+def test_a_row_names_who_implements_the_method_and_which_version(records: list[Record]) -> None:
+    upstream, ours = fairness.rows(records)
+    assert (upstream["implementation"], upstream["version"]) == (
+        "upstream: torch.distributed.fsdp",
+        f"torch {machine.software()['torch']}",
+    )
+    assert (ours["implementation"], ours["version"]) == ("this project", f"commit {machine.software()['commit']}")
+
+
+def test_a_row_names_the_kernels_that_were_seen_not_those_that_were_hoped_for(records: list[Record]) -> None:
+    seen = {row["method"]: row["kernels seen"] for row in fairness.rows(records)}
+    assert seen["l2l fp32"] == "fused_adamw, scaled_dot_product_flash_attention_for_cpu"
+
+
+def test_all_trained_on_the_same_data(records: list[Record]) -> None:
+    assert len({row["data"] for row in fairness.rows(records)}) == 1
+
+
+def test_the_newest_run_of_a_method_speaks_for_it_and_only_one_that_trained(records: list[Record]) -> None:
+    newer = dataclasses.replace(records[1], data_sha256="0123456789")
+    crashed = dataclasses.replace(records[1], status="crash")
+    rows = fairness.rows([*records, newer, crashed])
+    assert [row["data"] for row in rows if row["method"] == "l2l fp32"] == ["01234567, in order"]

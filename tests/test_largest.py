@@ -1,0 +1,180 @@
+"""Probes are ordinary records that run whatever their plan says, and the verb ends in a table of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.largest import Probes, find, texts
+from harness.method import ROOT, create
+from harness.record import read_all
+from harness.spec import Budget, Job, Workload
+from harness.sweep import Sweep, resolve
+
+TINY = Workload(num_layers=1, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
+SMALL = Workload(hidden_size=128, seq_len=64, vocab_size=512)
+MIB = 2**20
+
+# Trains as l2l up to its wall, whatever its plan says, which is one MiB a layer.
+WALL = """
+from dataclasses import dataclass
+from harness.spec import Plan
+from methods.l2l import L2L
+
+@dataclass(frozen=True)
+class Wall:
+    wall: int = 3
+    end: str = "torch.OutOfMemoryError('sim device out of memory: tried to allocate 512 bytes, 99 of 100 bytes in use')"
+    least: int = 1
+
+    def plan(self, workload, budget):
+        if workload.num_layers < self.least:
+            raise ValueError("too few layers")
+        return Plan(device={"weights": workload.num_layers * 2**20})
+
+    def train(self, workload, batches, device):
+        import torch
+        if workload.num_layers > self.wall:
+            raise eval(self.end)
+        return (yield from L2L().train(workload, batches, device))
+"""
+
+
+@settings(max_examples=50)
+@given(
+    device=st.integers(4 * MIB, 40 * MIB), host=st.integers(MIB, 90 * MIB), num_layers=st.integers(1, 40),
+)  # fmt: skip
+def test_stronghold_plans_what_fits_wherever_anything_fits(device: int, host: int, num_layers: int) -> None:
+    workload = Workload(num_layers=num_layers, hidden_size=128, seq_len=64, vocab_size=512)
+    budget = Budget(device, host)
+
+    def fits(**options: int | None) -> bool:
+        return create("stronghold", options).plan(workload, budget).shortfall(budget) is None
+
+    windows = range(1, min(3, num_layers) + 1)
+    any_fits = any(
+        fits(window_size=window, resident_layers=resident) for window in windows for resident in range(num_layers + 1)
+    )
+    assert fits() == any_fits
+    assert create("stronghold", {}).plan(workload, budget).options["window_size"] in windows
+
+
+def with_wall(folder: Path) -> Path:
+    """A folder of methods with the one above."""
+    (folder / "methods").mkdir(exist_ok=True)
+    (folder / "methods" / "wall.py").write_text(WALL)
+    return folder / "methods"
+
+
+def searched(folder: Path, budget_mib: int, **words) -> tuple[dict, list[dict]]:
+    """The row of the method above, and the events of its search."""
+    folders = (with_wall(folder),)
+    events: list[dict] = []
+    most, repeats = words.pop("most", 2**20), words.pop("repeats", 1)
+    job = Job("wall", TINY, words, Budget(budget_mib * MIB), steps=5, warmup=2)
+    return find(Probes(Sweep(folder, folders, events.append), job), repeats, most), events
+
+
+def probes(events: list[dict]) -> list[int]:
+    return [
+        event["job"].workload.num_layers for event in events if event["event"] == "start" and "probe" in event["role"]
+    ]
+
+
+def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(tmp_path: Path) -> None:
+    found, events = searched(tmp_path, budget_mib=1, wall=2)
+    assert probes(events) == [1, 2, 4, 3]
+    assert (found["largest"], found["fails_at"], found["gate"], found["trials"]) == (2, 3, "exact", 4)
+    again, events = searched(tmp_path, budget_mib=1, wall=2)
+    assert again == found and [event for event in events if event["event"] == "start"] == []
+
+
+def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path) -> None:
+    folders = (with_wall(tmp_path),)
+    job = Job("wall", TINY.at_depth(2), {"least": 2}, Budget(MIB), steps=5, warmup=2)
+    assert Sweep(tmp_path, folders).run([resolve(job, folders)[0]])[0].status == "does-not-fit"
+    found, events = searched(tmp_path, budget_mib=1, least=2, most=2)
+    assert probes(events) == [2] and found["binding"] == "none up to 2 layers, the most tried"
+
+
+def test_a_crash_is_not_too_large(tmp_path: Path) -> None:
+    found, _ = searched(tmp_path, budget_mib=2, wall=1, end="RuntimeError('bad luck')")
+    assert found["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck") and found["fails_at"] is None
+    assert found["record"].status == "crash" and "no answer: at 2 layers" in texts(found)["what binds"]
+
+
+def test_each_confirmation_is_a_record_of_its_own(tmp_path: Path) -> None:
+    found, _ = searched(tmp_path, budget_mib=1, wall=1, repeats=2, most=2)
+    ends = [record.status for record in read_all(tmp_path)[0].values() if record.job.method == "wall"]
+    assert found["largest"] == 1 and ends.count("ok") == 2 and len(ends) == found["trials"] == 4
+
+
+def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path) -> None:
+    found, events = searched(tmp_path, budget_mib=2, wall=1, least=2)
+    assert probes(events) == [2] and (found["largest"], found["fails_at"]) == (0, 2)
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "harness", "search", "largest", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
+    (with_wall(tmp_path) / "absent.py").write_text(WALL.replace("import torch", "import no_such_engine"))
+    sizes = "-h 32 -b 2 --heads 2 --seq 16 --vocab 97 --option wall=1 --device-memory 1MiB --json".split()
+    done = run("-m", "wall,absent", *sizes, "--methods", str(tmp_path / "methods"), "--results", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    rows = {row["method"]: row for row in map(json.loads, done.stdout.splitlines()) if row["event"] == "answer"}
+    assert (rows["wall"]["largest"], rows["wall"]["fails_at"]) == (1, 2)
+    assert "no_such_engine" in rows["absent"]["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--steps 4", "--steps 4 is too few for a probe: 5 at least"),
+        ("-w 0", "-w takes 1 to"),
+        ("--repeats 0", "--repeats"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:
+    done = run("-m", "stronghold", *words.split(), "--results", str(tmp_path / "new"))
+    assert (done.returncode, done.stdout) == (2, "") and told in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_where_a_plan_was_too_hopeful_its_next_options_are_tried_before_a_depth_is_too_large(tmp_path: Path) -> None:
+    """A budget of the very bytes that the plan with two resident layers asks for; training takes some more."""
+    planned = create("stronghold", {"window_size": 3, "resident_layers": 2}).plan(SMALL.at_depth(5), Budget())
+    job = Job("stronghold", SMALL, {}, Budget(planned.device_bytes, 64 * MIB), "sim", steps=5, warmup=2)
+    method_probes = Probes(Sweep(tmp_path), job)
+    assert method_probes(5).passed
+    ends = [(record.status, record.job.options["resident_layers"]) for record in method_probes.records]
+    assert ends == [("oom-device", 2), ("ok", 1)]
+
+
+def test_sums_of_two_threads_round_alike_on_sim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose backward pass has a thread of its own: it takes as many cores as the CPU's."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    job = Job("l2l", SMALL.at_depth(1), {}, Budget(16 * MIB, 64 * MIB), "sim", steps=5, warmup=2)
+    assert Sweep(tmp_path).run([job])[0].gate.verdict == "exact"
+
+
+@pytest.mark.heavy
+def test_layers_that_stay_on_the_device_let_stronghold_go_deeper_than_the_host_alone(tmp_path: Path) -> None:
+    """The host of 64 MiB holds 21 layers of 16 bytes a parameter; two more stay on the device of 16 MiB."""
+    found = {}
+    for name in ("l2l", "stronghold"):
+        job = Job(name, SMALL, {}, Budget(16 * MIB, 64 * MIB), "sim", steps=5, warmup=2)
+        found[name] = find(Probes(Sweep(tmp_path), job), repeats=1, most=2**20)
+    assert {name: (row["largest"], row["fails_at"], row["trials"]) for name, row in found.items()} == {
+        "l2l": (21, 22, 4),
+        "stronghold": (23, 24, 4),
+    }
+    assert all(row["binding"].startswith("host: ") and row["gate"] == "exact" for row in found.values())

@@ -1,0 +1,49 @@
+"""Points of figures: medians, intervals, and whether they may be believed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from harness.record import Gate, Record
+from harness.rows import interval, row
+from harness.spec import Job, Workload
+
+PASSED = Gate("exact")
+
+
+def record(*step_seconds: float, gate: Gate = PASSED, status: str = "ok") -> Record:
+    job = Job("resident", Workload(batch_size=4), steps=len(step_seconds) or 1, warmup=0)
+    return Record(job, "key", status, step_seconds=list(step_seconds), gate=gate, reason="why")
+
+
+def test_a_row_is_the_median_over_processes_of_their_median_steps() -> None:
+    made = row("step_seconds", [record(1.0, 2.0, 9.0), record(4.0, 4.0, 4.0), record(1.0, 1.0, 1.0)])
+    assert (made.value, made.num_runs, made.valid) == (2.0, 3, True)
+    assert row("samples_per_second", [record(2.0)]).value == 2.0
+
+
+def test_three_values_have_the_interval_of_students_t() -> None:
+    """Mean 2, standard error 1/sqrt(3), t(0.975, 2) = 4.30265 (tables)."""
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), rel=1e-5)
+
+
+def test_two_values_have_none() -> None:
+    assert interval([1.0, 2.0]) == (None, None)
+
+
+def test_one_repeat_without_a_passing_gate_makes_the_row_invalid_and_says_why() -> None:
+    failed = record(1.0, gate=Gate("failed", "loss", "loss differs"))
+    made = row("step_seconds", [record(1.0), failed])
+    assert (made.valid, made.reason, made.status) == (False, "loss differs", "ok")
+
+
+def test_a_run_that_ended_otherwise_leaves_no_value() -> None:
+    made = row("step_seconds", [record(status="oom-device")])
+    assert (made.value, made.valid, made.status, made.reason) == (None, False, "oom-device", "why")
+
+
+def test_a_largest_size_is_in_parameters() -> None:
+    deep = dataclasses.replace(record(1.0), job=Job("resident", Workload(num_layers=100)))
+    assert row("params", [deep]).value == 5_140_951_040

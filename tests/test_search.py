@@ -1,0 +1,137 @@
+"""The search finds the edge there is and reports the edge that is none, on simulated oracles."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.search import Answer, Outcome, extrapolate, search
+
+depths = st.integers(1, 500)
+
+
+def up_to(edge: int) -> Callable[[int], Outcome]:
+    return lambda num_layers: Outcome(num_layers <= edge, "device")
+
+
+@given(edge=depths, guess=depths, repeats=st.integers(1, 3))
+def test_a_sharp_edge_is_found_from_any_guess(edge: int, guess: int, repeats: int) -> None:
+    answer = search(up_to(edge), guess, repeats=repeats)
+    assert (answer.largest, answer.failed_above, answer.is_sharp) == (edge, edge + 1, True)
+    assert answer.passing.count(edge) == answer.failing.count(edge + 1) == repeats
+
+
+@given(edge=st.integers(0, 600), guess=depths, least=st.integers(1, 50), most=st.integers(51, 400))
+def test_bounds_are_kept_and_reaching_them_is_said(edge: int, guess: int, least: int, most: int) -> None:
+    answer = search(up_to(edge), guess, least=least, most=most)
+    assert all(least <= trial.num_layers <= most for trial in answer.trials)
+    assert answer.is_unlimited == (edge >= most)
+    assert answer.largest == max(least - 1, min(edge, most))
+    assert answer.failed_above == (None if edge >= most else max(least, edge + 1))
+
+
+def test_six_trials_suffice_on_average_where_the_guess_is_ten_percent_off() -> None:
+    chance, trials = random.Random(4), []
+    for _ in range(4000):
+        edge = round(math.exp(chance.uniform(math.log(8), math.log(400))))
+        guess = max(1, round(edge * (1 + chance.gauss(0, 0.1))))
+        trials.append(len(search(up_to(edge), guess).trials))
+    assert statistics.mean(trials) <= 6
+
+
+@given(
+    edge=st.integers(16, 400), error=st.floats(-0.5, 1.0), start=st.integers(0, 10**6), slope=st.integers(10**4, 10**5)
+)
+def test_two_small_runs_mend_a_plan_that_is_far_off(edge: int, error: float, start: int, slope: int) -> None:
+    """Real needs are a line in depth, the guess is half to twice as deep: two small runs, the edge, what fails."""
+    budget, measured = start + slope * edge + slope // 2, []
+
+    def probe(num_layers: int) -> Outcome:
+        need = start + slope * num_layers
+        measured.append((num_layers, {"run": need}))
+        return Outcome(need <= budget, "device")
+
+    def refine() -> int:
+        return max(depth for depth in range(1, 2000) if extrapolate(measured, depth) <= budget)
+
+    answer = search(probe, round(edge * (1 + error)), refine=refine)
+    assert (answer.largest, answer.failed_above) == (edge, edge + 1)
+    assert len(answer.trials) <= 4
+
+
+@given(flaky=st.integers(1, 400), guess=depths, repeats=st.integers(1, 3), seed=st.integers())
+def test_a_depth_that_passes_by_chance_lies_in_the_interval(flaky: int, guess: int, repeats: int, seed: int) -> None:
+    chance = random.Random(seed)
+    answer = search(
+        lambda depth: Outcome(depth < flaky or (depth == flaky and chance.random() < 0.5)), guess, repeats=repeats
+    )
+    assert answer.failed_above is not None and answer.largest <= flaky <= answer.failed_above
+    if flaky in answer.passing and flaky in answer.failing:
+        assert (answer.largest, answer.failed_above, answer.mixed()) == (flaky - 1, flaky + 1, [flaky])
+
+
+@given(edge=depths, width=st.integers(1, 20), guess=depths, repeats=st.integers(1, 3), seed=st.integers())
+def test_a_blurred_edge_is_an_interval_within_the_blur(
+    edge: int, width: int, guess: int, repeats: int, seed: int
+) -> None:
+    """All depths up to `edge` pass, all beyond edge + width fail."""
+    chance = random.Random(seed)
+    answer = search(
+        lambda depth: Outcome(depth <= edge or (depth <= edge + width and chance.random() < 0.5)),
+        guess, repeats=repeats, max_trials=1000,
+    )  # fmt: skip
+    assert answer.failed_above is not None and edge <= answer.largest < answer.failed_above <= edge + width + 1
+
+
+@pytest.mark.parametrize("guess", [20, 10, 40, 19])
+def test_a_failure_below_a_pass_is_found_beside_the_edge_and_reported_as_an_interval(guess: int) -> None:
+    answer = search(lambda depth: Outcome(depth <= 30 and depth != 20), guess=guess, repeats=2)
+    if 20 in answer.failing:
+        assert (answer.largest, answer.failed_above, answer.is_sharp) == (19, 31, False)
+        assert answer.mixed()[0] == 20 and answer.mixed()[-1] == 30
+    else:
+        assert (answer.largest, answer.failed_above, answer.is_sharp) == (30, 31, True)
+
+
+@given(passes=st.lists(st.booleans(), min_size=60, max_size=60), guess=st.integers(1, 60))
+def test_no_trial_contradicts_the_interval_whatever_the_oracle(passes: list[bool], guess: int) -> None:
+    answer = search(lambda depth: Outcome(passes[depth - 1]), guess, most=60)
+    assert len(answer.trials) <= 40
+    assert all(depth > answer.largest for depth in answer.failing)
+    if answer.failed_above is not None:
+        assert all(depth < answer.failed_above for depth in answer.passing)
+
+
+def test_an_end_that_is_not_about_size_stops_the_search() -> None:
+    answer = search(lambda depth: Outcome(True) if depth < 5 else Outcome(False, stop="crash: bad luck"), guess=3)
+    assert answer.stopped == "at 6 layers: crash: bad luck" and answer.failing == []
+    assert answer.passing == [3, 4] and not answer.is_sharp
+
+
+def test_trials_are_bounded() -> None:
+    chance = random.Random(1)
+    answer = search(lambda depth: Outcome(chance.random() < 0.5), guess=200, repeats=5)
+    assert len(answer.trials) == 40 and answer.stopped == "no edge was found in 40 trials"
+
+
+def test_two_small_runs_tell_the_published_peak_of_32_layers() -> None:
+    """Published log, Megatron-LM, 32 layers: 29775.17 MiB; a twin's peaks at 4 and 8 layers: 7343.8 and 10545.4."""
+    assert extrapolate([(8, {"run": 10545}), (4, {"run": 7344})], 32) == pytest.approx(29775, rel=1e-3)
+
+
+@given(slopes=st.tuples(*[st.integers(0, 99)] * 2), starts=st.tuples(*[st.integers(0, 9999)] * 2), depth=depths)
+def test_each_phase_is_extrapolated_on_its_own(slopes: tuple[int, int], starts: tuple[int, int], depth: int) -> None:
+    def peaks(num_layers: int) -> dict[str, int]:
+        return {name: a * num_layers + b for name, a, b in zip(("build", "step"), slopes, starts, strict=True)}
+
+    assert extrapolate([(2, peaks(2)), (4, peaks(4))], depth) == max(peaks(depth).values())
+
+
+def test_an_answer_without_a_pass_says_so() -> None:
+    assert (Answer().largest, Answer().failed_above, Answer().is_unlimited) == (0, None, False)
