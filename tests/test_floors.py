@@ -22,6 +22,10 @@ FLOORS = (
     {"harness.launch"},
     {"harness.sweep"},
     {"harness.progress", "harness.words"},
+    {"harness.fields", "harness.noise"},
+    {"harness.claims", "harness.compare"},
+    {"harness.verdicts"},
+    {"harness.verify"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )
