@@ -60,7 +60,23 @@ def judge(claim: Claim, tables: dict[str, list[Row]], is_there: Callable[[Claim,
         machine = next(row.machine or "an unnamed machine" for row in chosen if not is_there(claim, row))
         note = f"said of {' and '.join(claim.machines)}; measured on {machine}"
         return Finding(claim, OTHER_MACHINE, note=note, profile=profile, rests_on=tuple(chosen))
+    untrained = _all_untrained(claim, tables, is_there)
+    if untrained:
+        note = f"{UNTRAINED}: {_some([_why(row) for row in untrained])}"
+        return Finding(claim, FAIL, missing, note, rests_on=tuple(untrained))
     return Finding(claim, NOT_TESTED, note=f"{claim.command} ({missing or 'no records'})")
+
+
+def _all_untrained(claim: Claim, tables: dict[str, list[Row]], is_there: Callable[[Claim, Row], bool]) -> list[Row]:
+    """The rows of a point of the claim none of whose rows trained: to run the case again would change nothing, for a
+    case measures no other at the size of what did not train."""
+    for rows in tables.values():
+        for point in claim.expected.points:
+            found = _matching(point, [row for row in rows if row.metric == claim.metric])
+            bad = [row for row in found if not row.valid and row.status not in NO_RESULT and is_there(claim, row)]
+            if bad and len(bad) == len(found):
+                return bad
+    return []
 
 
 def _judge(claim: Claim, profile: str, rows: list[Row]) -> Finding:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,26 +17,53 @@ from rich.table import Table
 from harness import claims, verdicts
 from harness.claims import Claim
 from harness.record import Record, read_all
-from harness.rows import Row
+from harness.rows import Row, row
 from harness.spec import Budget, Workload
 from harness.verdicts import Finding
 
-PROFILES = ("paper", "quick", "fit", "demo")  # the nearest to the claims first
-PUBLISHED = "published"
+PROFILES = (
+    ("paper", claims.PAPER_MACHINE), ("paper", None), ("quick", None), ("fit", claims.PAPER_MACHINE), ("fit", None),
+    ("demo", None),
+)  # fmt: skip
+PUBLISHED, IMPORTED = "published", "imported"
 # Usable memory of the V100 and of its virtual machine, from the published logs.
 PAPER_BUDGET = Budget(31_900 * 2**20, 89_395 * 2**20)
 
 
-def rows_of(case: int, records: Sequence[Record]) -> dict[str, list[Row]]:
-    """The rows of a case by profile: the one seam between records and claims."""
-    module = _case(case)
-    return {} if module is None else {profile: module.table(records, profile) for profile in PROFILES}
+def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
+    """The rows of a case by profile, the nearest to the claims first: the one seam between records and claims."""
+    tables = {}
+    case = _cases()
+    if case is not None:
+        for name, on in PROFILES:
+            try:
+                used = case.profile_of(name, on)
+            except ValueError:  # such as the sizes of a GPU that is not here
+                continue
+            tables[used.name] = case.load(number).table(used, case.select(used, records))
+    return {**tables, IMPORTED: _imported(number, records)}
 
 
-def published_rows(case: int) -> list[Row]:
+def published_rows(number: int) -> list[Row]:
     """What the original published, with the word of its logs on whether it trained."""
-    module = _case(case)
-    return _published(case) if module is None else module.PUBLISHED
+    case = _cases()
+    return _published(number) if case is None else case.load(number).PUBLISHED
+
+
+def _imported(number: int, records: Sequence[Record]) -> list[Row]:
+    """Logs of the original, run here or elsewhere: those of the points that it published in this case."""
+    rows = []
+    for point in published_rows(number):
+        found = [record for record in records if record.origin == IMPORTED and _is_at(record, point)]
+        if found:
+            rows.append(row(point.metric, [record for record in found if record.key == found[-1].key]))
+    return rows
+
+
+def _is_at(record: Record, point: Row) -> bool:
+    load, window = record.job.workload, record.job.options.get("window_size")
+    same = (record.job.method, load.num_layers, load.hidden_size)
+    return same == (point.method, point.num_layers, point.hidden_size) and point.window_size in (None, window)
 
 
 def findings(results: Path, against: str | None, machine: str | None, folder: Path = claims.FOLDER) -> list[Finding]:
@@ -59,30 +87,28 @@ def _holds_there(emulated: set[str], claim: Claim, row: Row) -> bool:
 
 
 def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
-    """The records of the machine asked for, or of the only one there is."""
-    if asked is None:
-        there = sorted({_machine(record) or "unnamed" for record in records})
-        if len(there) > 1:
-            raise ValueError(
-                f"records of {len(there)} machines are not judged together: --machine takes one of {there}"
-            )
-        return records
-    chosen = [record for record in records if _is_of(record, asked)]
+    """The runs of the machine asked for, or of the only one there is, and what was imported."""
+    there = sorted({_machine(record) for record in records if record.origin != IMPORTED})
+    if asked is None and len(there) > 1:
+        raise ValueError(f"runs of {len(there)} machines are not judged together: --machine takes one of {there}")
+    chosen = [record for record in records if record.origin == IMPORTED or _is_of(record, asked or "")]
     if records and not chosen:
-        there = sorted({_machine(record) or "unnamed" for record in records})
         raise ValueError(f"no record of machine {asked!r}: --machine takes one of {there}, or a part of the name")
     return chosen
 
 
 def _is_of(record: Record, asked: str) -> bool:
-    name = _machine(record)
-    if asked == claims.PAPER_MACHINE and (_has_paper_budget(record) or "v100" in name.lower()):
+    if asked == claims.PAPER_MACHINE and _has_paper_budget(record):
         return True
-    return not name or asked.lower() in name.lower()
+    return asked.lower() in _machine(record).lower() or (asked == claims.PAPER_MACHINE and _is_v100(record))
 
 
 def _machine(record: Record) -> str:
     return str(record.machine.get("gpu") or record.machine.get("cpu") or "")
+
+
+def _is_v100(record: Record) -> bool:
+    return "v100" in _machine(record).lower()
 
 
 def _has_paper_budget(record: Record) -> bool:
@@ -103,16 +129,17 @@ def show(found: list[Finding], as_json: bool) -> None:
     if not console.is_terminal:
         console = Console(width=200)
     table = Table(show_lines=True)
-    for column, width in (("claim", 20), ("verdict", 9), ("seen", 40), ("expected", 40), ("rests on, and why", 80)):
+    for column, width in (("claim", 27), ("verdict", 19), ("seen", 38), ("expected", 38), ("rests on, and why", 70)):
         table.add_column(column, overflow="fold", max_width=width)
     for finding in found:
-        expected = f"{finding.claim.text}\n{finding.claim.expected.text}"
+        limits = f"\n{finding.claim.expected.text}" if finding.seen else ""
         alone = (
             f"\nnumbers by themselves {NUMBERS_WORDS[finding.numbers]}"
             if finding.numbers and _untrained(finding)
             else ""
         )
-        table.add_row(finding.claim.id, finding.verdict, finding.seen + alone, expected, _grounds(finding))
+        table.add_row(finding.claim.id, finding.verdict, finding.seen + alone, finding.claim.text + limits,
+                      _grounds(finding))  # fmt: skip
     console.print(table)
     for line in closing_lines(found):
         print(line)
@@ -160,23 +187,20 @@ def _grounds(finding: Finding) -> str:
     return f"{text} ({finding.profile})" + (f"\n{finding.note}" if finding.note else "")
 
 
-def _case(case: int):  # type: ignore[no-untyped-def]
-    name = f"cases.case{case}"
+def _cases() -> Any:
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name in (name, "cases"):
-            return None
-        raise
+        return importlib.import_module("harness.case")
+    except ModuleNotFoundError:
+        return None
 
 
-def _published(case: int) -> list[Row]:
+def _published(number: int) -> list[Row]:
     """Rows of claims/published.csv: one line a run, the median of its steady intervals, and why it did not train."""
-    metric = {1: "params", 2: "samples_per_second", 3: "samples_per_second"}.get(case, "step_seconds")
+    metric = {1: "params", 2: "samples_per_second", 3: "samples_per_second"}.get(number, "step_seconds")
     rows = []
     with (claims.FOLDER / "published.csv").open(newline="") as file:
         for line in csv.DictReader(file):
-            if str(case) not in line["cases"].split():
+            if str(number) not in line["cases"].split():
                 continue
             load = Workload(num_layers=int(line["num_layers"]))
             seconds = float(line["step_ms"]) / 1000
