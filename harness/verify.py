@@ -33,14 +33,14 @@ PAPER_BUDGET = Budget(31_900 * 2**20, 89_395 * 2**20)
 def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
     """The rows of a case by profile, the nearest to the claims first: the one seam between records and claims."""
     tables = {}
-    case = _cases()
-    if case is not None:
+    case, runs = _cases(), [record for record in records if record.origin == "run"]
+    if case is not None and runs:
         for name, on in PROFILES:
             try:
-                used = case.profile_of(name, on)
+                used = case.profile_of(name, on, runs[-1].machine)
             except ValueError:  # such as the sizes of a GPU that is not here
                 continue
-            tables[used.name] = case.load(number).table(used, case.select(used, records))
+            tables[used.name] = case.load(number).table(case.select(used, runs), used)
     return {**tables, IMPORTED: _imported(number, records)}
 
 
