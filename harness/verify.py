@@ -38,7 +38,7 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
         for name, on in PROFILES:
             try:
                 used = case.profile_of(name, on, runs[-1].machine)
-            except ValueError:  # such as the sizes of a GPU that is not here
+            except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
                 continue
             tables[used.name] = case.load(number).table(case.select(used, runs), used)
     return {**tables, IMPORTED: _imported(number, records)}
