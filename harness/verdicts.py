@@ -90,7 +90,7 @@ def _judge(claim: Claim, profile: str, rows: list[Row]) -> Finding:
     if untrained:  # what did not train is not excused by an expected failure
         verdict, note = FAIL, f"{UNTRAINED}: {_some([_why(row) for row in untrained])}"
     elif numbers == OPEN:
-        verdict, note = OPEN, how
+        verdict, note = OPEN, f"{how}; more runs of the case may tell them apart"
     elif claim.xfail:
         verdict, note = (XPASS if numbers == HOLD else XFAIL), claim.xfail
     else:
@@ -238,7 +238,8 @@ def _value(expected: Value, rows: list[Row]) -> tuple[str, str, str]:
     low, high = (row.low, row.high) if noise.has_interval(row) else (row.value, row.value)
     assert low is not None and high is not None
     least, most = (expected.value * (1 + sign * expected.tolerance) for sign in (-1, 1))
-    seen = f"{value_text(row)}, {row.value / expected.value - 1:+.1%}"  # type: ignore[operator]
+    assert row.value is not None
+    seen = f"{value_text(row)}, {round(row.value / expected.value - 1, 3) + 0.0:+.1%}"
     return _decide(low, high, least, most), seen, ""
 
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,10 @@ def findings(results: Path, against: str | None, machine: str | None, folder: Pa
     if against == PUBLISHED:
         tables = {case: {PUBLISHED: published_rows(case)} for case in {claim.case for claim in told}}
         return [verdicts.judge(claim, tables[claim.case], verdicts.holds_there) for claim in told]
-    records = of_one_machine(list(read_all(results)[0].values()), machine)
+    found, complaints = read_all(results)
+    for complaint in complaints:
+        print(f"left out: {complaint}", file=sys.stderr)
+    records = of_one_machine(list(found.values()), machine)
     emulated = {record.key for record in records if _has_paper_budget(record)}
     tables = {case: rows_of(case, records) for case in {claim.case for claim in told}}
     if machine:  # the logs of the original name no machine: the user's word stands

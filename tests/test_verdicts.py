@@ -63,6 +63,7 @@ def test_one_run_each_is_decided_where_a_margin_of_5_percent_separates(
     found = judge(expected, [row("stronghold", fast), row("l2l", 1.0)])
     assert found.verdict == verdict
     assert "margin of 5%" in found.note or isinstance(expected, Order)
+    assert ("more runs of the case" in found.note) == (verdict == "NOT DISTINGUISHABLE")
 
 
 def test_three_runs_each_are_decided_by_their_interval() -> None:
