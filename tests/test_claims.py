@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -97,7 +98,7 @@ WORDS = [
 
 
 @st.composite
-def mutated_files(draw: st.DrawFn) -> bytes:
+def mutated_bytes(draw: st.DrawFn) -> bytes:
     """The project's file, or a short one, with pieces of it replaced, doubled, swapped or left out."""
     data = draw(
         st.sampled_from([TEXT, HEAD + RATIO, HEAD + SHAPE + "    plateau: {gain: 0.05, num_points: 3}\n"])
@@ -111,11 +112,48 @@ def mutated_files(draw: st.DrawFn) -> bytes:
     return data
 
 
+KEYS = ["id", "kind", "over", "under", "of", "against", "points", "within", "at_least", "exponent", "plateau", "value",
+        "tolerance", "method", "num_layers", "window_size", "metric", "machines", "xfail", "case"]  # fmt: skip
+TEXTS = ["stronghold", "l2l", "megatron-lm", "zero-offload", "largest", "smallest", "window_size", "num_layers", "any",
+         "v100-vm", "params", "step_seconds", "samples_per_second", "order", "ratio", "shape", "value", "1", "2", "15",
+         "32", "0.001", "1e300", "-1", ""]  # fmt: skip
+VALUES = st.recursive(
+    st.sampled_from(TEXTS) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def mutated_claims(draw: st.DrawFn) -> bytes:
+    """A few of the project's claims with fields replaced, added or left out: still YAML, so that it goes further."""
+    told = yaml.load(TEXT, Loader=yaml.BaseLoader)["claims"]
+    chosen = draw(st.lists(st.sampled_from(told), min_size=1, max_size=3, unique_by=lambda claim: claim["id"]))
+    chosen = json.loads(json.dumps(chosen))
+    for _ in range(draw(st.integers(1, 3))):
+        claim = draw(st.sampled_from(chosen))
+        field = draw(st.sampled_from([*claim, *KEYS]))
+        other = draw(st.sampled_from(told))
+        kind = draw(st.sampled_from(["replace", "leave out", "take from another", "become another"]))
+        if kind == "replace":
+            claim[field] = draw(VALUES)
+        elif kind == "leave out":
+            claim.pop(field, None)
+        elif kind == "take from another" and field in other and field != "id":
+            claim[field] = other[field]
+        else:  # another's question, to this one's case, metric and machines
+            asked = ("kind", "over", "under", "of", "against", "points", "within", "at_least", "exponent", "plateau")
+            kept = {key: value for key, value in claim.items() if key not in asked}
+            claim.clear()
+            claim |= {**kept, **{key: value for key, value in other.items() if key in asked}}
+    return json.dumps({"claims": chosen}).encode()
+
+
 # CLAIM_MUTATIONS=10000 ./test.sh -k mutated takes minutes.
 @settings(
     max_examples=int(os.environ.get("CLAIM_MUTATIONS", "300")), deadline=None, suppress_health_check=list(HealthCheck)
 )
-@given(data=mutated_files())
+@given(data=st.one_of(mutated_bytes(), mutated_claims()))
 def test_a_mutated_file_is_claims_that_can_be_judged_or_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
