@@ -201,12 +201,20 @@ def test_verify_of_nothing_names_the_commands_and_ends_in_0(tmp_path: Path) -> N
 
 def test_imported_logs_are_judged_at_the_points_that_were_published(tmp_path: Path) -> None:
     """0.7496 samples/s published for Megatron-LM: 5.34 s a step of 4 are 0.749, 6 s are 0.667."""
-    write(tmp_path, record("megatron-lm", 5.34, ""), record("stronghold", 6.0, "", window_size=15))
+    narrow = dataclasses.replace(record("stronghold", 20.0, "", window_size=2), key="another", started=9.0)
+    write(tmp_path, record("megatron-lm", 5.34, ""), record("stronghold", 6.0, "", window_size=15), narrow)
     found = {one.claim.id: one for one in verify.findings(tmp_path, None, "v100-vm")}
     assert found["8a.megatron-32"].verdict == "PASS"
     assert found["7a.faster-than-megatron"].verdict == "XFAIL" and "= 0.89 (" in found["7a.faster-than-megatron"].seen
     unnamed = {one.claim.id: one for one in verify.findings(tmp_path, None, None)}
     assert unnamed["8a.megatron-32"].verdict == "N/A"
+
+
+def test_runs_under_the_papers_budgets_are_found_by_its_name() -> None:
+    plain = dataclasses.replace(record("l2l", 1.0, "H200"), origin="run")
+    capped = dataclasses.replace(plain, job=dataclasses.replace(plain.job, budget=verify.PAPER_BUDGET))
+    assert verify.of_one_machine([plain, capped], claims.PAPER_MACHINE) == [capped]
+    assert verify.of_one_machine([plain, capped], "h2") == [plain, capped]
 
 
 @pytest.mark.parametrize(
