@@ -17,7 +17,7 @@ from harness.sweep import Sweep, resolve
 from harness.words import JobCommand, check_corpus, check_writable, job_options, make_jobs, write_methods
 
 EXIT = {"crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "timeout": 6, "unavailable": 7, "interrupted": 130}
-GATE_FAILED, USAGE, INTERRUPTED = 5, 2, 130
+GATE_FAILED, CLAIM_FAILED, USAGE, INTERRUPTED = 5, 1, 2, 130
 # A probe of `search largest`, and the depth beyond which none is made, where the words are not given.
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}
 EXAMPLES = """\b
@@ -171,6 +171,37 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
 def readable(path: Path) -> str:
     """A file's name as any terminal can show it."""
     return os.fsencode(path).decode(errors="replace")
+
+
+@door.command()
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--against", type=click.Choice(["published"]), help="Judge the original's own numbers.")
+@click.option("--machine", metavar="NAME", help="Whose records to judge, by a part of the name; v100-vm: the paper's.")
+@click.option("--claims", "folder", type=click.Path(path_type=Path, file_okay=False), help="Another folder of claims.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def verify(results: Path, against: str | None, machine: str | None, folder: Path | None, as_json: bool) -> None:
+    """Judge the papers' claims by what was measured. Exit code 1 where one fails, or holds unexpectedly."""
+    from harness import claims
+    from harness import verify as judging
+
+    found = judging.findings(results, against, machine, folder or claims.FOLDER)
+    judging.show(found, as_json)
+    sys.exit(CLAIM_FAILED if judging.failed(found) else 0)
+
+
+@door.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def compare(a: str, b: str, results: Path, as_json: bool) -> None:
+    """Is A faster than B? Each is a record, a folder of results, or METHOD[:option=value,...] among the results.
+
+    Exit code 1 where they cannot be compared.
+    """
+    from harness import compare as comparing
+
+    sys.exit(0 if comparing.run(a, b, results, as_json) else CLAIM_FAILED)
 
 
 def execute(words: dict[str, Any], is_sweep: bool = False) -> None:

@@ -25,6 +25,10 @@ FLOORS = (
     {"harness.launch"},
     {"harness.sweep"},
     {"harness.progress", "harness.words", "harness.largest", "harness.plan"},
+    {"harness.fields", "harness.noise"},
+    {"harness.claims", "harness.compare"},
+    {"harness.verdicts"},
+    {"harness.verify"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )  # fmt: skip
