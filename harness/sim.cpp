@@ -144,6 +144,7 @@ struct Crossing {
   }
 
   static c10::DataPtr taken(const Storage& cpu) {
+    claim(cpu.data());
     c10::DataPtr data = cpu.set_data_ptr(c10::DataPtr(nullptr, CPU));
     data.unsafe_set_device(SIM);
     return data;
@@ -251,7 +252,8 @@ void sim_lift() {
 
 void sim_stats(size_t* used_and_peak) {
   std::lock_guard lock(books);
-  for (const Ledger& ledger : ledgers) *used_and_peak++ = ledger.used, *used_and_peak++ = ledger.peak;
+  for (Memory memory : {DEVICE, HOST, PINNED})
+    *used_and_peak++ = ledgers[memory].used, *used_and_peak++ = ledgers[memory].peak;
 }
 
 void sim_reset_peaks() {

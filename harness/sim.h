@@ -1,7 +1,7 @@
 // The two memories of sim.cpp, their budgets, and the time that copies between them take.
 //
-// The device: whatever a tensor of this device holds, and whatever a kernel allocates while it computes for one, in units
-// of 512 bytes. The host: whatever torch allocates otherwise, to the byte; page-locked memory is part of it, in powers of
+// The device: whatever a tensor of this device holds, in units of 512 bytes. What a CPU's kernel allocates for itself
+// while it computes is no device's: it grows with the CPU's threads, and tracker.py could not see it. The host: whatever torch allocates otherwise, to the byte; page-locked memory is part of it, in powers of
 // two, and has a budget of its own besides.
 //
 // Time: with a link speed given, a copy between the memories takes bytes / speed on the stream that it is queued on and
@@ -27,7 +27,7 @@ const c10::Device SIM(c10::DeviceType::PrivateUse1, 0), CPU(c10::DeviceType::CPU
 
 // ---- Memories
 
-enum Memory { DEVICE, HOST, PINNED };
+enum Memory { DEVICE, HOST, PINNED, SCRATCH };
 
 struct Ledger {
   const char* name;
@@ -40,10 +40,10 @@ struct Block {
 };
 
 std::mutex books;
-Ledger ledgers[] = {{"device"}, {"host"}, {"pinned"}};
+Ledger ledgers[] = {{"device"}, {"host"}, {"pinned"}, {"scratch"}};
 auto& blocks = *new std::unordered_map<const void*, Block>;  // outlives the tensors that die at exit
 bool is_lifted = false;               // budgets no longer bind, peaks stand
-thread_local bool computing = false;  // what is allocated now is the device's
+thread_local bool computing = false;  // what is allocated now is a kernel's: scratch, until it is a result
 
 void charge(Memory memory, size_t bytes) {
   Ledger& ledger = ledgers[memory];
@@ -61,6 +61,19 @@ void discharge(Block block) {
   if (block.memory == PINNED) ledgers[HOST].used -= block.bytes;
 }
 
+size_t in_units(size_t size) { return (size + 511) / 512 * 512; }  // the CUDA caching allocator's
+
+// What a kernel made turns out to be a result: it is the device's.
+void claim(const void* data) {
+  if (!data) return;
+  std::lock_guard lock(books);
+  Block& block = blocks.at(data);
+  Block claimed{DEVICE, in_units(block.bytes)};
+  charge(claimed.memory, claimed.bytes);
+  discharge(block);
+  block = claimed;
+}
+
 void release(void* data) {
   if (!data) return;
   {
@@ -74,8 +87,8 @@ void release(void* data) {
 
 c10::DataPtr allocate(Memory memory, size_t size, c10::Device device) {
   if (!size) return {nullptr, nullptr, &release, device};
-  // 512: the CUDA caching allocator's unit. Powers of two: its host allocator's sizes of page-locked blocks.
-  size_t bytes = memory == DEVICE ? (size + 511) / 512 * 512 : memory == PINNED ? std::bit_ceil(size) : size;
+  // Powers of two: the sizes of page-locked blocks of CUDA's host allocator.
+  size_t bytes = memory == DEVICE ? in_units(size) : memory == PINNED ? std::bit_ceil(size) : size;
   {
     std::lock_guard lock(books);
     charge(memory, bytes);
@@ -97,7 +110,7 @@ struct HostAllocator final : c10::Allocator {
   const bool pinned;
   explicit HostAllocator(bool pinned) : pinned(pinned) {}
   c10::DataPtr allocate(size_t size) override {
-    return ::allocate(computing ? DEVICE : pinned ? PINNED : HOST, size, CPU);
+    return ::allocate(computing ? SCRATCH : pinned ? PINNED : HOST, size, CPU);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }

@@ -58,6 +58,16 @@ def peak_of_training() -> int:
     return sim.stats()["device_peak"]
 
 
+def peaks(cases: list[Any]) -> list[tuple[int, int]]:
+    """Peak bytes of device and host of each training."""
+    found = []
+    for name, workload, options in cases:
+        sim.reset_peaks()
+        train_anywhere(name, workload, 3, device="sim", **options)
+        found.append((sim.stats()["device_peak"], sim.stats()["host_peak"]))
+    return found
+
+
 def copies_of_host_memory(size: int) -> list[Any]:
     """Bytes in use with one tensor of this size, without it again, and whether one byte more is refused."""
     one = torch.empty(size, dtype=torch.uint8)
