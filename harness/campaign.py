@@ -130,7 +130,7 @@ class Campaign:
         found.append(Point([number], resolved, plan, is_search, missing, is_guess, about))
 
     def _missing(self, job: Job, records: list[Record]) -> int:
-        done = [record for record in records if record.key == case.key(job) and record.is_result]
+        done = [record for record in records if record.key == case.key(job) and record.is_result and is_judged(record)]
         wanted = self._repeats(job)
         if self.tried.count((job, False)) >= wanted or any(record.status != "ok" for record in done):
             return 0
@@ -144,7 +144,7 @@ class Campaign:
         """None when both sides of the edge are on record; find() itself knows what else it needs."""
         best, failed = case.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
-        is_done = len(depths) == 2 and depths[1] == depths[0] + 1
+        is_done = len(depths) == 2 and depths[1] == depths[0] + 1 and is_judged(best[-1])
         is_tried = any(is_search and tried.method == job.method for tried, is_search in self.tried)
         return 0 if is_done or is_tried else PROBES
 
@@ -170,6 +170,11 @@ class Campaign:
             record = self.sweep.attempt(job, self._repeats(job) - point.missing + 1, place)
         self.tried += [(job, False)] * (1 if record.is_result else self.used.repeats)  # no crash is repeated
         self.finished.append(record)
+
+
+def is_judged(record: Record) -> bool:
+    """False where a run ended and the harness was killed before its verdict: the next attempt only judges."""
+    return record.status != "ok" or record.gate.verdict != "untested" or bool(record.gate.reason)
 
 
 def plan_rows(points: Sequence[Point]) -> list[dict[str, str]]:

@@ -214,6 +214,18 @@ def test_the_scripts_write_a_table_of_what_is_recorded_and_draw_it(tmp_path: Pat
             assert table.with_suffix(f".{ending}").stat().st_size > 1000
 
 
+def test_a_run_without_its_verdict_is_still_to_be_attended_to(tmp_path: Path) -> None:
+    """Killed between the end of a run and its judgement: the record is there, and the point is not done."""
+    missing = []
+    for gate in (Gate(), Gate("exact"), Gate("untested", "no-reference")):
+        job = DEMO.job("stronghold", 6, window_size=2, resident_layers=0)
+        found = record(job, key=case.key(job), gate=gate)
+        found.write(tmp_path / "log_1.json")
+        points = Campaign([4], DEMO, tmp_path).points()
+        missing.append(next(point.missing for point in points if point.job == job))
+    assert missing == [1, 0, 0]
+
+
 @pytest.mark.heavy
 def test_a_case_that_was_killed_goes_on_and_measures_nothing_twice(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "harness", "case", "4", "--profile", "demo", "--results", str(tmp_path)]
