@@ -15,11 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from harness import claims, verdicts
+from harness import claims, profiles, verdicts
 from harness.claims import Claim
 from harness.record import Record, read_all
 from harness.rows import Row, row
-from harness.spec import Budget, Workload
+from harness.spec import Workload
 from harness.verdicts import Finding
 
 PROFILES = (
@@ -27,8 +27,7 @@ PROFILES = (
     ("demo", None),
 )  # fmt: skip
 PUBLISHED, IMPORTED = "published", "imported"
-# Usable memory of the V100 and of its virtual machine, from the published logs.
-PAPER_BUDGET = Budget(31_900 * 2**20, 89_395 * 2**20)
+PAPER_BUDGET = profiles.load(claims.PAPER_MACHINE).budget
 
 
 def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
