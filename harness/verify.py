@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import importlib
 import json
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from harness import claims, profiles, verdicts
+from harness import case, claims, profiles, verdicts
 from harness.claims import Claim
 from harness.record import Record, read_all
 from harness.rows import Row, row
-from harness.spec import Workload
 from harness.verdicts import Finding
 
 PROFILES = (
@@ -33,8 +29,8 @@ PAPER_BUDGET = profiles.load(claims.PAPER_MACHINE).budget
 def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
     """The rows of a case by profile, the nearest to the claims first: the one seam between records and claims."""
     tables = {}
-    case, runs = _cases(), [record for record in records if record.origin == "run"]
-    if case is not None and runs:
+    runs = [record for record in records if record.origin == "run"]
+    if runs:
         for name, on in PROFILES:
             try:
                 used = case.profile_of(name, on, runs[-1].machine)
@@ -46,8 +42,7 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
 
 def published_rows(number: int) -> list[Row]:
     """What the original published, with the word of its logs on whether it trained."""
-    case = _cases()
-    return _published(number) if case is None else case.load(number).PUBLISHED
+    return case.load(number).PUBLISHED
 
 
 def _imported(number: int, records: Sequence[Record]) -> list[Row]:
@@ -188,33 +183,3 @@ def _grounds(finding: Finding) -> str:
     names = [verdicts.label(row) for row in (rows if len(rows) <= 3 else (rows[0], rows[-1]))]
     text = f"{len(rows)} rows, {names[0]} to {names[1]}" if len(rows) > 3 else "; ".join(names)
     return f"{text} ({finding.profile})" + (f"\n{finding.note}" if finding.note else "")
-
-
-def _cases() -> Any:
-    try:
-        return importlib.import_module("harness.case")
-    except ModuleNotFoundError:
-        return None
-
-
-def _published(number: int) -> list[Row]:
-    """Rows of claims/published.csv: one line a run, the median of its steady intervals, and why it did not train."""
-    metric = {1: "params", 2: "samples_per_second", 3: "samples_per_second"}.get(number, "step_seconds")
-    rows = []
-    with (claims.FOLDER / "published.csv").open(newline="") as file:
-        for line in csv.DictReader(file):
-            if str(number) not in line["cases"].split():
-                continue
-            load = Workload(num_layers=int(line["num_layers"]))
-            seconds = float(line["step_ms"]) / 1000
-            values = {
-                "params": float(load.num_params),
-                "samples_per_second": load.batch_size / seconds,
-                "step_seconds": seconds,
-            }
-            rows.append(Row(
-                metric, line["method"], load.num_layers, load.hidden_size, int(line["window_size"] or 0) or None,
-                values[metric], valid=not line["reason"], reason=line["reason"], status=line["status"],
-                origin=PUBLISHED, machine=claims.PAPER_MACHINE, clock="cuda",
-            ))  # fmt: skip
-    return rows
