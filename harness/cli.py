@@ -14,10 +14,10 @@ from harness import limits, method
 from harness.progress import reporter
 from harness.record import Record, read_all
 from harness.sweep import Sweep, resolve
-from harness.words import JobCommand, check_corpus, check_writable, job_options, make_jobs, write_methods
+from harness.words import Duration, JobCommand, check_corpus, check_writable, job_options, make_jobs, write_methods
 
 EXIT = {"crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "timeout": 6, "unavailable": 7, "interrupted": 130}
-GATE_FAILED, USAGE, INTERRUPTED = 5, 2, 130
+GATE_FAILED, CLAIM_FAILED, USAGE, INTERRUPTED = 5, 1, 2, 130
 # A probe of `search largest`, and the depth beyond which none is made, where the words are not given.
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}
 EXAMPLES = """\b
@@ -171,6 +171,59 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
 def readable(path: Path) -> str:
     """A file's name as any terminal can show it."""
     return os.fsencode(path).decode(errors="replace")
+
+
+@door.command()
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--against", type=click.Choice(["published"]), help="Judge the original's own numbers.")
+@click.option("--machine", metavar="NAME", help="Whose records to judge, by a part of the name; v100-vm: the paper's.")
+@click.option("--claims", "folder", type=click.Path(path_type=Path, file_okay=False), help="Another folder of claims.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def verify(results: Path, against: str | None, machine: str | None, folder: Path | None, as_json: bool) -> None:
+    """Judge the papers' claims by what was measured. Exit code 1 where one fails, or holds unexpectedly."""
+    from harness import claims
+    from harness import verify as judging
+
+    found = judging.findings(results, against, machine, folder or claims.FOLDER)
+    judging.show(found, as_json)
+    sys.exit(CLAIM_FAILED if judging.failed(found) else 0)
+
+
+@door.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def compare(a: str, b: str, results: Path, as_json: bool) -> None:
+    """Is A faster than B? Each is a record, a folder of results, or METHOD[:option=value,...] among the results.
+
+    Exit code 1 where they cannot be compared.
+    """
+    from harness import compare as comparing
+
+    sys.exit(0 if comparing.run(a, b, results, as_json) else CLAIM_FAILED)
+
+
+@door.command()
+@click.argument("number", metavar="N|all")
+@click.option(
+    "--profile", "name", metavar="NAME", help="demo (minutes, on a CPU), quick, paper or fit (to this machine)."
+)
+@click.option("--machine", "on", metavar="NAME", help="Whose memories the budgets are: v100-vm is the published.")
+@click.option("--budget", "seconds", type=Duration(), help="Time for what is missing; the plan says what is left out.")
+@click.option("--repeats", type=click.IntRange(1), help="Processes a point; from 3 on there are intervals.")
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Of tables and figures: RESULTS/figures.")
+@click.option("--extract", "only", flag_value="extract", help="Only write the table of the records there are.")
+@click.option("--draw", "only", flag_value="draw", help="Only draw the table there is.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def case(**words: Any) -> None:
+    """Run what is missing for a figure of the papers, or for all, write its table and draw it."""
+    from harness import campaign
+
+    if words["only"] is None:
+        check_writable(words["results"])
+    sys.exit(exit_code(campaign.main(**words), is_sweep=True))
 
 
 def execute(words: dict[str, Any], is_sweep: bool = False) -> None:

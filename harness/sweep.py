@@ -102,8 +102,7 @@ class Sweep:
         return record
 
     def key(self, job: Job) -> str:
-        source = method.source_hash(job.method, self.folders)
-        return job.key(source=source, corpus=_corpus_identity(job.workload.corpus), **machine.checked())
+        return job.key(**context(job.method, job.workload.corpus, self.folders))
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
         """The path of the job's record: the newest result there is, else one made now."""
@@ -195,6 +194,12 @@ class Sweep:
             and other.key == self.key(other.job)
         ]
         return gate.judge(record, twins=(twins[0], twins[1]), peers=same_size)
+
+
+def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
+    """What beside a method's job decides what it measures: the method's source, the corpus, this machine."""
+    source = method.source_hash(name, folders)
+    return {"source": source, "corpus": _corpus_identity(corpus), **machine.checked()}
 
 
 def _corpus_identity(prefix: str | None) -> str:

@@ -50,6 +50,18 @@ class Bytes(click.ParamType):
         return size
 
 
+class Duration(click.ParamType):
+    """A time with its unit, in seconds."""
+
+    name = "TIME"
+
+    def convert(self, value: Any, param: Any, context: Any) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(value))
+        if not match or not float(match[1]):
+            self.fail(f"{value!r} is no time: a positive number with s, m or h, as 90m", param, context)
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
 class JobCommand(click.Command):
     """A verb whose help ends with the methods there are, those of --methods included."""
 

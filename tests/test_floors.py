@@ -21,15 +21,21 @@ FLOORS = (
     {"methods.*", "harness.gate", "harness.curves", "harness.logrecord", "harness.inspection", "harness.failures",
      "harness.sim", "harness.published_megatron"},
     {"harness.limits", "harness.turns"},
-    {"harness.worker", "harness.build", "harness.fairness", "harness.importer", "harness.rows"},
-    {"harness.launch"},
+    {"harness.worker", "harness.build", "harness.fairness", "harness.importer", "harness.rows",
+     "harness.scaled"},
+    {"harness.launch", "harness.plot", "cases._*"},
     {"harness.sweep"},
-    {"harness.progress", "harness.words", "harness.largest", "harness.plan"},
+    {"harness.progress", "harness.words", "harness.largest", "harness.plan", "harness.case"},
+    {"harness.fields", "harness.noise", "cases.*"},
+    {"harness.claims", "harness.compare"},
+    {"harness.verdicts", "harness.campaign"},
+    {"harness.verify"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )  # fmt: skip
 SEEN_BY_METHODS = {f"harness.{name}" for name in ("spec", "model", "data", "method")}
-SOURCES = [path for folder in ("harness", "methods", "tests", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
+FOLDERS = ("harness", "methods", "cases", "tests", "bench")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 
 
 def module_of(path: Path) -> str:
@@ -50,7 +56,7 @@ def imports_of(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {item.name for item in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module in ("harness", "methods", "tests"):
+        elif isinstance(node, ast.ImportFrom) and node.module in FOLDERS:
             found |= {f"{node.module}.{item.name}" for item in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module))

@@ -1,0 +1,229 @@
+"""Is one faster than the other? A ratio with its interval, whether both trained, and all that differs between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import noise
+from harness.record import Record, read_all
+from harness.rows import Row, row
+from harness.spec import Workload
+
+FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
+SIMULATED = ("sim", "virtual")  # clocks that time what is simulated
+METRIC = "samples_per_second"
+FIELDS = [field.name for field in dataclasses.fields(Workload)]
+CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
+
+Point = tuple[str, str, Workload]  # method, its options as text, workload
+Side = dict[Point, list[Record]]  # repeats, oldest first
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of A's repeats with B's: `ratio` of their throughputs, A over B, where there is one."""
+
+    a: list[Record]
+    b: list[Record]
+    verdict: str
+    why: str  # what the verdict rests on, or why there is none
+    ratio: noise.Ratio | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        ratio = self.ratio
+        return {
+            "a": side(self.a), "b": side(self.b), "verdict": self.verdict, "why": self.why,
+            "ratio": ratio and ratio.value, "low": ratio and ratio.low, "high": ratio and ratio.high,
+            "differs": differences(self.a[-1], self.b[-1]),
+        }  # fmt: skip
+
+
+def run(a: str, b: str, results: Path, as_json: bool) -> bool:
+    """Compare what two words name, and print it; False where something could not be compared."""
+    found, complaints = pairs(select(a, results), select(b, results))
+    made = [compare(*pair) for pair in found]
+    for one in made:
+        show(one, as_json)
+    for complaint in complaints:
+        print(json.dumps({"verdict": NONE, "why": complaint}) if as_json else f"{NONE}: {complaint}")
+    return not complaints and all(one.ratio is not None for one in made)
+
+
+def select(text: str, results: Path) -> Side:
+    """The records that a word names: a file, a folder, or METHOD[:name=value,...] among the results.
+
+    Raises ValueError where it names none.
+    """
+    path = Path(text)
+    if path.is_file():
+        return _by_point([Record.read(path)])
+    if path.is_dir():
+        found = _by_point(read_all(path)[0].values())
+        if not found:
+            raise ValueError(f"no record of a run in {path}: name a folder of results, a record or a method")
+        return found
+    name, _, wanted = text.partition(":")
+    of_method = [record for record in read_all(results)[0].values() if record.job.method == name]
+    if not of_method:
+        there = ", ".join(sorted({record.job.method for record in read_all(results)[0].values()})) or "nothing"
+        raise ValueError(
+            f"{text!r} is no file, no folder and no method recorded in {results}, which has {there}: run it first, or"
+            " name another folder with --results"
+        )
+    options = _options(wanted)
+    found = _by_point(record for record in of_method if _has(record, options))
+    if not found:
+        there = "; ".join(sorted({_options_text(record) or "no options" for record in of_method}))
+        raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
+    return found
+
+
+def pairs(a: Side, b: Side) -> tuple[list[tuple[list[Record], list[Record]]], list[str]]:
+    """What can be set side by side: one method and set of options of a workload each, or those that are the same in
+    both; and a line for each workload where neither is so."""
+    found, complaints = [], []
+    for load in dict.fromkeys(point[2] for point in a if point[2] in {other[2] for other in b}):
+        ours, theirs = ([point for point in one if point[2] == load] for one in (a, b))
+        both = [point for point in ours if point in theirs]
+        if len(ours) == len(theirs) == 1:
+            found.append((a[ours[0]], b[theirs[0]]))
+        elif both:
+            found.extend((a[point], b[point]) for point in both)
+        else:
+            choices = " or ".join(f"{point[0]}:{point[1]}" for point in (ours if len(ours) > 1 else theirs))
+            complaints.append(f"{load.num_layers} layers: several runs to choose from: name one, as {choices}")
+    if not found and not complaints:
+        complaints.append(_no_common_workload(a, b))
+    return found, complaints
+
+
+def compare(a: list[Record], b: list[Record]) -> Comparison:
+    """Of repeats of one workload each."""
+    clocks = {records[-1].clock in SIMULATED for records in (a, b)}
+    if len(clocks) > 1:
+        return Comparison(a, b, NONE, f"one is timed by {a[-1].clock}, the other by {b[-1].clock}: run both alike")
+    rows = [row(METRIC, records) for records in (a, b)]
+    without = [f"{letter} has no throughput: {_reason(one)}" for letter, one in zip("AB", rows, strict=True)
+               if not one.valid or not noise.has_number(one)]  # fmt: skip
+    if without:
+        return Comparison(a, b, NONE, "; ".join(without))
+    found = noise.ratio(*rows)
+    verdict = FASTER if found.low > 1 else SLOWER if found.high < 1 else ALIKE
+    why = found.how
+    if not found.has_interval:
+        why += ", and the steps of one run are no repeats (--rerun measures again)"
+    return Comparison(a, b, verdict, why, found)
+
+
+def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
+    """What differs in the context: job, machine, software, data, by dotted name."""
+    ours, theirs = _context(a), _context(b)
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return {name: (ours.get(name), theirs.get(name)) for name in names}
+
+
+def side(repeats: list[Record]) -> dict[str, Any]:
+    """What one side is and measured, as data."""
+    made, newest = row(METRIC, repeats), repeats[-1]
+    shown = made if made.valid else None
+    return {
+        "method": made.method, "options": newest.job.options, "num_layers": made.num_layers,
+        "hidden_size": made.hidden_size, "num_runs": len(repeats), "status": made.status, "gate": newest.gate.verdict,
+        "gate_text": newest.gate.text, "samples_per_second": shown and shown.value, "low": shown and shown.low,
+        "high": shown and shown.high, "keys": list(made.keys),
+    }  # fmt: skip
+
+
+def show(comparison: Comparison, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(comparison.to_dict()))
+        return
+    for letter, repeats in (("A", comparison.a), ("B", comparison.b)):
+        print(f"{letter}: {_side_text(side(repeats))}")
+    if comparison.ratio is None:
+        print(f"{comparison.verdict}: {comparison.why}")
+    else:
+        print(f"A is {comparison.verdict}: {comparison.ratio.text} times B's samples/s ({comparison.why})")
+    for name, (ours, theirs) in differences(comparison.a[-1], comparison.b[-1]).items():
+        print(f"  differs: {name}: {_shown(ours)} | {_shown(theirs)}")
+
+
+def _side_text(one: dict[str, Any]) -> str:
+    options = "".join(f" {name}={value}" for name, value in one["options"].items())
+    runs = f"{one['num_runs']} run{'s' if one['num_runs'] > 1 else ''}"
+    speed = "no throughput"
+    if one["samples_per_second"]:
+        bounds = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
+        speed = f"{one['samples_per_second']:.4g} samples/s{bounds}"
+    gate = f"gate {one['gate']}: {one['gate_text']}" if one["status"] == "ok" else f"ended as {one['status']}"
+    return f"{one['method']}{options}, {one['num_layers']} layers x {one['hidden_size']}: {runs}, {speed}; {gate}"
+
+
+def _by_point(records: Iterable[Record]) -> Side:
+    """Repeats of what was measured last: equal keys are repeats, others of the same point are older states of it."""
+    found: Side = {}
+    for record in records:
+        point = (record.job.method, _options_text(record), record.job.workload)
+        repeats = found.setdefault(point, [])
+        if repeats and repeats[-1].key != record.key:
+            repeats.clear()
+        repeats.append(record)
+    return found
+
+
+def _no_common_workload(a: Side, b: Side) -> str:
+    """Which fields differ between the two workloads that are nearest to each other."""
+    loads = [(ours[2], theirs[2]) for ours in a for theirs in b]
+    different = [
+        [(name, getattr(ours, name), getattr(theirs, name)) for name in FIELDS
+         if getattr(ours, name) != getattr(theirs, name)]
+        for ours, theirs in loads
+    ]  # fmt: skip
+    told = ", ".join(f"{name} {ours} | {theirs}" for name, ours, theirs in min(different, key=len))
+    nearest = ", of the two nearest" if len(loads) > 1 else ""
+    return f"different workloads: {told}{nearest}; run both alike"
+
+
+def _context(record: Record) -> dict[str, Any]:
+    data = record.to_dict()
+    kept = {name: data[name] for name in CONTEXT}
+    flat: dict[str, Any] = {}
+    _flatten("", kept, flat)
+    return flat
+
+
+def _flatten(prefix: str, value: Any, flat: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _flatten(f"{prefix}.{name}" if prefix else str(name), item, flat)
+    else:
+        flat[prefix] = value
+
+
+def _options(text: str) -> dict[str, str]:
+    parts = [part.partition("=") for part in text.split(",") if part]
+    if not all(name and equals for name, equals, _ in parts):
+        raise ValueError(f"{text!r} are no options: METHOD:name=value,name=value")
+    return {name: value for name, _, value in parts}
+
+
+def _has(record: Record, options: dict[str, str]) -> bool:
+    own = {**record.job.options, **{name: getattr(record.job.workload, name) for name in FIELDS}}
+    return all(name in own and str(own[name]).lower() == value.lower() for name, value in options.items())
+
+
+def _options_text(record: Record) -> str:
+    return ",".join(f"{name}={value}" for name, value in sorted(record.job.options.items()))
+
+
+def _reason(one: Row) -> str:
+    return one.reason if one.status == "ok" else f"ended as {one.status}: {one.reason}"
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,220 @@
+"""Every claim beside what was measured here, or beside what the original itself published."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from harness import claims, profiles, verdicts
+from harness.claims import Claim
+from harness.record import Record, read_all
+from harness.rows import Row, row
+from harness.spec import Workload
+from harness.verdicts import Finding
+
+PROFILES = (
+    ("paper", claims.PAPER_MACHINE), ("paper", None), ("quick", None), ("fit", claims.PAPER_MACHINE), ("fit", None),
+    ("demo", None),
+)  # fmt: skip
+PUBLISHED, IMPORTED = "published", "imported"
+PAPER_BUDGET = profiles.load(claims.PAPER_MACHINE).budget
+
+
+def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
+    """The rows of a case by profile, the nearest to the claims first: the one seam between records and claims."""
+    tables = {}
+    case, runs = _cases(), [record for record in records if record.origin == "run"]
+    if case is not None and runs:
+        for name, on in PROFILES:
+            try:
+                used = case.profile_of(name, on, runs[-1].machine)
+            except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
+                continue
+            tables[used.name] = case.load(number).table(case.select(used, runs), used)
+    return {**tables, IMPORTED: _imported(number, records)}
+
+
+def published_rows(number: int) -> list[Row]:
+    """What the original published, with the word of its logs on whether it trained."""
+    case = _cases()
+    return _published(number) if case is None else case.load(number).PUBLISHED
+
+
+def _imported(number: int, records: Sequence[Record]) -> list[Row]:
+    """Logs of the original, run here or elsewhere: those of the points that it published in this case."""
+    rows = []
+    for point in published_rows(number):
+        found = [record for record in records if record.origin == IMPORTED and _is_at(record, point)]
+        if found:
+            rows.append(row(point.metric, [record for record in found if record.key == found[-1].key]))
+    return rows
+
+
+def _is_at(record: Record, point: Row) -> bool:
+    load, window = record.job.workload, record.job.options.get("window_size")
+    same = (record.job.method, load.num_layers, load.hidden_size)
+    return same == (point.method, point.num_layers, point.hidden_size) and point.window_size in (None, window)
+
+
+def findings(results: Path, against: str | None, machine: str | None, folder: Path = claims.FOLDER) -> list[Finding]:
+    """A finding for each claim, in the order of the files. Raises ValueError where records of machines would mix."""
+    told = claims.load(folder)
+    if against == PUBLISHED:
+        tables = {case: {PUBLISHED: published_rows(case)} for case in {claim.case for claim in told}}
+        return [verdicts.judge(claim, tables[claim.case], verdicts.holds_there) for claim in told]
+    found, complaints = read_all(results)
+    for complaint in complaints:
+        print(f"left out: {complaint}", file=sys.stderr)
+    records = of_one_machine(list(found.values()), machine)
+    emulated = {record.key for record in records if _has_paper_budget(record)}
+    tables = {case: rows_of(case, records) for case in {claim.case for claim in told}}
+    if machine:  # the logs of the original name no machine: the user's word stands
+        for profiles in tables.values():
+            for profile, rows in profiles.items():
+                profiles[profile] = [row if row.machine else dataclasses.replace(row, machine=machine) for row in rows]
+    return [verdicts.judge(claim, tables[claim.case], partial(_holds_there, emulated)) for claim in told]
+
+
+def _holds_there(emulated: set[str], claim: Claim, row: Row) -> bool:
+    return verdicts.holds_there(claim, row, bool(row.keys) and emulated.issuperset(row.keys))
+
+
+def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
+    """The runs of the machine asked for, or of the only one there is, and what was imported."""
+    there = sorted({_machine(record) for record in records if record.origin != IMPORTED})
+    if asked is None and len(there) > 1:
+        raise ValueError(f"runs of {len(there)} machines are not judged together: --machine takes one of {there}")
+    chosen = [record for record in records if record.origin == IMPORTED or _is_of(record, asked or "")]
+    if records and not chosen:
+        raise ValueError(f"no record of machine {asked!r}: --machine takes one of {there}, or a part of the name")
+    return chosen
+
+
+def _is_of(record: Record, asked: str) -> bool:
+    if asked == claims.PAPER_MACHINE and _has_paper_budget(record):
+        return True
+    return asked.lower() in _machine(record).lower() or (asked == claims.PAPER_MACHINE and _is_v100(record))
+
+
+def _machine(record: Record) -> str:
+    return str(record.machine.get("gpu") or record.machine.get("cpu") or "")
+
+
+def _is_v100(record: Record) -> bool:
+    return "v100" in _machine(record).lower()
+
+
+def _has_paper_budget(record: Record) -> bool:
+    budget = record.job.budget
+    return (budget.device_bytes, budget.host_bytes) == (PAPER_BUDGET.device_bytes, PAPER_BUDGET.host_bytes)
+
+
+def failed(found: list[Finding]) -> bool:
+    return any(finding.verdict in verdicts.BAD for finding in found)
+
+
+def show(found: list[Finding], as_json: bool) -> None:
+    if as_json:
+        for finding in found:
+            print(json.dumps(finding.to_dict()))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    table = Table(show_lines=True)
+    for column, width in (("claim", 27), ("verdict", 19), ("seen", 38), ("expected", 38), ("rests on, and why", 70)):
+        table.add_column(column, overflow="fold", max_width=width)
+    for finding in found:
+        limits = f"\n{finding.claim.expected.text}" if finding.seen else ""
+        alone = (
+            f"\nnumbers by themselves {NUMBERS_WORDS[finding.numbers]}"
+            if finding.numbers and _untrained(finding)
+            else ""
+        )
+        table.add_row(finding.claim.id, finding.verdict, finding.seen + alone, finding.claim.text + limits,
+                      _grounds(finding))  # fmt: skip
+    console.print(table)
+    for line in closing_lines(found):
+        print(line)
+
+
+def closing_lines(found: list[Finding]) -> list[str]:
+    """Which claims ended how; of those that rest on runs that did not train, what their numbers alone would say."""
+    untrained = [finding for finding in found if _untrained(finding)]
+    lines = []
+    for verdict in VERDICT_WORDS:
+        names = [finding.claim.id for finding in found if finding.verdict == verdict and finding not in untrained]
+        if names:
+            lines.append(f"{verdict}: {len(names)} of {len(found)}: {', '.join(names)}")
+    for numbers in (verdicts.HOLD, verdicts.BROKEN, verdicts.OPEN, ""):
+        names = [finding.claim.id for finding in untrained if finding.numbers == numbers]
+        said = f"whose numbers by themselves {NUMBERS_WORDS[numbers]}"
+        if names:
+            lines.append(
+                f"FAIL, rests on a run that did not train, {said}: {len(names)} of {len(found)}: {', '.join(names)}"
+            )
+    return lines
+
+
+VERDICT_WORDS = (
+    verdicts.PASS, verdicts.FAIL, verdicts.XFAIL, verdicts.XPASS, verdicts.OPEN, verdicts.NOT_TESTED,
+    verdicts.OTHER_MACHINE,
+)  # fmt: skip
+NUMBERS_WORDS = {
+    verdicts.HOLD: "would hold", verdicts.BROKEN: "would fail, too", verdicts.OPEN: "are not distinguishable",
+    "": "are missing",
+}  # fmt: skip
+
+
+def _untrained(finding: Finding) -> bool:
+    return finding.note.startswith(verdicts.UNTRAINED)
+
+
+def _grounds(finding: Finding) -> str:
+    """The rows in a few words, and the note."""
+    rows = finding.rests_on
+    if not rows:
+        return finding.note
+    names = [verdicts.label(row) for row in (rows if len(rows) <= 3 else (rows[0], rows[-1]))]
+    text = f"{len(rows)} rows, {names[0]} to {names[1]}" if len(rows) > 3 else "; ".join(names)
+    return f"{text} ({finding.profile})" + (f"\n{finding.note}" if finding.note else "")
+
+
+def _cases() -> Any:
+    try:
+        return importlib.import_module("harness.case")
+    except ModuleNotFoundError:
+        return None
+
+
+def _published(number: int) -> list[Row]:
+    """Rows of claims/published.csv: one line a run, the median of its steady intervals, and why it did not train."""
+    metric = {1: "params", 2: "samples_per_second", 3: "samples_per_second"}.get(number, "step_seconds")
+    rows = []
+    with (claims.FOLDER / "published.csv").open(newline="") as file:
+        for line in csv.DictReader(file):
+            if str(number) not in line["cases"].split():
+                continue
+            load = Workload(num_layers=int(line["num_layers"]))
+            seconds = float(line["step_ms"]) / 1000
+            values = {
+                "params": float(load.num_params),
+                "samples_per_second": load.batch_size / seconds,
+                "step_seconds": seconds,
+            }
+            rows.append(Row(
+                metric, line["method"], load.num_layers, load.hidden_size, int(line["window_size"] or 0) or None,
+                values[metric], valid=not line["reason"], reason=line["reason"], status=line["status"],
+                origin=PUBLISHED, machine=claims.PAPER_MACHINE, clock="cuda",
+            ))  # fmt: skip
+    return rows

@@ -1,0 +1,86 @@
+"""Figures that show what may be believed, in the published look: artists as they are on the axes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from harness import case, plot
+from harness.rows import Row
+
+
+def drawn(number: int, rows: list[Row]):
+    """The axes of ours and of the published."""
+    return case.load(number).figure([*rows, *case.load(number).PUBLISHED], "profile demo").axes
+
+
+def ours(metric: str = "params", **changes) -> list[Row]:
+    row = Row(metric, "l2l", 4, 128, None, 1e6, valid=True, machine="some CPU", clock="sim")
+    return [dataclasses.replace(row, **changes)]
+
+
+def test_a_bar_is_filled_only_where_the_gate_passed() -> None:
+    for valid in (True, False):
+        (bar,) = drawn(1, ours(valid=valid))[0].patches
+        assert (bar.get_facecolor()[3] > 0) == valid
+
+
+def test_a_point_of_a_line_is_filled_only_where_the_gate_passed() -> None:
+    rows = [*ours("step_seconds", method="stronghold", window_size=2)]
+    rows += [dataclasses.replace(rows[0], num_layers=6, valid=False)]
+    _, first, second = drawn(4, rows)[0].lines
+    assert (first.get_markerfacecolor(), second.get_markerfacecolor()) == ("#A05CFF", "white")
+
+
+def test_a_size_that_failed_is_a_cross_and_no_bar() -> None:
+    axes = drawn(1, ours(status="oom-device", valid=False))[0]
+    assert len(axes.patches) == 0
+    assert [(line.get_marker(), line.get_ydata()[0]) for line in axes.lines] == [("x", 1.0)]
+
+
+def test_published_bars_are_hatched_and_ours_are_not() -> None:
+    left, right = drawn(1, ours())
+    assert {bar.get_hatch() for bar in left.patches} == {None}
+    assert {bar.get_hatch() for bar in right.patches} == {"////"}
+
+
+def test_an_error_bar_is_the_rows_interval_or_not_there() -> None:
+    assert not drawn(1, ours())[0].containers[0].errorbar
+    axes = drawn(1, ours(low=0.8e6, high=1.4e6, num_runs=3))[0]
+    (segment,) = axes.collections[0].get_segments()
+    assert segment[:, 1] == pytest.approx([0.8, 1.4])
+
+
+def test_panels_share_a_scale_only_for_the_same_widths_by_the_same_clock() -> None:
+    left, right = drawn(1, ours())
+    assert left.get_ylim() != right.get_ylim()
+    left, right = drawn(1, ours(hidden_size=2048, clock="cuda", value=1e9))
+    assert left.get_ylim() == right.get_ylim()
+
+
+def test_the_small_line_tells_machine_clock_profile_window_and_what_error_bars_are() -> None:
+    rows = ours(window_size=2, low=0.8e6, high=1.4e6, num_runs=3)
+    text = plot.caption(rows, case.load(3).PUBLISHED, "profile demo")
+    for told in (
+        "some CPU",
+        "clock sim",
+        "profile demo",
+        "window 2",
+        "median of 3",
+        "95 % interval",
+        "V100",
+        "window 15",
+    ):
+        assert told in text
+    assert "gate not passed: L2L: loss differs" in plot.caption(ours(valid=False, reason="loss differs"), [], "")
+
+
+def test_the_axes_are_the_published_ones() -> None:
+    labels = [axes.get_ylabel() for number in case.numbers() for axes in drawn(number, [])[1:]]
+    assert labels == [
+        "Model Size (B)", "Throughput (samples/s)", "Throughput (samples/s)", "Iteration Time (ms)",
+        "Iteration time (ms)",
+    ]  # fmt: skip
+    ticks = [text.get_text() for text in drawn(1, [])[1].get_xticklabels()]
+    assert ticks == ["Megatron-LM", "L2L", "ZeRO-Offload", "ZeRO-Infinity", "STRONGHOLD"]
