@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from harness.method import Method, Unavailable, create
 from harness.spec import Job, Workload
@@ -78,6 +79,8 @@ def without_memory() -> Iterator[Tracker]:
             (ThreadPoolExecutor, "submit", _submit),
             (nn.Module, "_apply", _apply),
             (torch, "tensor", _tensor(torch.tensor)),
+            # An optimizer takes many tensors at once if they are of these types, and that holds other buffers.
+            (import_module("torch.optim.optimizer"), "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
             (dist, "all_reduce", lambda *args, **kwargs: None),
             (dist, "all_gather_object", lambda gathered, item, **kwargs: gathered.__setitem__(0, item)),
         ):

@@ -97,7 +97,12 @@ def stage_3_plan(workload: Workload, options: dict[str, Any] | None = None) -> P
     gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
     return Plan(
         device=stage_3_device(workload),
-        host={"weights": (size + 4) * params, "gradients": 4 * params, "optimizer": 8 * params},
+        host={
+            "weights": (size + 4) * params,
+            "gradients": 4 * params,
+            "optimizer": 8 * params,
+            "buffers": size * params,  # a flat copy while it starts; 24 (fp32) and 20 (bf16) bytes in all on sim
+        },
         moved_bytes=size * (gathered + params),
         options=options or {},
     )

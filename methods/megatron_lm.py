@@ -24,18 +24,15 @@ class MegatronLM:
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
         main = 0 if size == 4 else 4  # fp32 main weights
-        logits = workload.batch_size * workload.seq_len * workload.vocab_size
-        embedding = workload.vocab_size * workload.hidden_size
-        # Its loss works in the logits' place; in bf16 beside their fp32 copy.
-        head = 3 * workload.boundary_bytes + max(4 * logits + size * embedding, (4 + 2 * (size == 2)) * logits)
-        boundaries = workload.num_layers * workload.boundary_bytes
-        tied = 3 * size * embedding  # the tied embedding's two gradients and their sum, at the end
+        optimizer, activations = (8 + main) * params, _activation_bytes(workload)
+        if 4 * params > activations:  # torch's AdamW takes all tensors at once: one more fp32 copy while it steps
+            optimizer, activations = optimizer + 4 * params, 0
         return Plan(
             device={
                 "weights": size * params,
                 "gradients": 4 * params,  # accumulated in fp32
-                "optimizer": (8 + main) * params,
-                "activations": max(boundaries + max(head, workload.layer_bytes), tied + 2 * workload.boundary_bytes),
+                "optimizer": optimizer,
+                "activations": activations,
             }
         )
 
@@ -75,6 +72,17 @@ class MegatronLM:
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+def _activation_bytes(workload: Workload) -> int:
+    """Beside the states, at the fullest moment of the two passes."""
+    boundary, size = workload.boundary_bytes, workload.weight_bytes
+    logits = workload.batch_size * workload.seq_len * workload.vocab_size
+    embedding = workload.vocab_size * workload.hidden_size
+    # Its loss works in the logits' place; in bf16 beside their fp32 copy.
+    head = 3 * boundary + max(4 * logits + size * embedding, (4 if size == 4 else 6) * logits)
+    tied = 3 * size * embedding + 2 * boundary  # the tied embedding's two gradients and their sum, at the end
+    return max(workload.num_layers * boundary + max(head, workload.layer_bytes), tied)
 
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -28,7 +28,12 @@ class ZeroOffload:
                 "gradients": 2 * size * min(_zero.BUCKET_PARAMS, params),
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
-            host={"weights": 4 * params, "gradients": 4 * params, "optimizer": 8 * params},
+            host={
+                "weights": 4 * params,
+                "gradients": 4 * params,
+                "optimizer": 8 * params,
+                "buffers": size * params,  # a flat copy; 20 (fp32) and 18 (bf16) bytes in all on sim
+            },
             moved_bytes=2 * size * params,
             options={"adam": adam, "published": self.published},
         )

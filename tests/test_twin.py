@@ -77,6 +77,13 @@ def test_a_streamed_layer_adds_16_bytes_a_parameter_to_the_host_and_its_input_to
     assert deep.device_bytes - shallow.device_bytes == 2 * (Workload().boundary_bytes + norms)
 
 
+def test_resident_training_is_fullest_where_the_tied_embeddings_gradients_are_summed() -> None:
+    workload = Workload(num_layers=8)
+    tied = 2 * 4 * workload.vocab_size * workload.hidden_size
+    by_hand = 16 * workload.num_params + tied
+    assert predict(create("resident", {}), workload).device_bytes == pytest.approx(by_hand, abs=MIB)
+
+
 def test_the_published_megatron_needs_what_its_log_says() -> None:
     # Published log, megatron-lm, 32 layers: max allocated 29775.17 MB.
     assert published_megatron(PUBLISHED).device_bytes / MIB == pytest.approx(29_775.17, rel=0.005)
