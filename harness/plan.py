@@ -15,19 +15,36 @@ from rich.table import Table
 
 from harness import laws, machine, method
 from harness.launch import worker_environment
-from harness.spec import KINDS, Budget, Job, Plan, gib
+from harness.spec import KINDS, Budget, Job, Plan, Workload, gib
 from harness.sweep import largest, one_pool, resolve
 
 MEMORIES = ("device", "host", "disk")
+OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12}  # a parameter: two moments, in mixed precision a master, too
 WIDTH = 200  # columns where there is no terminal to ask: nothing is cut off
 
 
-def rows(jobs: list[Job], folders: tuple[Path, ...], exact: bool = False) -> list[dict[str, Any]]:
-    """A row for each job; one that cannot be planned has an `error` and no numbers."""
-    return [_row(job, folders, exact) for job in jobs]
+def rows(
+    jobs: list[Job], folders: tuple[Path, ...], exact: bool = False, facts: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """A row for each job; one that cannot be planned has an `error` and no numbers. `facts` are those of the machine
+    in machines.yaml, whose rates bound the time of a step."""
+    return [_row(job, folders, exact, facts or {}) for job in jobs]
 
 
-def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
+def least_step_seconds(workload: Workload, plan: Plan, facts: dict[str, Any]) -> float | None:
+    """No step is shorter than its arithmetic at the rate that the machine achieves, than its copies with both
+    directions of the link full, or than the host's Adam over what the host holds, however well they overlap. None
+    where the machine's rates are not known."""
+    try:
+        flops_per_second, link = float(facts["gpu_tflops"]) * 1e12, float(facts["link_gb_per_second"]) * 1e9
+        adam = float(facts["host_adam_gparams_per_second"]) * 1e9
+    except (KeyError, TypeError, ValueError):
+        return None
+    at_host = plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
+    return max(workload.flops_per_step / flops_per_second, plan.moved_bytes / 2 / link, at_host / adam)
+
+
+def _row(job: Job, folders: tuple[Path, ...], exact: bool, facts: dict[str, Any]) -> dict[str, Any]:
     workload = job.workload
     row: dict[str, Any] = {"method": job.method, "num_layers": workload.num_layers}
     row |= {"hidden_size": workload.hidden_size, "batch_size": workload.batch_size, "num_params": workload.num_params}
@@ -47,7 +64,7 @@ def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
         "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes,
         "moved_bytes": plan.moved_bytes,
-        "step_seconds": plan.step_seconds,
+        "least_step_seconds": least_step_seconds(workload, plan, facts),
         "fits": shortfall is None,
         "shortfall": shortfall,
         "largest_layers": depth,
@@ -109,13 +126,16 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
     table = Table(title="What training needs, by arithmetic")
     for name in ("method", "layers", "memory", *KINDS, "in all", *(["exact"] if exact else [])):
         table.add_column(name, justify="left" if name in ("method", "memory") else "right", no_wrap=True)
-    for name in ("moved a step", "seconds a step", "fits", "binds", "largest"):
+    for name in ("moved a step", "seconds, at least", "fits", "binds", "largest"):
         table.add_column(name)
     for row in found:
         if "error" not in row:
             _add(table, row, exact)
     _console().print(table)
-    print("binds: the memory that one layer more than the largest would pass.")
+    print(
+        "binds: the memory that one layer more than the largest would pass. seconds, at least: a bound by the rates of"
+    )
+    print("the machine (facts in machines.yaml), for what overlaps best; none without --machine.")
     for row in found:
         if "error" in row:
             print(f"left out: {row['method']}, {row['num_layers']} layers: {row['error']}")
@@ -127,7 +147,7 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
 
 
 def _add(table: Table, row: dict[str, Any], exact: bool) -> None:
-    seconds = f"{row['step_seconds']:.3g}" if row["step_seconds"] else "-"
+    seconds = f"{row['least_step_seconds']:.3g}" if row["least_step_seconds"] else "-"
     last = [_size(row["moved_bytes"]), seconds, "yes" if row["fits"] else "no", row["binding"] or "-"]
     last.append(f"-l {row['largest_layers']}")
     title = [row["method"], str(row["num_layers"])]

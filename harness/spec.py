@@ -171,7 +171,6 @@ class Plan:
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
     moved_bytes: int = 0  # per step, both directions
-    step_seconds: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
