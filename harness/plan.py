@@ -132,10 +132,8 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
         if "error" not in row:
             _add(table, row, exact)
     _console().print(table)
-    print(
-        "binds: the memory that one layer more than the largest would pass. seconds, at least: a bound by the rates of"
-    )
-    print("the machine (facts in machines.yaml), for what overlaps best; none without --machine.")
+    print("binds: the memory that one layer more than the largest would pass.")
+    print("seconds, at least: a bound by the machine's rates (facts in machines.yaml), however well all overlaps.")
     for row in found:
         if "error" in row:
             print(f"left out: {row['method']}, {row['num_layers']} layers: {row['error']}")
