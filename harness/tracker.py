@@ -6,7 +6,8 @@ outputs on the device, and so does a factory that is asked for device="sim". Whi
 to the device say that their device is sim, and .to() copies between the two. Works on real tensors and, for predictions
 without memory, under FakeTensorMode (twin.py).
 
-Source of the idea: torch.distributed._tools.MemTracker; this one knows two memories and costs 14 us an operation.
+Source of the idea: torch.distributed._tools.MemTracker; this one knows two memories. It costs 10 us an
+operation (2-core EPYC), beside 2 of a small one itself.
 """
 
 from __future__ import annotations
