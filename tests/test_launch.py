@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -81,10 +82,17 @@ launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
 def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path) -> None:
     words = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97".split()
     command = [sys.executable, "-m", "harness", *words, "--steps", "30000", "--results", str(tmp_path)]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
+    # A shell that puts the tests in the background lets them ignore Ctrl-C, and all that they start.
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    run = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default
+    )
+    try:
+        wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
     assert run.returncode == 130 and len(errors.strip().splitlines()) == 1, errors
     assert [record.status for record in read_all(tmp_path)[0].values()] == ["interrupted"]
     again = subprocess.run([*command[:-4], "--steps", "3", "--results", str(tmp_path)], cwd=ROOT)
