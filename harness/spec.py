@@ -178,6 +178,9 @@ class Plan:
             unknown = set(memory) - set(KINDS)
             if unknown:
                 raise ValueError(f"a plan's kinds are {', '.join(KINDS)}, not {', '.join(sorted(unknown))}")
+            for kind, size in memory.items():
+                if not isinstance(size, int | float):
+                    raise ValueError(f"a plan's bytes are numbers, but its {kind} are {size!r}")
 
     @property
     def device_bytes(self) -> int:

@@ -229,3 +229,8 @@ def test_shortfall_names_the_first_memory_that_does_not_suffice() -> None:
 @pytest.mark.parametrize("budget", [Budget(), Budget(device_bytes=3, host_bytes=2, disk_bytes=1)])
 def test_no_shortfall_where_the_plan_just_fits(budget: Budget) -> None:
     assert Plan(device={"weights": 1, "buffers": 2}, host={"weights": 2}, disk={"weights": 1}).shortfall(budget) is None
+
+
+def test_a_plan_with_a_hole_is_told_in_one_line() -> None:
+    with pytest.raises(ValueError, match="bytes are numbers, but its gradients are Ellipsis"):
+        Plan(device={"weights": 4, "gradients": ...})  # type: ignore[dict-item]
