@@ -1,6 +1,7 @@
 """What the DeepSpeed methods share before an engine is there: settings, needs, and what must be compiled first.
 
-Standard library only, so that plans cost nothing.
+Standard library only, so that plans cost nothing. DeepSpeed's binding of cores to ranks is left out: it divides a
+machine's cores, and the one rank here has them all.
 """
 
 from __future__ import annotations
