@@ -90,9 +90,12 @@ def plan(exact: bool, **words: Any) -> None:
         table.show_published(published)
 
 
-@door.group()
-def search() -> None:
+@door.group(invoke_without_command=True)
+@click.pass_context
+def search(context: click.Context) -> None:
     """Find the edge of what trains here, by real runs."""
+    if context.invoked_subcommand is None:
+        raise ValueError("search what? ./run.sh search largest -m METHOD finds the largest depth that trains")
 
 
 @search.command(cls=JobCommand, context_settings={"default_map": PROBE})
