@@ -120,18 +120,19 @@ class Device:
         """
         if not host:
             return torch.zeros(numel, dtype=dtype, device=self.name)
-        if self.name.type != "cuda":
+        if self.name.type == "sim":
             return torch.zeros(numel, dtype=dtype)  # from the allocator whose bytes are budgeted
-        # A mapping of its own: no two slabs share a page, which could be locked only once.
+        # A mapping of its own: no two slabs share a page, which could be locked only once; and pages can be huge ones.
         pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         slab = torch.frombuffer(pages, dtype=dtype)
-        code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
-        if code:
-            raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
-        self._page_locked.append(slab)
+        if self.name.type == "cuda":
+            code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+            if code:
+                raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
+            self._page_locked.append(slab)
         return slab
 
     def synchronize(self, *pending: Future) -> None:
