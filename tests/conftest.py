@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import method, sim
+from harness import cgroup, method, sim
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,6 +61,23 @@ def compiled_sim() -> None:
         subprocess.run([sys.executable, "-m", "harness.sim"], cwd=method.ROOT, check=True)
     elif not sim.is_built():
         pytest.skip("no C++ compiler here: sim counts bytes in Python, without streams and link")
+
+
+@pytest.fixture
+def make_memory_group() -> Iterator[Callable[[int], cgroup.Group]]:
+    """Makes a group of so many bytes, as a container has one; gone afterwards."""
+    made = []
+
+    def make(limit_bytes: int) -> cgroup.Group:
+        group = cgroup.make(limit_bytes)
+        if group is None:
+            pytest.skip("no memory group can be made here: it takes root, and cgroups that can be written")
+        made.append(group)
+        return group
+
+    yield make
+    for group in made:
+        group.remove()
 
 
 def _folders(config: pytest.Config) -> tuple[Path, ...]:

@@ -149,13 +149,8 @@ def ended(folder: Path, lines: str, **budget) -> Record:
 
 
 @pytest.fixture
-def memory_group():
-    """A group with little memory, as a container has one."""
-    group = cgroup.make(600 * MIB)
-    if group is None:
-        pytest.skip("no memory group can be made here: it takes root, and cgroups that can be written")
-    yield group
-    group.remove()
+def memory_group(make_memory_group):
+    return make_memory_group(600 * MIB)
 
 
 @pytest.mark.parametrize(
