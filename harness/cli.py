@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from harness import limits, method
+from harness import limits, method, reading
 from harness.progress import reporter
-from harness.record import Record, read_all
+from harness.record import Record
 from harness.sweep import Sweep, resolve
 from harness.words import Duration, JobCommand, check_corpus, check_writable, job_options, make_jobs, write_methods
 
 EXIT = {"crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "timeout": 6, "unavailable": 7, "interrupted": 130}
-GATE_FAILED, CLAIM_FAILED, USAGE, INTERRUPTED = 5, 1, 2, 130
+GATE_FAILED, USAGE, INTERRUPTED = 5, 2, 130
 # A probe of `search largest`, and the depth beyond which none is made, where the words are not given.
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}
 EXAMPLES = """\b
@@ -130,85 +130,6 @@ def largest(**words: Any) -> None:
 
 
 @door.command()
-@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def fairness(results: Path, as_json: bool) -> None:
-    """What each recorded method ran with: who implements it, kernels, precision, recompute, clipping, data."""
-    from harness import fairness as table
-
-    rows = table.rows(list(read_all(results)[0].values()))
-    if not rows:
-        raise ValueError(
-            f"no run that trained is recorded in {results}: run some first, as ./run.sh -m all -l 4 -h 256"
-        )
-    if as_json:
-        for row in rows:
-            print(json.dumps(row))
-    else:
-        table.show(rows)
-
-
-@door.command(name="import")
-@click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS...")
-@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
-@click.option("--reference", metavar="METHOD", help="Judge by this method; default: one that keeps all on the device.")
-def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> None:
-    """Read logs of the published artifact, or of this harness, into records; folders are searched."""
-    from harness import importer
-
-    check_writable(results)
-    skipped: list[Path] = []
-
-    def skip(path: Path, why: str) -> None:
-        skipped.append(path)
-        print(f"skipped {readable(path)}: {why}", file=sys.stderr)
-
-    records = []
-    for record, is_new in importer.import_logs(logs, results, reference, skip):
-        records.append(record)
-        print(importer.line(record) + ("" if is_new else " [recorded before]"))
-    if not records and not skipped:
-        raise ValueError(f"no log in {', '.join(map(readable, logs))}: name files, or folders of log_*.txt")
-    sys.exit(1 if skipped else 0)
-
-
-def readable(path: Path) -> str:
-    """A file's name as any terminal can show it."""
-    return os.fsencode(path).decode(errors="replace")
-
-
-@door.command()
-@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
-@click.option("--against", type=click.Choice(["published"]), help="Judge the original's own numbers.")
-@click.option("--machine", metavar="NAME", help="Whose records to judge, by a part of the name; v100-vm: the paper's.")
-@click.option("--claims", "folder", type=click.Path(path_type=Path, file_okay=False), help="Another folder of claims.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def verify(results: Path, against: str | None, machine: str | None, folder: Path | None, as_json: bool) -> None:
-    """Judge the papers' claims by what was measured. Exit code 1 where one fails, or holds unexpectedly."""
-    from harness import claims
-    from harness import verify as judging
-
-    found = judging.findings(results, against, machine, folder or claims.FOLDER)
-    judging.show(found, as_json)
-    sys.exit(CLAIM_FAILED if judging.failed(found) else 0)
-
-
-@door.command()
-@click.argument("a")
-@click.argument("b")
-@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def compare(a: str, b: str, results: Path, as_json: bool) -> None:
-    """Is A faster than B? Each is a record, a folder of results, or METHOD[:option=value,...] among the results.
-
-    Exit code 1 where they cannot be compared.
-    """
-    from harness import compare as comparing
-
-    sys.exit(0 if comparing.run(a, b, results, as_json) else CLAIM_FAILED)
-
-
-@door.command()
 @click.argument("number", metavar="N|all")
 @click.option(
     "--profile", "name", metavar="NAME", help="demo (minutes, on a CPU), quick, paper or fit (to this machine)."
@@ -228,6 +149,10 @@ def case(**words: Any) -> None:
     if words["only"] is None:
         check_writable(words["results"])
     sys.exit(exit_code(campaign.main(**words), is_sweep=True))
+
+
+for verb in reading.VERBS:
+    door.add_command(verb)
 
 
 def execute(words: dict[str, Any], is_sweep: bool = False) -> None:

@@ -1,0 +1,99 @@
+"""The verbs that only read results, and the one that brings in those of others."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from harness import method
+from harness.record import read_all
+from harness.words import check_writable
+
+CLAIM_FAILED = 1
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+@click.command()
+@click.option("--results", type=FOLDER, default=method.ROOT / "results")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def fairness(results: Path, as_json: bool) -> None:
+    """What each recorded method ran with: who implements it, kernels, precision, recompute, clipping, data."""
+    from harness import fairness as table
+
+    rows = table.rows(list(read_all(results)[0].values()))
+    if not rows:
+        raise ValueError(
+            f"no run that trained is recorded in {results}: run some first, as ./run.sh -m all -l 4 -h 256"
+        )
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        table.show(rows)
+
+
+@click.command(name="import")
+@click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS...")
+@click.option("--results", type=FOLDER, default=method.ROOT / "results")
+@click.option("--reference", metavar="METHOD", help="Judge by this method; default: one that keeps all on the device.")
+def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> None:
+    """Read logs of the published artifact, or of this harness, into records; folders are searched."""
+    from harness import importer
+
+    check_writable(results)
+    skipped: list[Path] = []
+
+    def skip(path: Path, why: str) -> None:
+        skipped.append(path)
+        print(f"skipped {readable(path)}: {why}", file=sys.stderr)
+
+    records = []
+    for record, is_new in importer.import_logs(logs, results, reference, skip):
+        records.append(record)
+        print(importer.line(record) + ("" if is_new else " [recorded before]"))
+    if not records and not skipped:
+        raise ValueError(f"no log in {', '.join(map(readable, logs))}: name files, or folders of log_*.txt")
+    sys.exit(1 if skipped else 0)
+
+
+def readable(path: Path) -> str:
+    """A file's name as any terminal can show it."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+@click.command()
+@click.option("--results", type=FOLDER, default=method.ROOT / "results")
+@click.option("--against", type=click.Choice(["published"]), help="Judge the original's own numbers.")
+@click.option("--machine", metavar="NAME", help="Whose records to judge, by a part of the name; v100-vm: the paper's.")
+@click.option("--claims", "folder", type=FOLDER, help="Another folder of claims.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def verify(results: Path, against: str | None, machine: str | None, folder: Path | None, as_json: bool) -> None:
+    """Judge the papers' claims by what was measured. Exit code 1 where one fails, or holds unexpectedly."""
+    from harness import claims
+    from harness import verify as judging
+
+    found = judging.findings(results, against, machine, folder or claims.FOLDER)
+    judging.show(found, as_json)
+    sys.exit(CLAIM_FAILED if judging.failed(found) else 0)
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--results", type=FOLDER, default=method.ROOT / "results")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def compare(a: str, b: str, results: Path, as_json: bool) -> None:
+    """Is A faster than B? Each is a record, a folder of results, or METHOD[:option=value,...] among the results.
+
+    Exit code 1 where they cannot be compared.
+    """
+    from harness import compare as comparing
+
+    sys.exit(0 if comparing.run(a, b, results, as_json) else CLAIM_FAILED)
+
+
+VERBS = (fairness, import_, verify, compare)
