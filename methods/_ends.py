@@ -7,7 +7,9 @@ from torch import Tensor
 
 from harness.model import Ends
 from harness.spec import Workload
-from methods._stream import Device, Home, Slot
+from methods._device import Device
+from methods._home import Home
+from methods._stream import Slot
 
 
 class ResidentEnds:

@@ -29,8 +29,10 @@ class L2L:
         return describe(workload, "this project", "torch AdamW, fused, host")
 
     def train(self, workload: Workload, batches, device: str) -> Training:
+        from methods._device import Device
         from methods._ends import ResidentEnds
-        from methods._stream import Clip, Device, Home, Slot, new_layer
+        from methods._home import Home, new_layer
+        from methods._stream import Clip, Slot
 
         with Device(device) as gpu:
             ends = ResidentEnds(gpu, workload)

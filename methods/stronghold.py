@@ -55,8 +55,10 @@ class Stronghold:
         return describe(workload, "this project", "torch AdamW, fused, host; device for resident layers and both ends")
 
     def train(self, workload: Workload, batches, device: str) -> Training:
+        from methods._device import Device
         from methods._ends import ResidentEnds
-        from methods._stream import Clip, Device, Home, Slot, new_layer
+        from methods._home import Home, new_layer
+        from methods._stream import Clip, Slot
 
         options = self.plan(workload, Budget()).options
         num_layers, first = workload.num_layers, options["resident_layers"]

@@ -250,9 +250,9 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 
 def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) -> None:
     """Put the streams in the table; tell host memory from device memory, and name things, where they are made."""
-    device, stream = (importlib.import_module(f"methods.{name}") for name in ("_device", "_stream"))
+    device, home, stream = (importlib.import_module(f"methods.{name}") for name in ("_device", "_home", "_stream"))
     new_device, new_room = device.Device.__init__, device.Device.room
-    new_home, new_slot, slot_numbers = stream.Home.__init__, stream.Slot.__init__, itertools.count()
+    new_home, new_slot, slot_numbers = home.Home.__init__, stream.Slot.__init__, itertools.count()
 
     def make_device(self: Any, *args: Any, **options: Any) -> None:
         new_device(self, *args, **{**options, "num_workers": num_workers})
@@ -275,5 +275,5 @@ def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) 
     patch.setitem(device.STREAMS, "cpu", streams)
     patch.setattr(device.Device, "__init__", make_device)
     patch.setattr(device.Device, "room", make_room)
-    patch.setattr(stream.Home, "__init__", make_home)
+    patch.setattr(home.Home, "__init__", make_home)
     patch.setattr(stream.Slot, "__init__", make_slot)

@@ -22,7 +22,7 @@ STEPS = 8
 # One broken line each: file, the line as it is, the line as it must not be, the gate's reason.
 MUTANTS = {
     "updates only the first row of each tensor": (
-        "_stream.py",
+        "_home.py",
         "rows = zip(self.layout.decays, *map(self.layout.views, slabs), self.steps, strict=True)",
         "rows = zip(self.layout.decays, *([v[:1] for v in self.layout.views(s)] for s in slabs), self.steps)",
         "partial-update",
@@ -34,7 +34,7 @@ MUTANTS = {
         "unchanged",
     ),
     "clips by each layer's own norm": (
-        "_stream.py",
+        "_home.py",
         "grads.mul_(factor)",
         "grads.mul_(torch.clamp(1 / (torch.linalg.vector_norm(grads) + 1e-6), max=1.0))",
         "gradient-scale",
@@ -69,11 +69,12 @@ def reference(**changes) -> Record:
 
 def mutant(folder: Path, number: int, file: str, right: str, wrong: str) -> str:
     """A copy of stronghold in a folder of its own, with one line broken; returns its name."""
-    sources = {name: (ROOT / "methods" / name).read_text() for name in ("stronghold.py", "_ends.py", "_stream.py")}
+    shared_files = ("_home", "_stream", "_ends")
+    sources = {f"{name}.py": (ROOT / f"methods/{name}.py").read_text() for name in ("stronghold", *shared_files)}
     assert sources[file].count(right) == 1
     sources[file] = sources[file].replace(right, wrong)
     for name, source in sources.items():
-        for shared in ("_stream", "_ends"):
+        for shared in shared_files:
             source = source.replace(f"from methods.{shared} ", f"from methods.{shared}{number} ")
         own = name.replace(".py", f"{number}.py")
         (folder / own).write_text(source)
@@ -110,7 +111,7 @@ def test_bf16_passes() -> None:
 
 
 def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far(tmp_path: Path) -> None:
-    name = mutant(tmp_path, 97, "_stream.py", "self.decays.append(decays(parameter))", "self.decays.append(True)")
+    name = mutant(tmp_path, 97, "_home.py", "self.decays.append(decays(parameter))", "self.decays.append(True)")
     record = dataclasses.replace(trained(name, {"window_size": 2}, (tmp_path,)), bit_exact=False)
     verdict = gate.judge(record, reference())
     assert (verdict.verdict, verdict.reason) == ("failed", "weights"), verdict.text

@@ -15,7 +15,8 @@ from harness.method import create
 from harness.model import Layer, initial
 from harness.spec import Budget, Workload
 from methods._device import Device
-from methods._stream import Home, Layout, Slot, new_layer
+from methods._home import Home, Layout, new_layer
+from methods._stream import Slot
 from tests.training import tiny, train
 
 ODD_SHAPES = ((1,), (3, 5), (7,), (17, 31), (33,), (1, 1))
