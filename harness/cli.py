@@ -22,6 +22,7 @@ GATE_FAILED, USAGE, INTERRUPTED = 5, 2, 130
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}
 EXAMPLES = """\b
 Examples:
+  ./run.sh demo
   ./run.sh -m stronghold -l 4 -h 256 -b 2
   ./run.sh -m all -l 4 -h 256 -b 2
   ./run.sh sweep -m resident,stronghold -l 2:8:2 -w 1,2,4
@@ -149,6 +150,28 @@ def case(**words: Any) -> None:
     if words["only"] is None:
         check_writable(words["results"])
     sys.exit(exit_code(campaign.main(**words), is_sweep=True))
+
+
+@door.command()
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def setup(results: Path, as_json: bool) -> None:
+    """Compile now what the methods and the simulated device need, so that no later call waits for it."""
+    from harness import demo
+
+    check_writable(results)
+    demo.setup(results, as_json)
+
+
+@door.command(name="demo")
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def demo_(results: Path, as_json: bool) -> None:
+    """All at a tiny size, in minutes and without a GPU: every method, the five figures, the report."""
+    from harness import demo
+
+    check_writable(results)
+    sys.exit(exit_code(demo.demo(results, as_json), is_sweep=True))
 
 
 for verb in reading.VERBS:

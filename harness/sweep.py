@@ -118,8 +118,8 @@ class Sweep:
         self.report({"event": "start", "job": resolved, "plan": plan, **place})
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
 
-    def _launch(self, job: Job, key: str) -> Path:
-        self.measured_now.add(key)
+    def prepare(self, job: Job) -> None:
+        """Compile what the job's method or device still needs; announced, once, outside of any run."""
         missing = method.create(job.method, job.options, self.folders).to_build()
         if missing:
             self.report({"event": "build", "text": f"building {missing}"})
@@ -127,6 +127,10 @@ class Sweep:
         if job.device == "sim" and sim.to_build():
             self.report({"event": "build", "text": f"building {sim.to_build()}"})
             build_sim(self.results)
+
+    def _launch(self, job: Job, key: str) -> Path:
+        self.measured_now.add(key)
+        self.prepare(job)
         path = launch(job, key, self.results, self.folders, self.report)
         self.records[path] = Record.read(path)
         return path

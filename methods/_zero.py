@@ -14,20 +14,16 @@ from harness.spec import Plan, Workload
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # what DeepSpeed compiles, once
 BUCKET_PARAMS = 50_000_000
-# Whose Adam steps on the host: torch's fused kernel, DeepSpeed's own (compiled), or torch's op by op, as published.
+# Whose Adam steps on the host: torch's fused kernel; DeepSpeed's own, equally fast, but compiled; or op by op, as
+# in the published artifact. The first is the default: one call is the same job on every machine.
 ADAMS = ("fused", "deepspeed", "published")
 BUILD_SECONDS = {"cpu_adam": 80, "async_io": 280}  # 2-core EPYC
 
 
-def chosen_adam(asked: str | None, published: bool) -> str:
-    """The host's Adam: as asked, else DeepSpeed's own where it has been compiled; the two are equally fast."""
-    if published:
-        return "published"
-    if asked is None:
-        return "deepspeed" if is_built("cpu_adam") else "fused"
-    if asked not in ADAMS:
-        raise ValueError(f"adam is one of {', '.join(ADAMS)}, not {asked!r}")
-    return asked
+def check_adam(adam: str) -> None:
+    """Raises ValueError for an Adam there is not."""
+    if adam not in ADAMS:
+        raise ValueError(f"adam is one of {', '.join(ADAMS)}, not {adam!r}")
 
 
 def is_built(kernel: str) -> bool:

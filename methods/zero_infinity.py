@@ -12,8 +12,7 @@ from methods import _zero
 
 @dataclass(frozen=True)
 class ZeroInfinity:
-    adam: str | None = None  # fused, deepspeed or published; None: deepspeed's own where it has been compiled
-    published: bool = False  # as in the published artifact: torch's AdamW on the host, op by op
+    adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/_zero.py)
 
     label = "ZeRO-Infinity"
     color = "#E7D6EF"
@@ -21,8 +20,8 @@ class ZeroInfinity:
     world_size = 1
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        adam = _zero.chosen_adam(self.adam, self.published)
-        return _zero.stage_3_plan(workload, {"adam": adam, "published": self.published})
+        _zero.check_adam(self.adam)
+        return _zero.stage_3_plan(workload, {"adam": self.adam})
 
     def to_build(self) -> str | None:
         return _zero.to_build("cpu_adam") if self.adam == "deepspeed" else None
@@ -33,11 +32,10 @@ class ZeroInfinity:
         _deepspeed.build("cpu_adam")
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return _zero.description(workload, _zero.chosen_adam(self.adam, self.published))
+        return _zero.description(workload, self.adam)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods import _deepspeed
 
-        adam = _zero.chosen_adam(self.adam, self.published)
         zero = _zero.stage_3(workload, on_gpu=device == "cuda")
-        return (yield from _deepspeed.train(workload, batches, device, adam, zero))
+        return (yield from _deepspeed.train(workload, batches, device, self.adam, zero))

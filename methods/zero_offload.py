@@ -11,8 +11,7 @@ from methods import _zero
 
 @dataclass(frozen=True)
 class ZeroOffload:
-    adam: str | None = None  # fused, deepspeed or published; None: deepspeed's own where it has been compiled
-    published: bool = False  # as in the published artifact: torch's AdamW on the host, op by op
+    adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/_zero.py)
 
     label = "ZeRO-Offload"
     color = "#E7D6EF"
@@ -20,8 +19,8 @@ class ZeroOffload:
     world_size = 1
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
+        _zero.check_adam(self.adam)
         params, size = workload.num_params, workload.weight_bytes
-        adam = _zero.chosen_adam(self.adam, self.published)
         return Plan(
             device={
                 "weights": size * params,
@@ -35,7 +34,7 @@ class ZeroOffload:
                 "buffers": size * params,  # a flat copy; 20 (fp32) and 18 (bf16) bytes in all on sim
             },
             moved_bytes=2 * size * params,
-            options={"adam": adam, "published": self.published},
+            options={"adam": self.adam},
         )
 
     def to_build(self) -> str | None:
@@ -47,11 +46,10 @@ class ZeroOffload:
         _deepspeed.build("cpu_adam")
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return _zero.description(workload, _zero.chosen_adam(self.adam, self.published))
+        return _zero.description(workload, self.adam)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods import _deepspeed
 
-        adam = _zero.chosen_adam(self.adam, self.published)
         zero = _zero.stage_2(workload, on_gpu=device == "cuda")
-        return (yield from _deepspeed.train(workload, batches, device, adam, zero))
+        return (yield from _deepspeed.train(workload, batches, device, self.adam, zero))

@@ -30,7 +30,7 @@ FLOORS = (
     {"harness.claims", "harness.compare"},
     {"harness.verdicts", "harness.campaign"},
     {"harness.verify"},
-    {"harness.reading"},
+    {"harness.reading", "harness.demo"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )  # fmt: skip

@@ -1,0 +1,43 @@
+"""The verbs `setup` and `demo`: everything ready before any run, then everything shown once in minutes.
+
+A demo is each method at one size that all of them train, the five cases, and the report, all under the profile demo, in
+the folder of results where the same call goes on or only writes the page again.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from harness import campaign, case, method
+from harness.progress import reporter
+from harness.record import Record
+from harness.scaled import Profile
+from harness.spec import Job
+from harness.sweep import Sweep, resolve
+
+
+def jobs(used: Profile) -> list[Job]:
+    """Each method at the depth that all of them train; the options are those of the cases, so no run is made twice."""
+    return [resolve(used.job(name, used.common))[0] for name in method.names()]
+
+
+def setup(results: Path, as_json: bool) -> None:
+    """Compile what the methods and the device sim need, for the packages that are installed."""
+    with reporter(as_json) as report:
+        sweep = Sweep(results, report=report)
+        for job in jobs(case.profile_of("demo", None)):
+            sweep.prepare(job)
+
+
+def demo(results: Path, as_json: bool) -> list[Record]:
+    """Returns the records of what was run for it now or before."""
+    setup(results, as_json)
+    started = time.monotonic()
+    used = case.profile_of("demo", None)
+    with reporter(as_json) as report:
+        finished = Sweep(results, report=report).run(jobs(used))
+    finished += campaign.main("all", "demo", None, None, None, results, None, None, as_json)
+    if not as_json:
+        print(f"demo: {(time.monotonic() - started) / 60:.1f} minutes")
+    return finished
