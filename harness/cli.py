@@ -73,13 +73,12 @@ def sweep(**words: Any) -> None:
 @click.option("--exact", is_flag=True, help="Add what a run without memory finds on the device, for methods with one.")
 def plan(exact: bool, **words: Any) -> None:
     """What each method would need, and the largest depth that should fit; runs nothing, allocates nothing."""
-    from harness import laws, profiles
+    from harness import laws
     from harness import plan as table
 
     folders = tuple(path.resolve() for path in words["methods_folder"])
     jobs = make_jobs(words, folders)
-    facts = profiles.load(words["machine_name"]).facts if words["machine_name"] else None
-    found = table.rows(jobs, folders, exact, facts)
+    found = table.rows(jobs, folders, exact)
     named = words["machine_name"] == laws.MACHINE and laws.is_published(jobs[0].workload)
     published = table.published_rows(jobs[0].budget) if named else []
     if words["as_json"]:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from harness import laws, machine, method
 from harness.launch import worker_environment
+from harness.rates import Rates
 from harness.spec import KINDS, Budget, Job, Plan, Workload, gib
 from harness.sweep import largest, one_pool, resolve
 
@@ -23,28 +24,27 @@ OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12}  # a parameter: two moments, in mixed 
 WIDTH = 200  # columns where there is no terminal to ask: nothing is cut off
 
 
-def rows(
-    jobs: list[Job], folders: tuple[Path, ...], exact: bool = False, facts: dict[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    """A row for each job; one that cannot be planned has an `error` and no numbers. `facts` are those of the machine
-    in machines.yaml, whose rates bound the time of a step."""
-    return [_row(job, folders, exact, facts or {}) for job in jobs]
+def rows(jobs: list[Job], folders: tuple[Path, ...], exact: bool = False) -> list[dict[str, Any]]:
+    """A row for each job; one that cannot be planned has an `error` and no numbers."""
+    return [_row(job, folders, exact) for job in jobs]
 
 
-def least_step_seconds(workload: Workload, plan: Plan, facts: dict[str, Any]) -> float | None:
+def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
     """No step is shorter than its arithmetic at the rate that the machine achieves, than its copies with both
     directions of the link full, or than the host's Adam over what the host holds, however well they overlap. None
     where the machine's rates are not known."""
-    try:
-        flops_per_second, link = float(facts["gpu_tflops"]) * 1e12, float(facts["link_gb_per_second"]) * 1e9
-        adam = float(facts["host_adam_gparams_per_second"]) * 1e9
-    except (KeyError, TypeError, ValueError):
+    if rates is None:
         return None
     at_host = plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
-    return max(workload.flops_per_step / flops_per_second, plan.moved_bytes / 2 / link, at_host / adam)
+    link = (rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2
+    return max(
+        workload.flops_per_step / rates.device_flops_per_second,
+        plan.moved_bytes / 2 / link,
+        at_host / rates.host_adam_params_per_second,
+    )
 
 
-def _row(job: Job, folders: tuple[Path, ...], exact: bool, facts: dict[str, Any]) -> dict[str, Any]:
+def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
     workload = job.workload
     row: dict[str, Any] = {"method": job.method, "num_layers": workload.num_layers}
     row |= {"hidden_size": workload.hidden_size, "batch_size": workload.batch_size, "num_params": workload.num_params}
@@ -64,7 +64,7 @@ def _row(job: Job, folders: tuple[Path, ...], exact: bool, facts: dict[str, Any]
         "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes,
         "moved_bytes": plan.moved_bytes,
-        "least_step_seconds": least_step_seconds(workload, plan, facts),
+        "least_step_seconds": plan.step_seconds or least_step_seconds(workload, plan, budget.rates),
         "fits": shortfall is None,
         "shortfall": shortfall,
         "largest_layers": depth,

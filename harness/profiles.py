@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.method import ROOT
+from harness.rates import of_facts
 from harness.spec import GIB, Budget
 
 FILE = ROOT / "machines.yaml"
@@ -18,7 +19,7 @@ BUDGETS = {"device_memory": "device_bytes", "host_memory": "host_bytes", "disk":
 
 @dataclass(frozen=True)
 class Profile:
-    """A machine: what there is to use, and facts for people."""
+    """A machine: what there is to use, and facts, of which rates are made."""
 
     name: str
     budget: Budget
@@ -43,13 +44,14 @@ def load(name: str, file: Path = FILE) -> Profile:
         raise ValueError(
             f"{file}: {name} has {', '.join(map(str, unknown))}: known are about, facts, {', '.join(BUDGETS)}"
         )
-    sizes = {}
+    facts = entry.get("facts") or {}
+    sizes: dict[str, Any] = {"rates": of_facts(facts)}
     for key, attribute in BUDGETS.items():
         if key in entry:
             sizes[attribute] = size_bytes(str(entry[key]))
             if sizes[attribute] is None:
                 raise ValueError(f"{file}: {name}'s {key} is {entry[key]!r}: a size is a number with a unit, as 32GiB")
-    return Profile(name, Budget(**sizes), str(entry.get("about", "")), entry.get("facts") or {})
+    return Profile(name, Budget(**sizes), str(entry.get("about", "")), facts)
 
 
 def size_bytes(text: str) -> int | None:

@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.rates import Rates
+
 GIB = 2**30
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -145,13 +147,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may use; None is whatever the machine has."""
+    """What a run may use; None is whatever the machine has. `rates` are what plans reckon with: no part of identity."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
     seconds: float | None = None
     link_bytes_per_second: float | None = None  # between device and host, in each direction: simulated on sim only
+    rates: Rates | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
@@ -172,6 +175,8 @@ class Plan:
     disk: dict[str, int] = field(default_factory=dict)
     moved_bytes: int = 0  # per step, both directions
     options: dict[str, Any] = field(default_factory=dict)
+    step_seconds: float | None = None  # at least, by the budget's rates, and what binds
+    binds: str = ""
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
@@ -231,7 +236,9 @@ class Job:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        del data["budget"]["rates"]
+        return data
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Job:

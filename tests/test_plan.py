@@ -14,6 +14,7 @@ from harness import machine, method, profiles
 from harness.cli import main
 from harness.method import ROOT
 from harness.plan import least_step_seconds
+from harness.rates import of_facts
 from harness.spec import GIB, KINDS, Budget, Plan, Workload
 
 SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
@@ -174,18 +175,18 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
 def test_no_step_is_planned_shorter_than_its_arithmetic_its_copies_or_the_hosts_adam() -> None:
     """By hand: 4 * 32 * (24 T D^2 + 2 T S D) + 6 T V D = 57.5e12 operations at 10e12 a second; 400 GB of copies over a
     link of 10 GB/s each way; 80 GB of moments, so 10e9 parameters, at half a billion a second."""
-    facts = {"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 0.5}
+    rates = of_facts({"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 0.5})
     load = Workload(num_layers=32)
-    assert least_step_seconds(load, Plan({}), facts) == pytest.approx(5.75, rel=1e-3)
-    assert least_step_seconds(load, Plan({}, moved_bytes=40 * 10**10), facts) == 20
-    assert least_step_seconds(load, Plan({}, {"optimizer": 8 * 10**10}), facts) == 20
-    assert least_step_seconds(load, Plan({}), {}) is None
+    assert least_step_seconds(load, Plan({}), rates) == pytest.approx(5.75, rel=1e-3)
+    assert least_step_seconds(load, Plan({}, moved_bytes=40 * 10**10), rates) == 20
+    assert least_step_seconds(load, Plan({}, {"optimizer": 8 * 10**10}), rates) == 20
+    assert least_step_seconds(load, Plan({}), of_facts({})) is None
 
 
 def test_the_bound_is_below_the_published_times_of_what_trained() -> None:
     """Megatron-LM at 32 layers 5.34 s, ZeRO-Offload at 48 layers 15.8 s (published logs)."""
-    facts = profiles.load("v100-vm").facts
+    rates = profiles.load("v100-vm").budget.rates
     for name, num_layers, seconds in (("megatron-lm", 32, 5.34), ("zero-offload", 48, 15.84)):
         load = Workload(num_layers=num_layers)
-        bound = least_step_seconds(load, method.create(name, {}).plan(load, Budget()), facts)
+        bound = least_step_seconds(load, method.create(name, {}).plan(load, Budget()), rates)
         assert bound is not None and 0.3 * seconds < bound <= seconds

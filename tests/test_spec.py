@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.rates import Rates
 from harness.spec import GIB, Budget, Job, Plan, Workload
 
 # The original artifact's logs, "total parameters": layers and billions.
@@ -155,13 +156,18 @@ def test_each_field_of_a_workload_is_in_the_key(name: str) -> None:
     assert dataclasses.replace(JOB, workload=changed).key() != JOB.key()
 
 
-@pytest.mark.parametrize("name", [name for name in names(Budget) if name != "seconds"])
+@pytest.mark.parametrize("name", [name for name in names(Budget) if name not in ("seconds", "rates")])
 def test_each_memory_of_a_budget_is_in_the_key(name: str) -> None:
     assert dataclasses.replace(JOB, budget=Budget(**{name: 60})).key() != JOB.key()
 
 
 def test_how_long_a_job_may_take_is_not_in_its_key() -> None:
     assert dataclasses.replace(JOB, budget=Budget(seconds=60)).key() == JOB.key()
+
+
+def test_the_rates_that_a_job_was_planned_by_are_no_part_of_it() -> None:
+    planned = dataclasses.replace(JOB, budget=Budget(rates=Rates(1e12)))
+    assert planned.key() == JOB.key() and planned == JOB and Job.from_dict(planned.to_dict()).budget.rates is None
 
 
 def test_key_depends_on_its_context() -> None:
@@ -190,7 +196,7 @@ def test_impossible_workload_is_refused_naming_what_is_allowed(changes: dict[str
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", names(Budget))
+@pytest.mark.parametrize("name", [name for name in names(Budget) if name != "rates"])
 def test_budget_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"budget's {name} must be positive, not 0"):
         Budget(**{name: 0})

@@ -1,0 +1,111 @@
+"""The planner's bound against another program's for three machines, and what it does with the layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.rates import Rates
+from harness.spec import Budget, Plan, Workload
+from methods._planner import choose, forecast, least_seconds, rows
+
+GB = 1e9
+# Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.
+MACHINES = {
+    "v100": ("fp32", Rates(10.8996e12, 0.21736, 800 * GB, 10.69 * GB, 10.69 * GB, 0.9, 75 * GB, 0.41067e9)),
+    "h200": ("bf16", Rates(489.8e12, 0.25, 3600 * GB, 52 * GB, 52 * GB, 0.85, 120 * GB, 10e9)),
+    "4090": ("bf16", Rates(118.8e12, 0.25, 920 * GB, 25 * GB, 25 * GB, 0.85, 55 * GB, 8e9)),
+}
+# Milliseconds of the least step, worked out by an independent program (a linear program over parameters instead of
+# layers, with its own account of memory): without clipping, and with exact clipping by a deferred update.
+BOUNDS = {
+    "v100": {16: (2753.6, 2772.9), 32: (5279.8, 5319.1), 48: (7806.0, 7865.3), 78: (12542.6, 12639.4),
+             100: (16016.0, 16140.4)},
+    "h200": {16: (66.0, 67.2), 32: (126.2, 128.6), 48: (186.4, 190.7), 78: (314.9, 607.0), 100: (562.7, 913.4)},
+    "4090": {16: (264.7, 273.8), 32: (506.3, 523.7), 48: (748.0, 957.4), 78: (1211.3, 2019.6), 100: (1584.7, 2798.6)},
+}  # fmt: skip
+# The same program's room for layers: bytes on the device at 16 layers (a layer's input less for each layer more), and
+# on the host. A layer whose update is deferred keeps its gradient.
+ROOM = {"v100": (30256183705, 91536064512), "h200": (31078533529, 124151185408), "4090": (22488598937, 55302166528)}
+
+
+def bound(machine: str, num_layers: int, deferred: bool, kinds: str) -> tuple[float, dict[str, float]] | None:
+    dtype, rates = MACHINES[machine]
+    workload = Workload(num_layers=num_layers, dtype=dtype)
+    size, gradient = workload.weight_bytes, workload.weight_bytes if deferred else 0
+    whole, params = 12 + gradient, workload.layer_params
+    device, host = ROOM[machine]
+    needs = {
+        "device": {"R": whole * params, "P": size * params, "Q": size * params},
+        "host": {"P": whole * params, "W": whole * params, "S": whole * params, "Q": (whole - size) * params},
+    }
+    room = {"device": device - num_layers * workload.boundary_bytes - gradient * workload.end_params, "host": host}
+    return least_seconds(workload, rates, needs, room, deferred=deferred, kinds=kinds)
+
+
+@pytest.mark.parametrize("num_layers", [16, 32, 48, 78, 100])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_bound_is_the_other_programs(machine: str, num_layers: int) -> None:
+    for deferred in (False, True):
+        found = bound(machine, num_layers, deferred, "RPWSQ")
+        assert found is not None
+        assert 1e3 * found[0] == pytest.approx(BOUNDS[machine][num_layers][deferred], rel=0.005)
+
+
+def plan_of(workload: Workload, counts: dict[str, int]) -> Plan:
+    """Fewer rules than any method's: what is on the device takes 16 bytes a parameter there, what is not on the host;
+    a parked layer's weights are on the device."""
+    params = workload.layer_params
+    outside = sum(counts.values()) - counts["R"]
+    return Plan(
+        {"weights": (16 * counts["R"] + 4 * counts["P"]) * params, "buffers": 24 * params},
+        {"optimizer": 16 * outside * params},
+        moved_bytes=(8 * counts["P"] + 12 * outside) * params,
+    )
+
+
+def chosen(num_layers: int, device_layers: float, host_layers: float, deferred: bool = True) -> dict[str, int] | None:
+    """On the V100's machine with room for so many whole layers."""
+    workload = Workload(num_layers=num_layers)
+    layer = 16 * workload.layer_params
+    room = (int((device_layers + 1.5) * layer), int(host_layers * layer))
+    return choose(workload, Budget(*room, rates=MACHINES["v100"][1]), plan_of, "RPW", deferred)
+
+
+def test_all_layers_are_resident_where_they_fit() -> None:
+    assert chosen(8, device_layers=8, host_layers=8) == {"R": 8, "P": 0, "W": 0}
+
+
+def test_no_placement_is_chosen_where_none_fits() -> None:
+    assert chosen(8, device_layers=2, host_layers=5) is None
+
+
+def test_layers_beyond_the_device_are_chosen_to_fit_both_memories() -> None:
+    counts = chosen(40, device_layers=20, host_layers=20)
+    assert counts is not None and sum(counts.values()) == 40
+    assert 16 * counts["R"] + 4 * counts["P"] <= 16 * 20 and counts["P"] + counts["W"] <= 20
+
+
+def test_no_placement_of_few_layers_is_faster_than_the_chosen_one() -> None:
+    """All of them by hand: 10 layers, room for 3 on the device."""
+    dtype, rates = MACHINES["h200"]
+    workload = Workload(num_layers=10, dtype=dtype)
+    layer = 16 * workload.layer_params
+    budget = Budget(int(4.5 * layer), 10 * layer, rates=rates)
+    for deferred in (False, True):
+        found = rows(workload, rates, deferred)
+        counts = choose(workload, budget, plan_of, "RPW", deferred)
+        assert counts is not None
+        every = [{"R": r, "P": p, "W": 10 - r - p} for r in range(11) for p in range(11 - r)]
+        fitting = [each for each in every if plan_of(workload, each).shortfall(budget) is None]
+        least = min(forecast(found, each).seconds for each in fitting)
+        assert forecast(found, counts).seconds <= 1.01 * least
+
+
+def test_what_binds_is_named_with_its_time() -> None:
+    """By hand: 50 layers of which all are windowed update 50 * 50.36 M parameters at 0.41067 G a second."""
+    dtype, rates = MACHINES["v100"]
+    workload = Workload(num_layers=50, dtype=dtype)
+    backward = (1 - rates.forward_share) * workload.flops_per_step / rates.device_flops_per_second
+    found = forecast(rows(workload, rates, True), {"W": 50})
+    assert found.binds == "compute then host cores"
+    assert found.seconds == pytest.approx(backward + 50 * workload.layer_params / 0.41067e9)
