@@ -1,9 +1,13 @@
-"""What bound the published artifact's methods on its V100 VM: memory laws recovered from its logs.
+"""What bound the published artifact's methods on its V100 VM, and how long their steps took: laws recovered from its
+logs.
 
 Bytes of the device are 4 a parameter and copy (everything was fp32): what each method kept there, its layers' inputs,
 and one transient fitted to its log at 32 layers. The laws are of that artifact, at its sizes; what our methods need is
 in their plans. The allocator reserved more than it gave out, in two methods half again and twice as much, so the
 device's limit is stated without and with that.
+
+Time is compute, and what was not hidden behind it: updates on the host, copies. The rates are those of the machine in
+machines.yaml, from three rows of the published runs (Megatron-LM, ZeRO-Infinity and L2L at 32 layers).
 
 Sources: published logs (allocated, max allocated, max reserved in MiB) and the memory report of DeepSpeed in them.
 """
@@ -14,11 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.method import largest_depth
+from harness.rates import Rates
 from harness.spec import GIB, Workload
 
 MIB = 2**20
 PUBLISHED = Workload(num_layers=32)
 MACHINE = "v100-vm"  # in machines.yaml
+PAGEABLE_BYTES_PER_SECOND = 2.41e9  # its pageable_link_gb_per_second
 # Of the VM's 90.4 GiB 3.4 % were taken before anything was trained: DeepSpeed's report in the zero-offload log.
 HOST_TAKEN_BYTES = int(3.06 * GIB)
 EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB where 16 bytes a parameter are 26,193
@@ -110,6 +116,25 @@ LAWS = (
         "weights, gradients and moments; window 4",
     ),
 )  # fmt: skip
+
+
+def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
+    """A step of a published method. Nothing hid behind compute but STRONGHOLD's updates, and those behind the next
+    forward pass only; it updated a window's layers on the device."""
+    layer, end, adam_bytes = workload.layer_params, workload.end_params, 28  # a parameter, read and written
+    layers, on_host = workload.num_layers * layer, 1 / rates.host_adam_params_per_second
+    link, on_device = rates.inbound_bytes_per_second, adam_bytes / rates.device_bytes_per_second
+    compute = workload.flops_per_step / rates.device_flops_per_second
+    hidden = rates.forward_share * compute
+    exposed = {
+        "Megatron-LM": workload.num_params * on_device,
+        "L2L": workload.num_params * on_host + 5 * 4 * layers / PAGEABLE_BYTES_PER_SECOND,
+        "ZeRO-Offload": workload.num_params * on_host + 2 * 4 * workload.num_params / link,
+        "ZeRO-Infinity": workload.num_params * on_host + 3 * 4 * layers / link,
+        "STRONGHOLD": max(0.0, (workload.num_layers - window) * layer * on_host - hidden)
+        + (window * layer + end) * on_device,
+    }
+    return compute + exposed[method]
 
 
 def is_published(workload: Workload) -> bool:

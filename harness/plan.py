@@ -107,10 +107,12 @@ def published_rows(budget: Budget) -> list[dict[str, Any]]:
     found = []
     for law in laws.LAWS:
         limits = law.limits(budget.device_bytes, budget.host_bytes - laws.HOST_TAKEN_BYTES)
+        deepest = laws.PUBLISHED.at_depth(law.published_layers)
         found.append(
             {
                 "method": law.method,
                 "published_layers": law.published_layers,
+                "step_seconds": budget.rates and laws.step_seconds(law.method, deepest, budget.rates),
                 **dataclasses.asdict(limits),
                 "binding": limits.binding,
                 "was_the_limit": limits.largest == law.published_layers,
@@ -164,10 +166,11 @@ def _add(table: Table, row: dict[str, Any], exact: bool) -> None:
 
 def show_published(found: list[dict[str, Any]]) -> None:
     table = Table(title="What bound the published runs, by laws recovered from their logs (largest depths)")
-    for name in ("method", "published", "device", "device, as reserved", "host", "verdict"):
+    for name in ("method", "published", "its seconds a step", "device", "device, as reserved", "host", "verdict"):
         table.add_column(name, justify="left" if name in ("method", "verdict") else "right")
     for row in found:
-        depths = (row["published_layers"], row["device"], row["device_as_reserved"], row["host"] or "-")
+        seconds = f"{row['step_seconds']:.3g}" if row["step_seconds"] else "-"
+        depths = (row["published_layers"], seconds, row["device"], row["device_as_reserved"], row["host"] or "-")
         table.add_row(row["method"], *map(str, depths), row["verdict"])
     _console().print(table)
 

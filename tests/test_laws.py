@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import statistics
+
 import pytest
 
-from harness.laws import HOST_TAKEN_BYTES, LAWS, MIB, PUBLISHED, Law, is_published, window_bytes
+from harness.laws import HOST_TAKEN_BYTES, LAWS, MIB, PUBLISHED, Law, is_published, step_seconds, window_bytes
+from harness.method import ROOT
 from harness.profiles import load
 from harness.spec import Workload
 
@@ -69,6 +73,22 @@ def test_which_memory_bound_the_published_run(method: str) -> None:
     limits = law.limits(budget.device_bytes, budget.host_bytes - HOST_TAKEN_BYTES)
     assert (limits.device, limits.device_as_reserved, limits.host, limits.binding) == LIMITS[method]
     assert limits.largest >= law.published_layers
+
+
+def test_the_time_laws_are_within_5_percent_of_the_published_runs_on_average() -> None:
+    """All 24 rows, by constants from three of them; the worst is the run that was killed after its first step."""
+    rates = load("v100-vm").budget.rates
+    labels = {law.method.lower(): law.method for law in LAWS}
+    assert rates is not None
+    errors = {}
+    with (ROOT / "claims/published.csv").open() as file:
+        for row in csv.DictReader(file):
+            depth, window = int(row["num_layers"]), int(row["window_size"] or 0)
+            seconds = step_seconds(labels[row["method"]], PUBLISHED.at_depth(depth), rates, window)
+            errors[row["method"], depth, window] = abs(1000 * seconds / float(row["step_ms"]) - 1)
+    assert len(errors) == 24 and statistics.mean(errors.values()) < 0.03
+    assert max(errors, key=lambda row: errors[row]) == ("l2l", 78, 0)
+    assert all(error < 0.07 for row, error in errors.items() if row != ("l2l", 78, 0))
 
 
 def test_fragments_are_named_where_they_bound_and_coarse_steps_where_those_did() -> None:
