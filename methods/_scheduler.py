@@ -1,0 +1,122 @@
+"""Hydra's scheduling problem without its models: chains of units, devices that take one unit at a time, a rule.
+
+A model in training is a chain: its units (forward, backward or update of one shard) run one after another, each on any
+device, none is interrupted. Sharded-LRTF gives a free device to the waiting model with the longest remaining time. It
+is a list schedule, so Graham's bound holds; of equal units it is Hu's rule, which is optimal. Standard library only:
+the clock here is virtual, the dispatcher uses the same rules under the real one.
+
+Times in any unit, the same throughout. Sources: Nagrecha and Kumar 2021, arXiv:2110.08633 (Hydra); Graham 1969, SIAM
+J. Appl. Math. 17 (list schedules); Hu 1961, Oper. Res. 9; McNaughton 1959, Manage. Sci. 6 (the lower bound is what
+could be reached if units might be interrupted).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
+
+
+class Waiting(NamedTuple):
+    """What a rule may know of a model that waits for a device."""
+
+    remaining: float  # time of all its units that have not started
+    arrival: int  # models that began to wait before it did
+    draw: float  # from [0, 1), drawn when it began to wait
+
+
+# A free device takes the waiting model with the smallest key; of equal ones that which waits longest.
+POLICIES: dict[str, Callable[[Waiting], float]] = {
+    "lrtf": lambda model: -model.remaining,
+    "srtf": lambda model: model.remaining,
+    "fifo": lambda model: model.arrival,
+    "random": lambda model: model.draw,
+}
+
+
+def key_of(policy: str) -> Callable[[Waiting], float]:
+    """The rule of that name. Raises ValueError naming those there are."""
+    if policy not in POLICIES:
+        raise ValueError(f"no policy {policy!r}: choose one of {', '.join(POLICIES)}")
+    return POLICIES[policy]
+
+
+class Schedule(NamedTuple):
+    """Which unit started when and where; units in the order of their starts."""
+
+    makespan: float
+    models: list[int]
+    devices: list[int]
+    starts: list[float]
+    ends: list[float]
+
+
+def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> Schedule:
+    """The schedule that the rule makes, under a virtual clock. `seed` is of the random rule's draws.
+
+    Raises ValueError for an unknown rule, no device, or a time that is not positive.
+    """
+    _check(chains, num_devices)
+    key, draw = key_of(policy), random.Random(seed).random
+    remaining = [float(sum(chain)) for chain in chains]
+    next_unit = [0] * len(chains)
+    waiting = [
+        (key(Waiting(remaining[model], model, draw())), model, model) for model, chain in enumerate(chains) if chain
+    ]
+    arrival, now = len(waiting), 0.0
+    heapify(waiting)
+    free = list(range(num_devices))
+    running: list[tuple[float, int, int]] = []  # end, device, model
+    schedule = Schedule(0.0, [], [], [], [])
+    _, models, devices, starts, ends = schedule
+    while waiting or running:
+        while waiting and free:
+            _, _, model = heappop(waiting)
+            device, seconds = heappop(free), chains[model][next_unit[model]]
+            next_unit[model] += 1
+            remaining[model] -= seconds
+            heappush(running, (now + seconds, device, model))
+            models.append(model)
+            devices.append(device)
+            starts.append(now)
+            ends.append(now + seconds)
+        now = running[0][0]
+        while running and running[0][0] == now:  # all that end now wait before any device is given away
+            _, device, model = heappop(running)
+            heappush(free, device)
+            if next_unit[model] < len(chains[model]):
+                heappush(waiting, (key(Waiting(remaining[model], arrival, draw())), arrival, model))
+                arrival += 1
+    return schedule._replace(makespan=now)
+
+
+def lower_bound(chains: Chains, num_devices: int) -> float:
+    """No schedule is shorter: all devices busy throughout, or the longest model without a pause."""
+    _check(chains, num_devices)
+    times = [sum(chain) for chain in chains]
+    return max(sum(times) / num_devices, max(times))
+
+
+def graham_bound(chains: Chains, num_devices: int) -> float:
+    """No list schedule is longer, whatever its rule: while the chain that ends last waits, all devices are busy."""
+    _check(chains, num_devices)
+    times = [sum(chain) for chain in chains]
+    return sum(times) / num_devices + (1 - 1 / num_devices) * max(times)
+
+
+def whole_models(chains: Chains) -> list[list[float]]:
+    """The same models placed whole: one unit each. Under lrtf that is the longest-processing-time rule."""
+    return [[sum(chain)] for chain in chains]
+
+
+def _check(chains: Chains, num_devices: int) -> None:
+    if num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1, not {num_devices}")
+    if not any(len(chain) for chain in chains):
+        raise ValueError("no tasks: a schedule needs at least one model with at least one unit")
+    shortest = min(min(chain) for chain in chains if len(chain))
+    if not shortest > 0:
+        raise ValueError(f"the time of a unit must be positive, not {shortest}")
