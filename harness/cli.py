@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from harness import limits, method, reading
+from harness.doctor import doctor
 from harness.progress import reporter
 from harness.record import Record
 from harness.sweep import Sweep, resolve
@@ -173,7 +174,7 @@ def demo_(results: Path, as_json: bool) -> None:
     sys.exit(exit_code(demo.demo(results, as_json), is_sweep=True))
 
 
-for verb in reading.VERBS:
+for verb in (*reading.VERBS, doctor):
     door.add_command(verb)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import json
+import math
 import os
 import platform
 import subprocess
@@ -15,9 +17,11 @@ import psutil
 
 from harness import cgroup
 from harness.method import ROOT
-from harness.spec import Budget
+from harness.rates import Rates
+from harness.spec import Budget, Workload
 
 CUDA_CONTEXT_BYTES = 600 * 2**20  # driver and library memory outside torch's allocator: an upper estimate
+CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, by `doctor --calibrate`
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 
@@ -125,8 +129,9 @@ def devices() -> list[str]:
     return ["cuda", "cpu", "sim"] if has_cuda else ["cpu", "sim"]
 
 
-def budget(asked: Budget, device: str) -> Budget:
-    """What a run may use: what was asked for, else what there is.
+def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budget:
+    """What a run may use: what was asked for, else what there is; with the rates of a calibration, if a workload says
+    for what and none are given.
 
     A CPU has no device memory of its own: without a budget for it, it stays None and shares the host's. The memories of
     sim are what they are said to be: without budgets they have no end.
@@ -135,7 +140,55 @@ def budget(asked: Budget, device: str) -> Budget:
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"] - CUDA_CONTEXT_BYTES
     most = asked.host_bytes or (None if device == "sim" else host_bytes())
-    return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most)
+    known = asked.rates or (rates(device, workload) if workload else None)
+    if known and asked.link_bytes_per_second:
+        link = asked.link_bytes_per_second
+        known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
+    return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most, rates=known)
+
+
+def rates(device: str, workload: Workload) -> Rates | None:
+    """What the calibration nearest to this workload found on this machine; None where there is none. A simulated device
+    computes as the CPU does."""
+    kind = "cuda" if device == "cuda" else "cpu"
+    found = [entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)]
+    if not found:
+        return None
+    size = forward_flops(workload)
+    return Rates(**min(found, key=lambda entry: abs(math.log(entry["forward_flops"] / size)))["rates"])
+
+
+def calibrations() -> list[dict[str, Any]]:
+    """The entries of CALIBRATION, if they are of this machine as it is."""
+    try:
+        data = json.loads(CALIBRATION.read_text())
+        return data["entries"] if data["machine"] == _calibrated_facts() else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def keep_calibration(entry: dict[str, Any]) -> None:
+    """Write an entry beside those of other devices, dtypes and sizes, in place of its own last one; whole or not at
+    all."""
+    names = ("device", "dtype", "forward_flops")
+    others = [old for old in calibrations() if any(old[name] != entry[name] for name in names)]
+    text = json.dumps({"machine": _calibrated_facts(), "entries": [*others, entry]}, indent=1)
+    CALIBRATION.parent.mkdir(parents=True, exist_ok=True)
+    temporary = CALIBRATION.with_name(f".{CALIBRATION.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, CALIBRATION)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def forward_flops(workload: Workload) -> float:
+    """Of one layer: what its recompute adds to a step."""
+    return (workload.flops_per_step - workload.model_flops_per_step) / workload.num_layers
+
+
+def _calibrated_facts() -> dict[str, Any]:
+    return {name: facts().get(name) for name in ("cpu", "cores", "gpu")} | {"torch": software()["torch"]}
 
 
 def _cpu_name() -> str:

@@ -80,6 +80,10 @@ class Method(Protocol):
         every update is done. Raises Unavailable, or torch's OutOfMemoryError."""
         ...
 
+    def missing(self, device: str) -> str | None:
+        """What keeps it from running on this device, and what helps; None when nothing does. Not needed by most."""
+        ...
+
     def to_build(self) -> str | None:
         """What build() would have to compile before a run, for people; None when all is there. Not needed by most."""
         ...
@@ -102,6 +106,7 @@ DEFAULTS: dict[str, Any] = {
     "is_exact": True,
     "is_reference": False,
     "has_twin": False,
+    "missing": lambda self, device: None,
     "to_build": lambda self: None,
     "build": lambda self: None,
     "describe": lambda self, workload, device: {"implementation": "its file"},

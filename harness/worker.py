@@ -199,8 +199,9 @@ def device_peaks(device: str) -> dict[str, int]:
 
 
 def _predicted(method: Method, job: Job) -> dict[str, Any]:
-    plan = method.plan(job.workload, machine.budget(job.budget, job.device))
-    return {"device": plan.device, "host": plan.host, "disk": plan.disk, "moved_bytes": plan.moved_bytes}
+    plan = method.plan(job.workload, machine.budget(job.budget, job.device, job.workload))
+    found = {"device": plan.device, "host": plan.host, "disk": plan.disk, "moved_bytes": plan.moved_bytes}
+    return found | ({"step_seconds": plan.step_seconds, "binds": plan.binds} if plan.step_seconds else {})
 
 
 def _to_host(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.method import Step, TensorState, Trained, Training, Unavailable
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
-from methods._zero import EXTENSIONS, is_built, versions
+from methods._zero import EXTENSIONS, is_built, missing, versions
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
@@ -93,7 +93,7 @@ def import_deepspeed(device: str) -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise Unavailable("this method needs deepspeed: pip install deepspeed==0.19.8") from error
+        raise Unavailable(f"this method {missing() or error}") from error
     if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "sim":

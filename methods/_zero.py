@@ -7,6 +7,7 @@ machine's cores, and the one rank here has them all.
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from harness.method import ROOT
@@ -18,6 +19,11 @@ BUCKET_PARAMS = 50_000_000
 # in the published artifact. The first is the default: one call is the same job on every machine.
 ADAMS = ("fused", "deepspeed", "published")
 BUILD_SECONDS = {"cpu_adam": 80, "async_io": 280}  # 2-core EPYC
+
+
+def missing() -> str | None:
+    """What the DeepSpeed methods lack, and what helps."""
+    return None if find_spec("deepspeed") else "needs deepspeed: pip install deepspeed==0.19.8"
 
 
 def check_adam(adam: str) -> None:

@@ -7,10 +7,13 @@ Upstream code but for attention, which is torch's fused kernel, and on a CPU a f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from harness.method import Step, TensorState, Trained, Training, Unavailable
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
 from methods._plans import describe
+
+NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class MegatronLM:
             }
         )
 
+    def missing(self, device: str) -> str | None:
+        return None if find_spec("megatron") else NEEDS_MEGATRON
+
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         row = describe(workload, "upstream: megatron-core", "megatron-core's, over torch AdamW without Apex, device")
         recompute = "every layer, megatron-core's" if device == "cuda" else row["recompute"]
@@ -49,7 +55,7 @@ class MegatronLM:
             from methods._device import join_alone
             from methods._megatron import cuda_questions_answered, parallel_state
         except ImportError as error:
-            raise Unavailable("megatron-lm needs megatron-core: pip install megatron-core==0.16.1") from error
+            raise Unavailable(NEEDS_MEGATRON) from error
 
         join_alone(device)
         try:

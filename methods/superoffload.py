@@ -11,6 +11,8 @@ from harness.method import Training, Unavailable
 from harness.spec import Budget, Plan, Workload
 from methods import _zero
 
+GPU_ONLY = "SuperOffload runs on NVIDIA GPUs only, says DeepSpeed; on a CPU take zero-infinity"
+
 
 @dataclass(frozen=True)
 class SuperOffload:
@@ -18,6 +20,9 @@ class SuperOffload:
     color = "#93C47D"
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
     world_size = 1
+
+    def missing(self, device: str) -> str | None:
+        return _zero.missing() or (None if device == "cuda" else GPU_ONLY)
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         return _zero.stage_3_plan(workload)
@@ -29,7 +34,7 @@ class SuperOffload:
         from methods import _deepspeed
 
         if device != "cuda":
-            raise Unavailable("SuperOffload runs on NVIDIA GPUs only, says DeepSpeed; on a CPU take zero-infinity")
+            raise Unavailable(GPU_ONLY)
         zero = _zero.stage_3(workload, on_gpu=True)
         zero["offload_optimizer"] |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.5}
         return (yield from _deepspeed.train(workload, batches, device, "deepspeed", zero))

@@ -37,6 +37,9 @@ class ZenFlow:
             moved_bytes=2 * size * params,
         )
 
+    def missing(self, device: str) -> str | None:
+        return _zero.missing()
+
     def to_build(self) -> str | None:
         return _zero.to_build("cpu_adam")
 

@@ -23,6 +23,9 @@ class ZeroInfinity:
         _zero.check_adam(self.adam)
         return _zero.stage_3_plan(workload, {"adam": self.adam})
 
+    def missing(self, device: str) -> str | None:
+        return _zero.missing()
+
     def to_build(self) -> str | None:
         return _zero.to_build("cpu_adam") if self.adam == "deepspeed" else None
 

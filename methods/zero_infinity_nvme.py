@@ -54,6 +54,9 @@ class ZeroInfinityNvme:
             options={"nvme": folder, "pipelined": pipelined, "reentrant": self.reentrant},
         )
 
+    def missing(self, device: str) -> str | None:
+        return _zero.missing()
+
     def to_build(self) -> str | None:
         return _zero.to_build("async_io")
 

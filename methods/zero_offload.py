@@ -37,6 +37,9 @@ class ZeroOffload:
             options={"adam": self.adam},
         )
 
+    def missing(self, device: str) -> str | None:
+        return _zero.missing()
+
     def to_build(self) -> str | None:
         return _zero.to_build("cpu_adam") if self.adam == "deepspeed" else None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import cgroup, method, sim
+from harness import cgroup, machine, method, sim
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +31,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`method_name` runs over every method there is, so that a new file is tested unasked."""
     if "method_name" in metafunc.fixturenames:
         metafunc.parametrize("method_name", method.names(_folders(metafunc.config)))
+
+
+@pytest.fixture(autouse=True)
+def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are the same on every machine: no test sees the rates of this one."""
+    monkeypatch.setattr(machine, "CALIBRATION", tmp_path / "calibration.json")
 
 
 @pytest.fixture

@@ -1,0 +1,237 @@
+"""Measures what the planner reckons with: a layer's compute, copies, updates, the disk. In a process of its own.
+
+The order is one JSON object on standard input (workload, device, folder), the answer one on standard output: raw
+numbers, and the rates they make. All is measured by the code that trains: the model's layer, the streams of
+methods/_device.py, the updates of methods/_home.py.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from harness.machine import facts, forward_flops
+from harness.model import DTYPES, Ends, Layer
+from harness.rates import Rates
+from harness.spec import Workload
+from methods._device import Device
+from methods._home import Home, new_layer
+from methods._planner import ADAM_BYTES
+
+CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
+COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
+UPDATED_HIDDEN_SIZE = 1024  # of the layers whose updates are timed: 200 MiB each
+FILE_BYTES = 256 * 2**20
+BLOCK_BYTES = 8 * 2**20
+ENOUGH_SECONDS = 1.0  # for one number
+
+
+def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
+    """Everything, by name; seconds and bytes a second, parameters a second for updates."""
+    with Device(device_name) as device:
+        found: dict[str, Any] = {"compute": compute(workload, device), "copies": copies(device)}
+    found["updates"] = updates(workload, device_name)
+    found["disk"] = disk(folder)
+    return found
+
+
+def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
+    """The rates of what measure() found; `workload` is the one that was computed."""
+    layer, head = found["compute"]["layer"], found["compute"]["head"]
+    depth = workload.num_layers
+    forward = depth * layer["forward_seconds"] + head["forward_seconds"]
+    backward = depth * layer["backward_seconds"] + head["backward_seconds"]
+    updates, copied, adam_bytes = found["updates"], found["copies"], ADAM_BYTES[workload.dtype]
+    alone, loaded = max(updates["alone"].values()), updates["under_copies"]
+    inbound, outbound = copied["inbound_page_locked"], copied["outbound_page_locked"]
+    return Rates(
+        device_flops_per_second=workload.flops_per_step / (forward + backward),
+        forward_share=forward / (forward + backward),
+        device_bytes_per_second=adam_bytes * updates["on_device"],
+        inbound_bytes_per_second=inbound,
+        outbound_bytes_per_second=outbound,
+        duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
+        # The most that was seen to pass through the host's memory at once.
+        host_bytes_per_second=max(
+            adam_bytes * alone, adam_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
+        ),
+        host_adam_params_per_second=alone,
+        disk_read_bytes_per_second=found["disk"]["read"],
+        disk_write_bytes_per_second=found["disk"]["write"],
+        is_host=device != "cuda",
+    )
+
+
+def computable(workload: Workload, device: str) -> Workload:
+    """The workload itself, or on a CPU fewer tokens of it: as fast, a token, and done in time."""
+    while device != "cuda" and forward_flops(workload) > CPU_LAYER_FLOPS and workload.batch_size > 1:
+        workload = dataclasses.replace(workload, batch_size=workload.batch_size // 2)
+    while device != "cuda" and forward_flops(workload) > CPU_LAYER_FLOPS and workload.seq_len > 64:
+        workload = dataclasses.replace(workload, seq_len=workload.seq_len // 2)
+    return workload
+
+
+def compute(workload: Workload, device: Device) -> dict[str, dict[str, float]]:
+    """Forward, and recompute with backward, of one layer and of the head with its loss."""
+    dtype, place = DTYPES[workload.dtype], device.name
+    size = (workload.batch_size, workload.seq_len, workload.hidden_size)
+    layer, ends = Layer(workload).to(place, dtype), Ends(workload).to(place, dtype)
+    x = torch.randn(size, dtype=dtype, device=place).requires_grad_()
+    dy = torch.randn(size, dtype=dtype, device=place)
+    targets = torch.zeros(size[:2], dtype=torch.int64, device=place)
+    return {
+        "layer": _both_passes(device, lambda: checkpoint(layer, x, use_reentrant=False), dy),
+        "head": _both_passes(device, lambda: ends.loss(x, targets), None),
+    }
+
+
+def _both_passes(device: Device, forward: Callable[[], Any], dy: Any) -> dict[str, float]:
+    both = median_seconds(device, lambda: torch.autograd.backward(forward(), dy))
+    seconds = median_seconds(device, forward)
+    return {"forward_seconds": seconds, "backward_seconds": max(both - seconds, 0.0)}
+
+
+def copies(device: Device) -> dict[str, float]:
+    """Bytes a second: within the device (read and written), each way over the link by page-locked and by pageable
+    memory, both ways at once. On a CPU all of them are copies in memory."""
+    num_bytes = COPY_BYTES[device.name.type]
+    home, other_home = (device.room(num_bytes // 4, torch.float32, host=True) for _ in range(2))
+    there, other = (device.room(num_bytes // 4, torch.float32, host=False) for _ in range(2))
+    pageable = torch.zeros(num_bytes // 4)
+
+    def inbound(source: torch.Tensor = home) -> None:
+        with device.streams.use(device.inbound):
+            there.copy_(source, non_blocking=True)
+
+    def outbound(target: torch.Tensor = other_home) -> None:
+        with device.streams.use(device.outbound):
+            target.copy_(other, non_blocking=True)
+
+    def both() -> None:
+        queued = device.copier.submit(inbound)
+        outbound()
+        queued.result()
+
+    return {
+        "within_device": 2 * num_bytes / median_seconds(device, lambda: there.copy_(other)),
+        "inbound_page_locked": num_bytes / median_seconds(device, inbound),
+        "outbound_page_locked": num_bytes / median_seconds(device, outbound),
+        "inbound_pageable": num_bytes / median_seconds(device, lambda: inbound(pageable)),
+        "outbound_pageable": num_bytes / median_seconds(device, lambda: outbound(pageable)),
+        "both_ways": 2 * num_bytes / median_seconds(device, both),
+    }
+
+
+def updates(workload: Workload, device_name: str) -> dict[str, Any]:
+    """Parameters a second: of the host by threads, of the host while copies go both ways, of the device."""
+    size = min(UPDATED_HIDDEN_SIZE, workload.hidden_size)
+    small = dataclasses.replace(workload, num_layers=1, hidden_size=size, num_heads=1)
+    most = facts()["cores"] - (2 if device_name == "cuda" else 0)
+    alone = {}
+    most = max(1, most)
+    for threads in sorted({1, most, *(2**power for power in range(1, 10) if 2**power < most)}):
+        with Device(device_name, num_workers=threads) as device:
+            homes = [Home(device, new_layer(small), f"layers.{i}.", small, host=True) for i in range(threads)]
+            for home in homes:
+                home.landed = device.outbound.record_event()
+            params = threads * small.layer_params
+            alone[str(threads)] = params / median_seconds(device, lambda homes=homes: update_all(homes))  # type: ignore[misc]
+            if threads == most:
+                loaded = under_copies(device, homes, small.layer_params)
+                there = Home(device, new_layer(small), "layers.0.", small, host=False)
+                on_device = small.layer_params / median_seconds(device, lambda: there.update(1e-4, None))  # noqa: B023
+    return {"alone": alone, "under_copies": {"threads": most, **loaded}, "on_device": on_device}
+
+
+def update_all(homes: list[Home]) -> None:
+    for home in homes:
+        home.update_when_landed(1e-4, lambda: None)
+    for home in homes:
+        home.updated.result()
+
+
+def under_copies(device: Device, homes: list[Home], layer_params: int) -> dict[str, float]:
+    """Both at once, for as long as so many updates take."""
+    num_bytes = COPY_BYTES[device.name.type] // 4
+    slabs = [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, False, True, False)]
+    copied, rounds, started = 0, 8, time.perf_counter()
+    for _ in range(rounds):
+        for home in homes:
+            home.update_when_landed(1e-4, lambda: None)
+        while not all(home.updated.done() for home in homes):
+            with device.streams.use(device.inbound):
+                slabs[1].copy_(slabs[0], non_blocking=True)
+            with device.streams.use(device.outbound):
+                slabs[2].copy_(slabs[3], non_blocking=True)
+            device.synchronize()
+            copied += 2 * num_bytes
+    seconds = time.perf_counter() - started
+    params = rounds * len(homes) * layer_params
+    return {"params_per_second": params / seconds, "copied_bytes_per_second": copied / seconds}
+
+
+def disk(folder: Path) -> dict[str, float]:
+    """Bytes a second of one file, written to the disk and read past the page cache, as far as the system lets."""
+    pages = mmap.mmap(-1, BLOCK_BYTES)
+    pages[:] = os.urandom(2**16) * (BLOCK_BYTES // 2**16)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        started = time.perf_counter()
+        for _ in range(FILE_BYTES // BLOCK_BYTES):
+            os.write(file.fileno(), pages)
+        os.fsync(file.fileno())
+        written = time.perf_counter() - started
+        handle = _past_cache(file.name)
+        started = time.perf_counter()
+        while os.readv(handle, [pages]):
+            pass
+        read = time.perf_counter() - started
+        os.close(handle)
+    return {"write": FILE_BYTES / written, "read": FILE_BYTES / read}
+
+
+def _past_cache(name: str) -> int:
+    try:
+        return os.open(name, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:  # a file system without it: what is cached is dropped at least
+        handle = os.open(name, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        return handle
+
+
+def median_seconds(device: Device, work: Callable[[], Any]) -> float:
+    """Of at least three calls after one that is not timed, for about ENOUGH_SECONDS."""
+    times: list[float] = []
+    while len(times) < 4 or (sum(times) < ENOUGH_SECONDS and len(times) < 100):
+        started = time.perf_counter()
+        work()
+        device.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    order = json.load(sys.stdin)
+    workload = computable(Workload(**order["workload"]), order["device"])
+    found = measure(workload, order["device"], Path(order["folder"]))
+    rates = rates_of(found, workload, order["device"])
+    computed = {name: getattr(workload, name) for name in ("batch_size", "seq_len", "hidden_size", "dtype")}
+    print(json.dumps({"computed": computed, "measured": found, "rates": dataclasses.asdict(rates)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""doctor: what it says of this machine, what a calibration finds and who uses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import machine, method
+from harness.cli import main
+from harness.rates import NEEDED, Rates, of_facts
+from harness.spec import Budget, Workload
+
+SMALL = Workload(num_layers=1, hidden_size=64, num_heads=2, seq_len=32, batch_size=2, vocab_size=128)
+# What a calibration might have found, in round numbers.
+FOUND: dict[str, Any] = {
+    "compute": {
+        "layer": {"forward_seconds": 1.0, "backward_seconds": 3.0},
+        "head": {"forward_seconds": 2.0, "backward_seconds": 4.0},
+    },
+    "copies": {"inbound_page_locked": 10e9, "outbound_page_locked": 20e9, "both_ways": 15e9},
+    "updates": {
+        "alone": {"1": 1e9, "2": 2e9},
+        "under_copies": {"threads": 2, "params_per_second": 1.5e9, "copied_bytes_per_second": 20e9},
+        "on_device": 1e10,
+    },
+    "disk": {"read": 2e9, "write": 1e9},
+}
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.sh", "doctor", *words])
+    main()
+
+
+def entry(workload: Workload, flops_per_second: float) -> dict[str, Any]:
+    rates = dataclasses.asdict(Rates(flops_per_second))
+    flops = machine.forward_flops(workload)
+    return {"device": "cpu", "dtype": workload.dtype, "forward_flops": flops, "rates": rates}
+
+
+def test_doctor_tells_of_the_machine_and_of_every_method(capsys, monkeypatch) -> None:
+    doctor(monkeypatch, "--device", "cpu")
+    lines = {line[:20].strip(): line[20:] for line in capsys.readouterr().out.splitlines()}
+    assert {"cpu", "gpu", "disk", "compiler", *method.names()} <= set(lines)
+    assert "NVIDIA GPUs only" in lines["superoffload"] and lines["resident"] == "ready on cpu"
+    assert "./run.sh doctor --calibrate" in lines["calibration"]
+
+
+def test_doctor_ends_with_exit_code_7_where_nothing_can_run(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(method, "names", lambda folders=(): ["superoffload"])
+    with pytest.raises(SystemExit) as end:
+        doctor(monkeypatch, "--device", "cpu")
+    assert end.value.code == 7
+
+
+def test_rates_of_a_calibration_by_hand() -> None:
+    """10 layers and a head take 12 s forward and 34 s backward; 28 bytes a parameter pass through the host's memory,
+    alone 56 GB/s and under copies 42 + 20."""
+    from harness.calibrate import rates_of
+
+    workload = Workload(num_layers=10)
+    rates = rates_of(FOUND, workload, "cuda")
+    assert rates.device_flops_per_second == pytest.approx(workload.flops_per_step / 46)
+    assert rates.forward_share == pytest.approx(12 / 46)
+    assert (rates.duplex_share, rates.host_bytes_per_second) == (0.5, 62e9)
+    assert (rates.host_adam_params_per_second, rates.device_bytes_per_second) == (2e9, 28e10)
+
+
+def test_a_real_calibration_makes_rates_and_is_shown(capsys, monkeypatch, tmp_path: Path) -> None:
+    """The measuring code itself, on less: in this process, with few bytes and little time."""
+    from harness import calibrate
+
+    monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
+    monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(calibrate, "FILE_BYTES", 2 * calibrate.BLOCK_BYTES)
+    found = calibrate.measure(SMALL, "cpu", tmp_path)
+    rates = calibrate.rates_of(found, SMALL, "cpu")
+    computed = {"batch_size": 2, "seq_len": 32}
+    sizes = {"hidden_size": 64, "batch_size": 2, "seq_len": 32, "date": "today", "computed": computed}
+    machine.keep_calibration({**entry(SMALL, 1), **sizes, "measured": found, "rates": dataclasses.asdict(rates)})
+    doctor(monkeypatch, "--device", "cpu")
+    assert "64 wide, 2 x 32 tokens" in capsys.readouterr().out
+    assert machine.budget(Budget(), "sim", SMALL).rates == rates
+
+
+def test_the_calibration_of_the_nearest_size_is_used() -> None:
+    small, large = Workload(hidden_size=512), Workload(hidden_size=4096)
+    machine.keep_calibration(entry(small, 1e12))
+    machine.keep_calibration(entry(large, 2e12))
+    for hidden_size, rate in ((768, 1e12), (2048, 2e12)):
+        found = machine.rates("cpu", Workload(hidden_size=hidden_size))
+        assert found is not None and found.device_flops_per_second == rate
+    assert machine.rates("cpu", Workload(dtype="bf16")) is None and machine.rates("cuda", small) is None
+
+
+def test_a_later_calibration_takes_the_place_of_its_own_last_one() -> None:
+    for rate in (1e12, 2e12):
+        machine.keep_calibration(entry(SMALL, rate))
+    (kept,) = machine.calibrations()
+    assert kept["rates"]["device_flops_per_second"] == 2e12
+
+
+@pytest.mark.parametrize("change", [{"cores": 1024}, {"cpu": "another"}, {"torch": "0"}])
+def test_the_calibration_of_another_machine_is_not_used(change: dict[str, Any]) -> None:
+    machine.keep_calibration(entry(SMALL, 1e12))
+    data = json.loads(machine.CALIBRATION.read_text())
+    machine.CALIBRATION.write_text(json.dumps({**data, "machine": data["machine"] | change}))
+    assert machine.rates("cpu", SMALL) is None
+
+
+def test_a_calibration_that_was_cut_off_is_none() -> None:
+    machine.CALIBRATION.write_text('{"machine": {')
+    assert machine.calibrations() == []
+
+
+def test_a_simulated_link_is_the_links_rate() -> None:
+    machine.keep_calibration(entry(SMALL, 1e12))
+    found = machine.budget(Budget(link_bytes_per_second=2**30), "sim", SMALL).rates
+    assert found is not None and found.inbound_bytes_per_second == found.outbound_bytes_per_second == 2**30
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_facts_without_a_rate_that_is_needed_make_none(missing: str) -> None:
+    facts = dict.fromkeys(NEEDED, 1.0)
+    assert of_facts(facts) is not None and of_facts({**facts, missing: "fast"}) is None
+    assert of_facts({name: value for name, value in facts.items() if name != missing}) is None
+
+
+def test_rates_of_nothing_are_refused() -> None:
+    for rates in ({"device_flops_per_second": 0}, {"device_flops_per_second": 1, "forward_share": 1.0}):
+        with pytest.raises(ValueError, match="must be"):
+            Rates(**rates)
