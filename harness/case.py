@@ -160,8 +160,8 @@ def stem(number: int, used: Profile, out: Path) -> Path:
     return out / f"case{number}_{used.name}"
 
 
-def extract(number: int, used: Profile, records: Sequence[Record], out: Path) -> Path:
-    """Write the CSV of a case: ours, then the published. Raises ValueError where there is nothing of ours."""
+def table(number: int, used: Profile, records: Sequence[Record]) -> list[Row]:
+    """Our rows of a case. Raises ValueError where there are none, or where they would mix machines or windows."""
     module = load(number)
     found = module.table(select(used, records), used)
     if not found:
@@ -169,12 +169,18 @@ def extract(number: int, used: Profile, records: Sequence[Record], out: Path) ->
     windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
     if len(windows) > 1 and getattr(module, "AXIS", "") != "window_size":
         raise ValueError(f"rows of several windows meet in case {number}: {', '.join(map(str, sorted(windows)))}")
+    return found
+
+
+def extract(number: int, used: Profile, records: Sequence[Record], out: Path) -> Path:
+    """Write the CSV of a case: ours, then the published. Raises ValueError where there is nothing of ours."""
+    found = table(number, used, records)
     out.mkdir(parents=True, exist_ok=True)
     path = Path(f"{stem(number, used, out)}.csv")
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["case", "profile", *COLUMNS])
-        writer.writerows([number, used.name, *_texts(row)] for row in (*found, *module.PUBLISHED))
+        writer.writerows([number, used.name, *_texts(row)] for row in (*found, *load(number).PUBLISHED))
     return path
 
 

@@ -7,6 +7,7 @@ give the same bytes.
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ STYLE = {
     "font.family": "DejaVu Sans", "font.size": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.5, "pdf.fonttype": 42,
     "legend.fontsize": 6.5, "legend.frameon": False, "lines.linewidth": 1.2, "lines.markersize": 4.5,
+    "text.parse_math": False,  # a reason may hold a dollar sign
 }  # fmt: skip
 CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
 SCALES = {"params": ((1e9, "B"), (1e6, "M")), "step_seconds": ((1e-3, "ms"),), "samples_per_second": ((1.0, ""),)}
@@ -200,6 +202,17 @@ def save(made: Figure, stem: Path) -> list[Path]:
     made.set_dpi(200)
     FigureCanvasAgg(made).print_png(paths[1], metadata={"Software": None})
     return paths
+
+
+def svg(made: Figure) -> str:
+    """The figure as text, for a page."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # names of its parts, the same on every run
+        FigureCanvasSVG(made).print_svg(buffer, metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
 
 
 def _error(axes: Axes, x: float, row: Row, scale: float) -> None:
