@@ -96,4 +96,17 @@ def compare(a: str, b: str, results: Path, as_json: bool) -> None:
     sys.exit(0 if comparing.run(a, b, results, as_json) else CLAIM_FAILED)
 
 
-VERBS = (fairness, import_, verify, compare)
+@click.command()
+@click.option("--results", type=FOLDER, default=method.ROOT / "results")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The page: RESULTS/report/index.html.")
+@click.option("--profile", metavar="NAME", help="Only the figures of this profile; default: all there are.")
+@click.option("--machine", metavar="NAME", help="Whose records to report, by a part of the name.")
+def report(results: Path, out: Path | None, profile: str | None, machine: str | None) -> None:
+    """One page of everything measured: claims, figures, every record; and beside it review.md, to paste into a form."""
+    from harness import report as writing
+
+    for path in writing.write(results, out, profile, machine):
+        print(path)
+
+
+VERBS = (fairness, import_, verify, compare, report)

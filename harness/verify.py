@@ -86,7 +86,7 @@ def _holds_there(emulated: set[str], claim: Claim, row: Row) -> bool:
 
 def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
     """The runs of the machine asked for, or of the only one there is, and what was imported."""
-    there = sorted({_machine(record) for record in records if record.origin != IMPORTED})
+    there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
         raise ValueError(f"runs of {len(there)} machines are not judged together: --machine takes one of {there}")
     chosen = [record for record in records if record.origin == IMPORTED or _is_of(record, asked or "")]
@@ -98,15 +98,16 @@ def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
 def _is_of(record: Record, asked: str) -> bool:
     if asked == claims.PAPER_MACHINE and _has_paper_budget(record):
         return True
-    return asked.lower() in _machine(record).lower() or (asked == claims.PAPER_MACHINE and _is_v100(record))
+    return asked.lower() in machine_of(record).lower() or (asked == claims.PAPER_MACHINE and _is_v100(record))
 
 
-def _machine(record: Record) -> str:
+def machine_of(record: Record) -> str:
+    """The name by which runs are told apart."""
     return str(record.machine.get("gpu") or record.machine.get("cpu") or "")
 
 
 def _is_v100(record: Record) -> bool:
-    return "v100" in _machine(record).lower()
+    return "v100" in machine_of(record).lower()
 
 
 def _has_paper_budget(record: Record) -> bool:

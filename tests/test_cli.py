@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness import cli
 from harness.cli import exit_code
 from harness.method import ROOT
 from harness.record import Gate, Record
-from harness.spec import GIB, Job, Workload
-from harness.words import Bytes, Numbers
+from harness.spec import GIB, Budget, Job, Workload
+from harness.words import Bytes, Numbers, command, make_jobs
 
 SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
 
@@ -139,6 +141,23 @@ def test_exit_codes(changes: dict, single: int, several: int) -> None:
 )
 def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
     assert Numbers().convert(text, None, None) == numbers
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("l2l", Workload(num_layers=3)),
+        Job("stronghold", Workload(2, 128, 4, 64, 1, 512, dropout=0.1, clip_norm=0.0, learning_rate=1e-3, seed=7),
+            {"window_size": 2, "resident_layers": 1}, Budget(12345678, 3 * GIB, None, 60, 2**28), "sim", 5, 2),
+        Job("zero-infinity-nvme", Workload(dtype="bf16", corpus="a folder/text"),
+            {"nvme": "some folder", "pipelined": True, "reentrant": False}, Budget(disk_bytes=7)),
+    ],
+    ids=lambda job: job.method,
+)  # fmt: skip
+def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
+    words = shlex.split(command(job))[1:]
+    parsed = cli.run.make_context("run", words).params
+    assert make_jobs(parsed, ()) == [job]
 
 
 def test_sizes_have_units() -> None:

@@ -31,6 +31,8 @@ FLOORS = (
     {"harness.claims", "harness.compare"},
     {"harness.verdicts", "harness.campaign"},
     {"harness.verify"},
+    {"harness.pages"},
+    {"harness.report"},
     {"harness.reading", "harness.demo"},
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},

@@ -1,0 +1,220 @@
+"""One page of everything that was measured, and a review to paste into a form; both of the records and nothing else.
+
+The page needs no network: figures, style and script are in it. The same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import case, fairness, method, pages, plot, profiles, scaled, verdicts, verify
+from harness.pages import Entry, Table
+from harness.record import Record, read_all
+from harness.rows import FEWEST_FOR_INTERVAL, Row
+from harness.scaled import Profile
+from harness.verdicts import Finding
+from harness.words import command
+
+TEMPLATES = Path(__file__).parent
+PAGE, REVIEW = "index.html", "review.md"
+PASSING_FACTS = ("load_average", "foreign_processes")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A figure with its table. `svg` is a data URI."""
+
+    number: int
+    profile: str
+    title: str
+    svg: str
+    caption: str
+    table: Table
+
+
+def write(results: Path, out: Path | None, profile: str | None, machine: str | None) -> list[Path]:
+    """Write the page and, beside it, the review. Raises ValueError where there is nothing to report, where records of
+    several machines would mix, or where no figure is of that profile."""
+    page = out or results / "report" / PAGE
+    if page.name == REVIEW:
+        raise ValueError(f"--out is the page, {REVIEW} is written beside it: name another file, as {PAGE}")
+    told = gather(results, profile, machine)
+    made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in made.items():
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")  # whatever a record holds
+    except OSError as error:
+        raise ValueError(f"cannot write {page}: {error.strerror}; name another file with --out") from error
+    return list(made)
+
+
+def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
+    """What the templates are filled with."""
+    found, complaints = read_all(results)
+    if not found:
+        raise ValueError(
+            f"no record in {results}: run some first, as ./run.sh case all --profile demo, or name another folder with"
+            " --results"
+        )
+    chosen = {id(record) for record in verify.of_one_machine(list(found.values()), machine)}
+    kept = [(path, record) for path, record in found.items() if id(record) in chosen]
+    entries = [Entry(number, path, record) for number, (path, record) in enumerate(kept, start=1)]
+    records = [entry.record for entry in entries]
+    runs = [record for record in records if record.origin == "run"]
+    here = verify.findings(results, None, machine)
+    there = verify.findings(results, verify.PUBLISHED, None)
+    sections = list(figures(entries, profile))
+    return {
+        "sections": sections,
+        "claims": pages.claim_table(here, there, entries),
+        "findings": here,
+        "tally": tally(here),
+        "tally_published": tally(there),
+        "fairness": pages.plain_table("What each method ran with", fairness.rows(records)),
+        "records": pages.record_table(entries),
+        "entries": entries,
+        "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
+        "others": len(found) - len(entries),
+        "ends": Counter(pages.outcome(record) for record in records),
+        "doubts": doubts(records),
+        "commands": commands(runs, sections),
+        "untested": [finding for finding in here if finding.verdict == verdicts.NOT_TESTED],
+        "elsewhere": [finding.claim.id for finding in here if finding.verdict == verdicts.OTHER_MACHINE],
+        "profiles": list(dict.fromkeys(section.profile for section in sections)),
+        "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
+        "machines": _each(pages.machine(record) for record in runs),
+        "facts": _each(told for record in runs for told in (_machine(record), pages.pairs(record.software))),
+        "methods": _each(record.job.method for record in records),
+        "num_runs": len(runs),
+        "days": _each(entry.when[:10] for entry in entries if entry.record.origin == "run"),
+        "words": WORDS,
+    }
+
+
+WORDS = {
+    verdicts.PASS: "it holds", verdicts.FAIL: "it does not hold, or rests on a run that did not train",
+    verdicts.XFAIL: "it does not hold, and we know why", verdicts.XPASS: "it holds although we expected otherwise",
+    verdicts.OPEN: "the noise is larger than the difference", verdicts.NOT_TESTED: "no run here tests it",
+    verdicts.OTHER_MACHINE: "it is said of another machine",
+}  # fmt: skip
+
+
+def figures(entries: Sequence[Entry], wanted: str | None) -> Iterator[Section]:
+    """Every figure that these records make, case by case. Raises ValueError where none is of the profile wanted."""
+    there = list(tables([entry.record for entry in entries]))
+    names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there)))
+    if wanted is not None and wanted not in names:
+        raise ValueError(f"no profile {wanted!r}: choose one of {', '.join(names)}")
+    there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
+    if wanted is not None and not there:
+        raise ValueError(f"no record of profile {wanted}: ./run.sh case all --profile {_words(wanted)} runs it")
+    for used, number, rows in there:
+        yield _section(number, used, rows, entries)
+
+
+def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]]:
+    """Of every profile and case that these records are of, our rows."""
+    for used in _profiles(records):
+        for number in case.numbers():
+            with contextlib.suppress(ValueError):  # no record of this case
+                yield used, number, case.table(number, used, records)
+
+
+def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
+    """Every profile that one of these records may be of, with the memories of every machine that has a name."""
+    runs = [record for record in records if record.origin == "run"]
+    for name in scaled.NAMES:
+        for on in (None, *profiles.names()):
+            try:
+                used = case.profile_of(name, on, runs[-1].machine if runs else {})
+            except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
+                continue
+            if any(used.is_of(record.job) for record in runs):
+                yield used
+
+
+def _section(number: int, used: Profile, ours: list[Row], entries: Sequence[Entry]) -> Section:
+    module = case.load(number)
+    rows, note = [*ours, *module.PUBLISHED], f"profile {used.name}"
+    data = base64.b64encode(plot.svg(module.figure(rows, note)).encode()).decode()
+    title = str(module.__doc__).partition("\n")[0]
+    table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
+    return Section(
+        number, used.name, title, f"data:image/svg+xml;base64,{data}", plot.caption(ours, module.PUBLISHED, note), table
+    )
+
+
+def tally(found: Sequence[Finding]) -> dict[str, int]:
+    """How many claims ended how, in the order of the verdicts."""
+    return {word: count for word in WORDS if (count := sum(finding.verdict == word for finding in found))}
+
+
+def doubts(records: Sequence[Record]) -> list[str]:
+    """What a reader should know before believing a number."""
+    told = []
+    runs = [record for record in records if record.origin == "run"]
+    if any(record.clock == "sim" for record in runs):
+        told.append("Runs by the clock sim train on a CPU whose device memory and link are simulated: their sizes and"
+                    " losses are real, their times say nothing of a GPU.")  # fmt: skip
+    commits = _each(str(record.software.get("commit")) for record in runs)
+    if len(commits) > 1:
+        told.append(f"The runs are of {len(commits)} states of the code: {', '.join(commits)}.")
+    if any(commit.endswith("+") for commit in commits):
+        told.append("A commit with a + had files that differ from it.")
+    imported = len(records) - len(runs)
+    if imported:
+        told.append(f"{imported} records were read from logs and not measured here: the gate had their losses alone.")
+    told.append(f"A point of fewer than {FEWEST_FOR_INTERVAL} processes has no interval.")
+    return told
+
+
+def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
+    """What runs the same again: the cases by profile, then every job of no case, but not the references, which are run
+    unasked."""
+    cases = _each(f"./run.sh case all --profile {_words(section.profile)}" for section in sections)
+    used = list(_profiles(runs))
+    references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
+    loose = _each(
+        command(record.job)
+        for record in runs
+        if record.key not in references and not any(each.is_of(record.job) for each in used)
+    )
+    return [*cases, *loose, "./run.sh verify", "./run.sh report"]
+
+
+def _words(name: str) -> str:
+    """A profile's name as words of a call: fit_v100-vm is fit on that machine."""
+    kind, _, on = name.partition("_")
+    return f"{kind} --machine {on}" if on else kind
+
+
+def _machine(record: Record) -> str:
+    """What of a machine stays the same from run to run."""
+    return pages.pairs({name: fact for name, fact in record.machine.items() if name not in PASSING_FACTS})
+
+
+def _each(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def _render(name: str, told: dict[str, Any]) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=name.endswith(".html.j2"), trim_blocks=True,
+        lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["markdown"] = markdown
+    return environment.get_template(name).render(told)
+
+
+def markdown(text: str) -> str:
+    """Text as one cell of a Markdown table, without markup of its own."""
+    return " ".join("".join(f"\\{character}" if character in "\\`*[<|" else character for character in text).split())

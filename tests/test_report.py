@@ -1,0 +1,226 @@
+"""The page and the review: of the records and nothing else, self-contained, and what failed is marked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import case, report, verify
+from harness.record import Gate, Record
+from harness.spec import Job, Workload
+from tests import browser
+from tests.test_cli import run
+
+MACHINE = {"cpu": "Some CPU", "cores": 2, "host_bytes": 2**34}
+HOSTILE = (
+    '</td></script><script>alert(1)</script><img src=x onerror=alert(2)>" | $\\frac{ \n# [x](http://x) $ {{ 7*7 }}'
+)
+DEMO = case.profile_of("demo", None, MACHINE)
+FAILED = Gate("failed", "loss", f"it did not learn {HOSTILE}")
+
+
+def measured(job: Job, key: str, **changes: Any) -> Record:
+    """A run as it would be on record, in a tenth of a second a step for every layer."""
+    seconds = job.workload.num_layers / 10
+    record = Record(
+        job, key, "ok", "done", clock="sim", machine=MACHINE, software={"python": "3.11.7", "commit": "0123456789ab"},
+        started=1.7e9, losses=[5.0] * job.steps, step_seconds=[seconds] * job.steps, data_sha256="ab" * 32,
+        peaks={"device_allocated": 2**20, "host_anonymous": 2**21}, gate=Gate("exact", "", "bit-equal"),
+        tensors={"a": {"changed": 1.0}},
+    )  # fmt: skip
+    return dataclasses.replace(record, **changes)
+
+
+RECORDS = [
+    measured(DEMO.probe("l2l", 2), "k1"),
+    measured(DEMO.probe("l2l", 10), "k2"),
+    measured(DEMO.probe("l2l", 11), "k3", status="oom-host", reason=f"out of memory {HOSTILE}", gate=Gate()),
+    measured(DEMO.probe("stronghold", 9), "k4", gate=FAILED, kernels=[HOSTILE], software={"commit": HOSTILE}),
+    measured(Job("gone", Workload(num_layers=3), {"option": HOSTILE}), "k5", evidence={"bad": "\ud800"}),
+]
+
+
+def put(folder: Path, records: list[Record]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for index, record in enumerate(records):
+        record.write(folder / f"log_{index}.json")
+    return folder
+
+
+class Page(HTMLParser):
+    """Elements with their attributes; text of the cells of each table by its caption; texts of <pre>."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.pres: list[str] = []
+        self._rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        self._open.append(tag)
+        if tag == "table":
+            self._rows = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._rows[-1].append("")
+        elif tag == "pre":
+            self.pres.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            continue
+
+    def handle_data(self, data: str) -> None:
+        if "caption" in self._open:
+            self.tables[data] = self._rows
+        elif "td" in self._open or "th" in self._open:
+            self._rows[-1][-1] += data
+        elif "pre" in self._open:
+            self.pres[-1] += data
+
+    def column(self, caption: str, name: str) -> list[str]:
+        head, *rows = self.tables[caption]
+        return [row[head.index(name)].strip() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page, _ = report.write(put(tmp_path_factory.mktemp("report") / "results", RECORDS), None, None, None)
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(written: Path) -> Page:
+    return Page(written.read_text())
+
+
+ALL, CLAIMS = "Every record, oldest first", "Claims of the papers"
+
+
+def test_the_page_refers_to_nothing_outside_of_it(page: Page, written: Path) -> None:
+    values = [value or "" for _, attributes in page.elements for name, value in attributes.items()
+              if name in ("src", "href", "srcset", "action", "data")]  # fmt: skip
+    assert values and all(value.startswith(("#", "data:image/svg+xml;base64,")) for value in values)
+    assert not re.search(r"@import|url\(", written.read_text())
+
+
+def test_hostile_text_is_text(page: Page) -> None:
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == 1 and tags.count("img") == tags.count("figure")  # the page's own
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert HOSTILE.split("\n")[0] in page.column(ALL, "why")[2]
+    assert "49" not in " ".join(page.column(ALL, "why"))
+
+
+def test_the_same_records_give_the_same_bytes(written: Path, tmp_path: Path) -> None:
+    results = written.parent.parent
+    again = report.write(results, tmp_path / "a" / "page.html", None, None)
+    assert [path.read_bytes() for path in again] == [written.read_bytes(), (written.parent / "review.md").read_bytes()]
+
+
+def test_only_a_run_that_passed_the_gate_has_a_throughput(page: Page) -> None:
+    assert page.column(ALL, "samples/s") == ["20", "4", "", "", "13.33"]
+    assert page.column(ALL, "trained?") == [
+        "passed (exact)", "passed (exact)", "ended: oom-host", "FAILED THE GATE", "passed (exact)",
+    ]  # fmt: skip
+
+
+def test_every_number_of_a_figure_is_one_click_from_its_record(page: Page) -> None:
+    there = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    links = {str(attributes["href"])[1:] for tag, attributes in page.elements if tag == "a"}
+    assert links <= there
+    caption = "Case 1, profile demo: the numbers of the figure"
+    rows = zip(page.column(caption, "method"), page.column(caption, "layers"), page.column(caption, "records"),
+               page.column(caption, "origin"), strict=True)  # fmt: skip
+    ours = [row[:3] for row in rows if row[3] == "run"]
+    assert ours == [("l2l", "10", "#2"), ("l2l", "11", "#3"), ("stronghold", "9", "#4")]
+
+
+def test_a_record_is_shown_whole_but_for_its_tensors(page: Page) -> None:
+    shown = json.loads(page.pres[3])
+    assert shown.pop("tensors") == "1, in log_3.json"
+    assert shown == {name: value for name, value in RECORDS[3].to_dict().items() if name != "tensors"}
+
+
+def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
+    for column, against in (("here", None), ("published", verify.PUBLISHED)):
+        found = verify.findings(written.parent.parent, against, None)
+        assert page.column(CLAIMS, column) == [finding.verdict for finding in found]
+
+
+def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_break(written: Path) -> None:
+    text = (written.parent / "review.md").read_text()
+    rows = [re.split(r"(?<!\\)\|", line) for line in text.splitlines() if line.startswith("|")]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    told = [(row[1].strip(), row[4].strip()) for row in rows[2:]]
+    assert told == [
+        (finding.claim.id, finding.verdict) for finding in verify.findings(written.parent.parent, None, None)
+    ]
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+    assert "<script" not in prose.replace("\\<", "") and "\n    ./run.sh case all --profile demo\n" in text
+
+
+def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
+    results = put(tmp_path, RECORDS[:1])
+    (results / "log_bad.json").write_text("{")
+    page, review = report.write(results, None, None, None)
+    for path in (page, review):
+        assert "log_bad.json is not a record" in path.read_text() and str(tmp_path) not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("records", "words", "told"),
+    [
+        ([], "", "no record in"),
+        (RECORDS[:1], "--profile some", "choose one of demo, quick, paper, fit"),
+        (RECORDS[:1], "--profile quick", "no record of profile quick: ./run.sh case all --profile quick runs it"),
+        (RECORDS[:1], "--machine h100", "--machine takes one of ['Some CPU']"),
+        (RECORDS[:1], "--out /proc/page.html", "name another file with --out"),
+        ([RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})], "", "--machine takes one of"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(tmp_path: Path, records: list, words: str, told: str) -> None:
+    done = run("report", "--results", str(put(tmp_path / "results", records)), *words.split())
+    assert (done.returncode, done.stdout) == (2, "") and told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_verb_says_where_it_wrote(tmp_path: Path) -> None:
+    done = run("report", "--results", str(put(tmp_path, RECORDS[:2])), "--profile", "demo")
+    assert done.stdout.split() == [str(tmp_path / "report" / name) for name in ("index.html", "review.md")]
+    assert done.returncode == 0 and all(Path(path).exists() for path in done.stdout.split())
+
+
+@pytest.mark.skipif(not browser.program(), reason="no Chromium here: apt-get install chromium, to try the page in it")
+def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path) -> None:
+    table = f"[...document.querySelectorAll('table')].find((t) => t.caption.textContent === '{ALL}')"
+    header = f"[...{table}.tHead.rows[0].cells].find((c) => c.textContent.trim() === '%s')"
+    layers = f"[...{table}.tBodies[0].rows].map((row) => row.cells[3].textContent)"
+    with browser.Browser() as chromium:
+        chromium.open(written)
+        assert chromium.value(layers) == ["2", "10", "11", "9", "3"]
+        chromium.click(f"{header % 'layers'}.querySelector('button')")
+        assert chromium.value(layers) == ["2", "3", "9", "10", "11"]  # as numbers
+        assert chromium.value(f"{header % 'layers'}.ariaSort") == "ascending"
+        chromium.press_enter()  # the button has the focus
+        assert chromium.value(layers) == ["11", "10", "9", "3", "2"]
+        assert chromium.value(f"{header % 'layers'}.ariaSort") == "descending"
+        chromium.click(f"{header % 'samples/s'}.querySelector('button')")
+        assert chromium.value(layers)[:3] == ["10", "3", "2"]  # what has no throughput comes last
+        assert chromium.value(f"{header % 'layers'}.ariaSort") == "none"
+        chromium.click(f"{table}.tBodies[0].rows[0].querySelector('a')")
+        assert chromium.value("[...document.querySelectorAll('details[open] .number')].map((e) => e.textContent)") == [
+            "#2"
+        ]
+        assert chromium.complaints == []
+        assert {url.partition(":")[0] for url in chromium.requests} == {"file", "data"}
