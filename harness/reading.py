@@ -109,4 +109,14 @@ def report(results: Path, out: Path | None, profile: str | None, machine: str | 
         print(path)
 
 
-VERBS = (fairness, import_, verify, compare, report)
+@click.command()
+@click.option("--results", type=FOLDER, default=method.ROOT / "results")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The archive: RESULTS/bundle.tar.gz.")
+def bundle(results: Path, out: Path | None) -> None:
+    """Records, logs, figures, report and a manifest in one archive, without names of hosts and users."""
+    from harness import bundle as packing
+
+    print(packing.write(results, out))
+
+
+VERBS = (fairness, import_, verify, compare, report, bundle)
