@@ -38,7 +38,7 @@ class Section:
     table: Table
 
 
-def write(results: Path, out: Path | None, profile: str | None, machine: str | None) -> list[Path]:
+def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
     """Write the page and, beside it, the review. Raises ValueError where there is nothing to report, where records of
     several machines would mix, or where no figure is of that profile."""
     page = out or results / "report" / PAGE

@@ -96,7 +96,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    page, _ = report.write(put(tmp_path_factory.mktemp("report") / "results", RECORDS), None, None, None)
+    page, _ = report.write(put(tmp_path_factory.mktemp("report") / "results", RECORDS))
     return page
 
 
@@ -174,7 +174,7 @@ def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_brea
 def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
     results = put(tmp_path, RECORDS[:1])
     (results / "log_bad.json").write_text("{")
-    page, review = report.write(results, None, None, None)
+    page, review = report.write(results)
     for path in (page, review):
         assert "log_bad.json is not a record" in path.read_text() and str(tmp_path) not in path.read_text()
 
