@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from harness import machine, method, sim
+from harness import compiler, machine, method, sim
 from harness.launch import worker_environment
 from harness.spec import Job, Workload, gib
 from harness.turns import turn
@@ -69,12 +69,12 @@ def hardware(results: Path) -> list[tuple[str, str]]:
 
 def software() -> list[tuple[str, str]]:
     versions = machine.software()
-    compiler = next((name for name in sim.COMPILERS if shutil.which(name)), None)
+    found = compiler.find()
     engines = ", ".join(f"{name} {versions[name] or 'missing'}" for name in machine.PACKAGES)
-    ready = "compiled" if sim.is_built() else "not compiled yet: ./run.sh setup" if compiler else "needs g++"
+    ready = "compiled" if sim.is_built() else "not compiled yet: ./run.sh setup" if found else "needs g++"
     return [
         ("python, engines", f"{versions['python']}, {engines}"),
-        ("compiler", compiler or "none: apt-get install g++"),
+        ("compiler", found or "none: apt-get install g++"),
         ("device sim", ready),
     ]
 

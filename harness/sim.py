@@ -10,73 +10,44 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.util
-import os
-import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
 
 from harness import machine
+from harness.compiler import Library
 from harness.method import ROOT, Unavailable
 from harness.spec import Budget
 
-FOLDER = ROOT / ".venv" / "sim"
-SOURCES = [Path(__file__).with_name(name) for name in ("sim.cpp", "sim.h")]
-COMPILERS = ("g++", "clang++", "c++")
 STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
 UNLIMITED = 2**63
 
 _started: Any = None  # this process's: Compiled, or the tracker in its place
 
 
-def library() -> Path:
-    """Where the compiled device lies, or would."""
-    key = hashlib.sha256(str(machine.software()["torch"]).encode())
-    for source in SOURCES:
-        key.update(source.read_bytes())
-    return FOLDER / f"sim-{key.hexdigest()[:16]}.so"
+@functools.cache
+def library() -> Library:
+    """The compiled device, where it lies or would."""
+    sources = tuple(Path(__file__).with_name(name) for name in ("sim.cpp", "sim.h"))
+    return Library("the device sim", 20, ROOT / ".venv" / "sim", sources, (str(machine.software()["torch"]),))
 
 
 def is_built() -> bool:
-    return library().exists()
+    return library().is_built
 
 
 def to_build() -> str | None:
     """What build() would compile, for people; None when it is there, or when there is nothing to compile it with."""
-    if is_built() or not _compiler():
-        return None
-    return "the device sim, once, about 20 seconds"
+    return library().to_build()
 
 
 def build() -> None:
-    """Compile the device. An interrupted or failed build leaves nothing that a later one would stumble over.
-
-    Raises Unavailable where there is no compiler, or where it fails.
-    """
-    compiler, torch = _compiler(), importlib.util.find_spec("torch")
-    if not compiler:
-        raise Unavailable(f"the device sim needs a C++ compiler ({', '.join(COMPILERS)}): apt-get install g++")
+    """Compile the device. Raises Unavailable where there is no compiler, or where it fails."""
+    torch = importlib.util.find_spec("torch")
     assert torch and torch.origin
-    root, path = Path(torch.origin).parent, library()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for left in FOLDER.glob("*.building"):
-        if not Path(f"/proc/{left.name.split('.')[0]}").exists():
-            left.unlink(missing_ok=True)
-    unfinished = FOLDER / f"{os.getpid()}.building"
-    command = [
-        compiler, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{root / 'include'}", str(SOURCES[0]),
-        "-o", str(unfinished), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
-    ]  # fmt: skip
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-        raise Unavailable(f"{compiler} cannot compile the device sim: {error.strip()}")
-    os.replace(unfinished, path)
+    root = Path(torch.origin).parent
+    library().build("-std=c++20", "-O1", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
 
 
 class Compiled:
@@ -86,7 +57,7 @@ class Compiled:
         import torch
 
         torch.utils.rename_privateuse1_backend("sim")
-        self.library = ctypes.CDLL(str(library()))
+        self.library = ctypes.CDLL(str(library().path))
         limits = (ctypes.c_size_t(UNLIMITED if budget is None else budget) for budget in budgets)
         self.library.sim_start(*limits, ctypes.c_double(link_bytes_per_second))
         torch._register_device_module("sim", _module(self))
@@ -155,11 +126,6 @@ def peaks() -> dict[str, int]:
     now = _started.stats()
     names = {"device_allocated": "device_peak", "host_accounted": "host_peak", "host_pinned": "pinned_peak"}
     return {name: now[stat] for name, stat in names.items()}
-
-
-@functools.cache
-def _compiler() -> str | None:
-    return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def _module(sim: Compiled) -> types.ModuleType:
