@@ -192,12 +192,14 @@ def largest_depth(fits: Callable[[int], bool]) -> int:
 
 
 def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
-    """Hash of the code that decides how this method trains, blind to comments and layout."""
+    """Hash of the code that decides how this method trains, blind to comments and layout of its Python."""
     path = _files(folders)[name]
     shared = sorted((ROOT / "methods").glob("_*.py")) + sorted(path.parent.glob("_*.py"))
     digest = hashlib.sha256()
     for source in (*TRAINED_BY, *dict.fromkeys(shared), path):
         digest.update(ast.dump(ast.parse(source.read_text())).encode())
+    for source in sorted((ROOT / "methods").glob("_*.cpp")):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -6,6 +6,7 @@ time of the tests put their own streams and threads into STREAMS and watch the s
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.method import Unavailable
+from methods._pool import Workers
 
 
 class HostStream:
@@ -25,6 +27,9 @@ class HostStream:
 
     def record_event(self) -> HostStream:
         return self
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None: ...
 
@@ -43,6 +48,10 @@ class CpuStreams:
         that these threads overwrite: the computing thread takes its own first."""
         torch.get_num_threads()
         return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
+
+    def workers(self, num_threads: int) -> Any:
+        """Threads for the host's updates."""
+        return Workers(self.pool(num_threads), num_threads)
 
 
 class CudaStream(torch.cuda.Stream):
@@ -98,8 +107,9 @@ class Device:
         self.streams = STREAMS[self.name.type]
         self.compute = self.streams.current()
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
-        self.copier, self.workers = self.streams.pool(1), self.streams.pool(num_workers)
+        self.copier, self.workers = self.streams.pool(1), self.streams.workers(num_workers)
         self.moved_bytes = 0
+        self.next_place = itertools.count().__next__  # of a home, in the order of the forward pass
         self._page_locked: list[Tensor] = []
 
     def __enter__(self) -> Device:

@@ -1,4 +1,4 @@
-"""A layer at home: flat slabs of weights, gradient, fp32 master and moments, and the update that they get there."""
+"""A layer at home: flat slabs of weights, gradient and AdamW's state, and the update that they get there."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from harness.method import TensorState
 from harness.model import DTYPES, Layer, decays, initialize
-from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
+from harness.spec import Workload
 from methods._device import Device
+from methods._plans import BLOCK, CHUNK
+from methods._update import AdamStep, Piece, State, chunks, joined, keep_, update
 
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that every tensor of a slab starts where an allocation would
 
@@ -31,6 +32,10 @@ class Layout:
             self.decays.append(decays(parameter))
             self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
 
+    def pieces(self) -> list[Piece]:
+        ends = (start + shape.numel() for start, shape in zip(self.starts, self.shapes, strict=True))
+        return [Piece(*piece) for piece in zip(self.starts, ends, self.decays, strict=True)]
+
     def views(self, slab: Tensor) -> list[Tensor]:
         starts_shapes = zip(self.starts, self.shapes, strict=True)
         return [slab[start : start + shape.numel()].view(shape) for start, shape in starts_shapes]
@@ -38,24 +43,41 @@ class Layout:
 
 class Home:
     """A layer where it lives: the host, or the device for what is resident. Weights and gradient in the dtype that
-    travels, fp32 master (the weights themselves in fp32), AdamW's moments; and the module that computes with them."""
+    travels, the rest of AdamW's state; and the module that computes with them. Homes are made in the order in which a
+    forward pass needs them."""
 
     def __init__(self, device: Device, module: nn.Module, prefix: str, workload: Workload, *, host: bool) -> None:
         self.device, self.module, self.layout, self.prefix = device, module, Layout(module), prefix
         self.has_dropout = workload.dropout > 0
+        self.deadline = device.next_place()
         dtype, numel = DTYPES[workload.dtype], self.layout.numel
         self.weights = device.room(numel, dtype, host=host)
         self.grads = device.room(numel, dtype, host=host)
-        self.master = self.weights if dtype == torch.float32 else device.room(numel, torch.float32, host=host)
+        half = torch.int16 if host else torch.float32
+        self.master = None if dtype == torch.float32 else device.room(numel, half, host=host)
         self.exp_avg = device.room(numel, torch.float32, host=host)
         self.exp_avg_sq = device.room(numel, torch.float32, host=host)
-        self.steps = [torch.zeros((), device=self.weights.device) for _ in self.layout.names]
+        self.num_updates, self.steps = 0, torch.zeros((), device=self.weights.device)
+        self.chunks = chunks(self.layout.pieces(), CHUNK if host else BLOCK)
         self.updated: Future = Future()
         self.updated.set_result(None)
         self.landed: Any = None
-        named = [prefix + name for name in self.layout.names]
-        initialize(zip(named, self.layout.views(self.master), strict=True), workload)
-        self.weights.copy_(self.master)
+        self._draw(workload)
+
+    @property
+    def state(self) -> State:
+        return State(self.weights, self.master, self.exp_avg, self.exp_avg_sq)
+
+    def _draw(self, workload: Workload) -> None:
+        """Starting values, drawn where they stay or, to be split, where the first moment will be."""
+        state = self.state
+        drawn = state.exp_avg if state.is_split else joined(state)
+        named = [self.prefix + name for name in self.layout.names]
+        initialize(zip(named, self.layout.views(drawn), strict=True), workload)
+        for start in range(0, self.layout.numel, CHUNK):
+            keep_(state.cut(start, start + CHUNK), drawn[start : start + CHUNK])
+        if state.is_split:
+            drawn.zero_()
 
     def bind(self, weights: Tensor, grads: Tensor) -> None:
         """Make the module's parameters and their gradients views of two slabs on the device."""
@@ -70,43 +92,26 @@ class Home:
             parameter.data, parameter.grad = weight, grad
 
     def update(self, learning_rate: float, factor: Tensor | None) -> None:
-        """One AdamW step from this home's gradient, scaled by the clip factor; decay on matrices only.
-
-        torch's fused kernel tensor by tensor: the very bits of torch.optim.AdamW(fused=True).
-        """
-        grads = self.grads.float()  # the slab itself in fp32
-        if factor is not None:
-            grads.mul_(factor)
-        slabs = (self.master, grads, self.exp_avg, self.exp_avg_sq)
-        rows = zip(self.layout.decays, *map(self.layout.views, slabs), self.steps, strict=True)
-        table = list(rows)
-        for decayed in (True, False):
-            chosen = [row[1:] for row in table if row[0] is decayed]
-            if not chosen:
-                continue
-            weights, gradients, exp_avgs, exp_avg_sqs, steps = (list(column) for column in zip(*chosen, strict=True))
-            with torch.no_grad():
-                adamw(
-                    weights, gradients, exp_avgs, exp_avg_sqs, [], steps,
-                    fused=True, amsgrad=False, maximize=False, beta1=BETAS[0], beta2=BETAS[1], eps=EPSILON,
-                    lr=learning_rate, weight_decay=WEIGHT_DECAY if decayed else 0.0,
-                )  # fmt: skip
-        if self.master is not self.weights:
-            self.weights.copy_(self.master)
+        """One AdamW step from this home's gradient, scaled by the clip factor; decay on matrices only."""
+        update(self.grads, self.state, self.state, self.chunks, self._next_step(learning_rate), factor)
 
     def update_when_landed(self, learning_rate: float, clip: Callable[[], Tensor | None]) -> None:
         """Queue the update on the host's threads: it waits for the gradient and for the clip factor, nothing waits
         for it but the next prefetch of this layer."""
-        landed = self.landed
+        landed, state, step = self.landed, self.state, self._next_step(learning_rate)
 
-        def work() -> None:
+        def work(first: int, last: int) -> None:
             landed.synchronize()
-            self.update(learning_rate, clip())
+            update(self.grads, state, state, self.chunks[first:last], step, clip())
 
-        self.updated = self.device.workers.submit(work)
+        self.updated = self.device.workers.update(self.deadline, landed, len(self.chunks), work)
+
+    def _next_step(self, learning_rate: float) -> AdamStep:
+        self.num_updates += 1
+        return AdamStep(learning_rate, self.num_updates, self.steps.fill_(self.num_updates))
 
     def states(self) -> Iterator[TensorState]:
-        columns = (self.layout.views(self.master), self.layout.views(self.exp_avg))
+        columns = (self.layout.views(joined(self.state)), self.layout.views(self.exp_avg))
         for name, weight, exp_avg in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, weight, exp_avg)
 

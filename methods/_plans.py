@@ -6,12 +6,15 @@ from typing import Any
 
 from harness.spec import Plan, Workload
 
+CHUNK = 2**18  # elements of a layer that a thread of the host updates at once: few, so that all threads end together
+BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in mixed precision
 
-def state_bytes(workload: Workload) -> dict[str, int]:
-    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; its fp32 gradient of one home, during
-    that home's update, is not counted here."""
+
+def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:
+    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master, of which the host's weights are half;
+    what an update makes fp32 for a moment is not counted here."""
     size = workload.weight_bytes
-    master = 0 if size == 4 else 4
+    master = 0 if size == 4 else 2 if host else 4
     return {"weights": size, "gradients": size, "optimizer": 8 + master}
 
 
@@ -21,22 +24,22 @@ def streamed_plan(
     """Both ends and `num_resident` layers wholly on the device, `num_slots` slots for the others, which live on the
     host. A streamed layer's weights come in twice a step, but for `num_kept` of them that stay where they are when the
     forward pass turns into the backward pass; its gradient goes home once."""
-    size, per_param = workload.weight_bytes, state_bytes(workload)
+    size = workload.weight_bytes
     streamed = workload.num_layers - num_resident
     at_device = workload.end_params + num_resident * workload.layer_params
     at_host = streamed * workload.layer_params
     fetches = 2 * streamed - num_kept
-    device = {kind: count * at_device for kind, count in per_param.items()}
+    device = {kind: count * at_device for kind, count in state_bytes(workload, host=False).items()}
     device["buffers"] = 2 * size * num_slots * workload.layer_params
     device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes
-    host = {kind: count * at_host for kind, count in per_param.items()}
+    host = {kind: count * at_host for kind, count in state_bytes(workload, host=True).items()}
     if workload.dtype != "fp32":
-        # An update's fp32 gradient: on the device when activations are gone, on the host one layer at a time.
-        updated = 4 * max(workload.end_params, workload.layer_params if num_resident else 0)
+        # What an update makes fp32: on the device when activations are gone; on the host without the compiled kernel.
+        updated = 4 * min(BLOCK, max(workload.end_params, workload.layer_params if num_resident else 0))
         if updated > device["activations"]:
             device["gradients"] += updated
             device["activations"] = 0
-        host["gradients"] += 4 * workload.layer_params if streamed else 0
+        host["gradients"] += 17 * min(CHUNK, workload.layer_params) if streamed else 0
     return Plan(
         device=device,
         host=host,

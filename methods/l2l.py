@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from harness.method import Step, Trained, Training
 from harness.spec import Budget, Plan, Workload
+from methods import _adam
 from methods._plans import describe, streamed_plan
 
 
@@ -25,8 +26,14 @@ class L2L:
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         return streamed_plan(workload, num_slots=1, num_resident=0, num_kept=0)
 
+    def to_build(self) -> str | None:
+        return _adam.to_build()
+
+    def build(self) -> None:
+        _adam.build()
+
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return describe(workload, "this project", "torch AdamW, fused, host")
+        return describe(workload, "this project", _adam.describe(workload.dtype))
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods._device import Device
@@ -65,4 +72,4 @@ class L2L:
                     home.update(learning_rate, clip.on_host())
                 yield Step(loss, clip.total)
             gpu.synchronize()
-            return Trained([state for home in (ends.home, *homes) for state in home.states()], gpu.moved_bytes)
+            return Trained((state for home in (ends.home, *homes) for state in home.states()), gpu.moved_bytes)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from harness.method import Step, Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
+from methods import _adam
 from methods._plans import describe, streamed_plan
 
 DEFAULT_WINDOW = 3  # one computed, one loaded, one on its way; more slots buy little, resident layers buy more
@@ -51,8 +52,15 @@ class Stronghold:
                 break
         return plan
 
+    def to_build(self) -> str | None:
+        return _adam.to_build()
+
+    def build(self) -> None:
+        _adam.build()
+
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return describe(workload, "this project", "torch AdamW, fused, host; device for resident layers and both ends")
+        adam = f"{_adam.describe(workload.dtype)}; torch's on the device for resident layers and both ends"
+        return describe(workload, "this project", adam)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods._device import Device
@@ -112,7 +120,7 @@ class Stronghold:
                 yield Step(loss, clip.total)
 
             gpu.synchronize(*(home.updated for home in homes))
-            return Trained([state for home in (ends.home, *homes) for state in home.states()], gpu.moved_bytes)
+            return Trained((state for home in (ends.home, *homes) for state in home.states()), gpu.moved_bytes)
 
 
 def _plan(workload: Workload, window: int, resident: int) -> Plan:

@@ -139,6 +139,14 @@ class Pool:
         finally:
             streams.thread = caller
 
+    def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Task:
+        """As methods/_pool.py's, in the order of the calls, a chunk at a time."""
+        tasks = [self.submit(lambda first=first: work(first, first + 1)) for first in range(num_chunks)]
+        now = tasks[0].now
+        for task in tasks[1:]:
+            now = self.streams.clock.join(now, task.now)
+        return Task(self.streams, None, now)
+
     def shutdown(self, *, cancel_futures: bool = False) -> None: ...
 
 
@@ -160,6 +168,9 @@ class FakeStreams:
 
     def pool(self, num_threads: int) -> Pool:
         return Pool(self, f"pool {next(self._numbers)} thread", num_threads)
+
+    def workers(self, num_threads: int) -> Pool:
+        return self.pool(num_threads)
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:

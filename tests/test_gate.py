@@ -23,8 +23,8 @@ STEPS = 8
 MUTANTS = {
     "updates only the first row of each tensor": (
         "_home.py",
-        "rows = zip(self.layout.decays, *map(self.layout.views, slabs), self.steps, strict=True)",
-        "rows = zip(self.layout.decays, *([v[:1] for v in self.layout.views(s)] for s in slabs), self.steps)",
+        "ends = (start + shape.numel() for",
+        "ends = (start + shape[1:].numel() for",
         "partial-update",
     ),
     "skips one layer's update": (
@@ -35,8 +35,8 @@ MUTANTS = {
     ),
     "clips by each layer's own norm": (
         "_home.py",
-        "grads.mul_(factor)",
-        "grads.mul_(torch.clamp(1 / (torch.linalg.vector_norm(grads) + 1e-6), max=1.0))",
+        "step, clip())",
+        "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0))",
         "gradient-scale",
     ),
     "drops the schedule on host layers": (

@@ -17,6 +17,7 @@ from harness.spec import Budget, Workload
 from methods._device import Device
 from methods._home import Home, Layout, new_layer
 from methods._stream import Slot
+from methods._update import joined, keep_
 from tests.training import tiny, train
 
 ODD_SHAPES = ((1,), (3, 5), (7,), (17, 31), (33,), (1, 1))
@@ -46,7 +47,7 @@ def random(shape: Any, seed: int) -> Tensor:
 
 def odd_home(device: Device, dtype: str = "fp32") -> Home:
     home = Home(device, Odd(), "odd.", tiny(dtype=dtype), host=True)
-    home.master.copy_(random(home.layout.numel, seed=0))
+    keep_(home.state, random(home.layout.numel, seed=0))
     return home
 
 
@@ -69,7 +70,7 @@ def update_at_home(home: Home, factor: float | None) -> list[Tensor]:
 
 def update_by_torch(home: Home, factor: float | None, **implementation: bool) -> list[Tensor]:
     """The same steps from the same weights by torch's optimizer."""
-    weights = [nn.Parameter(view.clone()) for view in home.layout.views(home.master)]
+    weights = [nn.Parameter(view.clone()) for view in home.layout.views(joined(home.state))]
     groups = [
         {"params": [weight for weight in weights if weight.ndim == 2], "weight_decay": 0.01},
         {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
@@ -100,29 +101,28 @@ def test_update_is_close_to_torchs_unfused_adamw(device: Device, factor: float |
 
 def test_update_changes_every_element(device: Device) -> None:
     home = odd_home(device)
-    before = [view.clone() for view in home.layout.views(home.master)]
+    before = [view.clone() for view in home.layout.views(joined(home.state))]
     update_at_home(home, None)
-    assert all((old != new).all() for old, new in zip(before, home.layout.views(home.master), strict=True))
+    assert all((old != new).all() for old, new in zip(before, home.layout.views(joined(home.state)), strict=True))
 
 
 def test_update_leaves_the_padding_at_zero(device: Device) -> None:
     home = Home(device, Odd(), "odd.", tiny(), host=True)
     update_at_home(home, None)
-    for view in home.layout.views(home.master):
+    for view in home.layout.views(home.weights):
         view.zero_()
-    assert not home.master.any()
+    assert not home.weights.any()
 
 
 def test_bf16_weights_are_the_rounded_master(device: Device) -> None:
     home = odd_home(device, "bf16")
     update_at_home(home, None)
-    assert torch.equal(home.weights, home.master.bfloat16())
+    assert torch.equal(home.weights, joined(home.state).bfloat16())
 
 
 def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) -> None:
     home = odd_home(device, "bf16")
-    home.master.fill_(1.0)
-    home.weights.copy_(home.master)
+    keep_(home.state, torch.ones(home.layout.numel))
     home.grads.fill_(1.0)
     for _ in range(100):
         home.update(1e-4, None)

@@ -1,0 +1,75 @@
+"""The host's own AdamW for mixed precision: _adam.cpp, compiled once; one pass where torch's kernels take three."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from harness.compiler import Library
+from harness.method import ROOT
+from harness.spec import BETAS, EPSILON, WEIGHT_DECAY
+
+PATHS = ("plain", "AVX2", "AVX-512")  # by their number in _adam.cpp
+LIBRARY = Library("the host's AdamW", 1, ROOT / ".venv" / "adam", (Path(__file__).with_name("_adam.cpp"),))
+# No operation is fused but where the source says so: its three paths and torch give the same bits.
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+
+
+def to_build() -> str | None:
+    """What build() would compile, for people; None when it is there, or there is nothing to compile it with."""
+    return LIBRARY.to_build()
+
+
+def build() -> None:
+    """Compile it. Raises Unavailable where that fails; torch's kernels then do its work."""
+    LIBRARY.build(*FLAGS)
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The compiled kernel; None where there is none."""
+    return ctypes.CDLL(str(LIBRARY.path)) if LIBRARY.is_built else None
+
+
+def widest_path() -> int:
+    """The index in PATHS of the widest vectors that this processor has."""
+    library = load()
+    assert library is not None
+    return int(library.adamw_widest_path())
+
+
+def describe(dtype: str) -> str:
+    """The host's optimizer, for the fairness table."""
+    if dtype == "fp32":
+        return "torch AdamW, fused, host"
+    return f"AdamW in one pass ({PATHS[widest_path()]}), host" if load() else "torch AdamW, fused, in blocks, host"
+
+
+def run(
+    path: int,
+    grads: int,
+    source: list[int],
+    target: list[int],
+    table: list[int],
+    learning_rate: float,
+    num_updates: int,
+    factor: float,
+) -> None:
+    """One step on slabs given by their addresses: weights, low, exp_avg, exp_avg_sq; the target may be the source.
+
+    `table` has three numbers for each piece of a tensor: start, stop, whether decay applies. Other threads of Python
+    run meanwhile.
+    """
+    library = load()
+    assert library is not None
+    numbers = (factor, learning_rate, WEIGHT_DECAY, *BETAS, EPSILON, num_updates)
+    library.adamw(
+        path,
+        ctypes.c_void_p(grads),
+        (ctypes.c_void_p * 4)(*source),
+        (ctypes.c_void_p * 4)(*target),
+        (ctypes.c_int64 * len(table))(*table),
+        ctypes.c_int64(len(table) // 3),
+        (ctypes.c_double * len(numbers))(*numbers),
+    )

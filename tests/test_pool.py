@@ -1,0 +1,104 @@
+"""The host's updates: every chunk once, by any thread, what is needed first before all others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from methods._pool import Workers
+
+SECONDS = 10  # more than anything here takes
+
+
+class Landing:
+    """An event that happens when it is told to."""
+
+    def __init__(self, *, landed: bool = True) -> None:
+        self.happened = threading.Event()
+        if landed:
+            self.happened.set()
+
+    def query(self) -> bool:
+        return self.happened.is_set()
+
+
+@pytest.fixture(params=[1, 3])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    pool = Workers(ThreadPoolExecutor(request.param), request.param)
+    yield pool
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def one_worker() -> Iterator[Workers]:
+    pool = Workers(ThreadPoolExecutor(1), 1)
+    yield pool
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 7, 100])
+def test_every_chunk_is_worked_on_once(workers: Workers, num_chunks: int) -> None:
+    taken: list[int] = []
+    updates = [
+        workers.update(0, Landing(), num_chunks, lambda first, last: taken.extend(range(first, last))) for _ in range(5)
+    ]
+    for update in updates:
+        update.result(SECONDS)
+    assert sorted(taken) == sorted([*range(num_chunks)] * 5)
+
+
+def test_what_is_needed_first_goes_first(one_worker: Workers) -> None:
+    order: list[int] = []
+    gate = threading.Event()
+    one_worker.update(9, Landing(), 1, lambda first, last: gate.wait(SECONDS) and None)
+    while one_worker._waiting:
+        time.sleep(0.001)
+    updates = [
+        one_worker.update(deadline, Landing(), 1, lambda first, last, place=deadline: order.append(place))
+        for deadline in (3, 1, 2)
+    ]
+    gate.set()
+    for update in updates:
+        update.result(SECONDS)
+    assert order == [1, 2, 3]
+
+
+def test_what_has_not_landed_holds_up_nothing_that_has(one_worker: Workers) -> None:
+    order: list[int] = []
+    late = Landing(landed=False)
+    gate = threading.Event()
+    one_worker.update(9, Landing(), 1, lambda first, last: gate.wait(SECONDS) and None)
+    while one_worker._waiting:
+        time.sleep(0.001)
+
+    def last_of_all(first: int, last: int) -> None:
+        late.happened.wait(SECONDS)
+        order.append(0)
+
+    first = one_worker.update(0, late, 1, last_of_all)
+    second = one_worker.update(1, Landing(), 1, lambda first, last: order.append(1))
+    gate.set()
+    second.result(SECONDS)
+    late.happened.set()
+    first.result(SECONDS)
+    assert order == [1, 0]
+
+
+def test_threads_share_one_update() -> None:
+    """Each of three threads waits in its chunk for the other two."""
+    pool, together = Workers(ThreadPoolExecutor(3), 3), threading.Barrier(3)
+    pool.update(0, Landing(), 3, lambda first, last: together.wait(SECONDS) and None).result(SECONDS)
+    pool.shutdown()
+
+
+def test_an_update_that_fails_says_so_to_who_waits(workers: Workers) -> None:
+    def fail(first: int, last: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        workers.update(0, Landing(), 50, fail).result(SECONDS)
+    workers.update(0, Landing(), 1, lambda first, last: None).result(SECONDS)
