@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)")
 PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/\w+\.py"
 INSIDE = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT})")
 ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)")
+PART_BEFORE, PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")
+LONGEST = 100  # characters of such a part
 GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
 
@@ -45,14 +48,18 @@ class Names:
         text = HOMES.sub(HOME, text)
         text = ELSEWHERE.sub(r".../\1", INSIDE.sub("", text))
         for word, put in _longest_first(self.words):
+            domain = r"(?:\.[A-Za-z][\w-]*)*" if put == HOST else ""
             whole = rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])"
-
-            def replaced(found: re.Match[str], whole: str = whole, put: str = put) -> str:
-                is_known = found[0].lower() in self.known
-                return found[0] if is_known else re.sub(whole, put, found[0], flags=re.IGNORECASE)
-
-            text = re.sub(rf"[\w-]*{whole}[\w-]*", replaced, text, flags=re.IGNORECASE)
+            text = re.sub(f"({whole}){domain}", partial(self._put, put), text, flags=re.IGNORECASE)
         return GPU.sub(r"\1-removed", text)
+
+    def _put(self, put: str, found: re.Match[str]) -> str:
+        """The replacement, unless what was found is part of a known word."""
+        before = found.string[max(0, found.start(1) - LONGEST) : found.start(1)]
+        after = found.string[found.end(1) : found.end(1) + LONGEST]
+        start, end = PART_BEFORE.search(before), PART_AFTER.match(after)
+        assert start and end
+        return found[0] if f"{start[0]}{found[1]}{end[0]}".lower() in self.known else put
 
     def value(self, value: Any) -> Any:
         """The same of every text in a JSON value; keys are words of the records."""
@@ -78,7 +85,7 @@ def here(known: Iterable[str] = ()) -> Names:
             address = found.address.partition("%")[0]
             if not re.match(r"127\.|::1$|(00:)+00$", address):
                 words[address] = ADDRESS
-    words = {word: put for word, put in words.items() if word.lower() not in NOBODY}
+    words = {word: put for word, put in words.items() if word.lower() not in NOBODY and len(word) > 1}
     folders = {str(Path.home()): f"{HOME}/", str(ROOT): ""}
     return Names(words, folders, frozenset(word.lower() for word in known))
 

@@ -82,6 +82,12 @@ class Browser:
             self._call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)
         self.value("new Promise((done) => setTimeout(done, 50))")
 
+    def printed_width(self, pixels: int) -> int:
+        """How wide the page is on paper of that width."""
+        self._call("Emulation.setEmulatedMedia", media="print")
+        self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=pixels, deviceScaleFactor=1, mobile=False)
+        return self.value("document.documentElement.scrollWidth")
+
     def press_enter(self) -> None:
         key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
         for kind in ("keyDown", "keyUp"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harness import bundle
 from harness.method import ROOT
@@ -21,7 +24,7 @@ from tests.test_cli import run
 from tests.test_report import DEMO, MACHINE, RECORDS, measured, put
 
 NAMES = Names(
-    {"node17": HOST, "node17.example.edu": HOST, "alice": USER, "10.1.2.3": ADDRESS, "stronghold": HOST},
+    {"node17": HOST, "alice": USER, "10.1.2.3": ADDRESS, "stronghold": HOST},
     {"/home/alice": "~/", "/data/alice/checkout": ""},
     frozenset({"stronghold", "v100-vm"}),
 )
@@ -123,6 +126,19 @@ def test_a_word_of_the_records_stays_although_a_host_is_called_so(unpacked: Path
 )
 def test_text_without_a_name_is_left_as_it_is(text: str) -> None:
     assert NAMES.text(text) == text and here().text(text) == text
+
+
+PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x", "/data/alice/checkout/harness/cli.py",
+          "x", "stronghold", "v100-vm", "10.1.2.3", "/usr/lib", "/scratch/bob/alice/n", "~", "./y", "\\"]  # fmt: skip
+JOINTS = st.sampled_from(["/", " ", ":", "@", "-", "_", ".", "'", '"', "\n", "[", "=", "//", ""])
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(PIECES), JOINTS), min_size=1, max_size=6))
+def test_no_name_is_left_however_it_is_put(parts: list[tuple[str, str]]) -> None:
+    text = NAMES.text("".join(piece + joint for piece, joint in parts))
+    assert not re.search(r"(?<![A-Za-z0-9])(alice|node17)(?![A-Za-z0-9])", text)
+    assert NAMES.text(text) == text
 
 
 def test_records_of_two_machines_have_a_report_each(tmp_path: Path) -> None:

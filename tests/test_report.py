@@ -22,6 +22,7 @@ HOSTILE = (
     '</td></script><script>alert(1)</script><img src=x onerror=alert(2)>" | $\\frac{ \n# [x](http://x) $ {{ 7*7 }}'
 )
 DEMO = case.profile_of("demo", None, MACHINE)
+A4_LANDSCAPE_PIXELS = 1031  # 297 mm less two margins of 12, at 96 pixels an inch
 FAILED = Gate("failed", "loss", f"it did not learn {HOSTILE}")
 
 
@@ -44,6 +45,11 @@ RECORDS = [
     measured(DEMO.probe("stronghold", 9), "k4", gate=FAILED, kernels=[HOSTILE], software={"commit": HOSTILE}),
     measured(Job("gone", Workload(num_layers=3), {"option": HOSTILE}), "k5", evidence={"bad": "\ud800"}),
 ]
+
+
+needs_chromium = pytest.mark.skipif(
+    not browser.program(), reason="no Chromium here: apt-get install chromium, to try the page in it"
+)
 
 
 def put(folder: Path, records: list[Record]) -> Path:
@@ -201,7 +207,7 @@ def test_the_verb_says_where_it_wrote(tmp_path: Path) -> None:
     assert done.returncode == 0 and all(Path(path).exists() for path in done.stdout.split())
 
 
-@pytest.mark.skipif(not browser.program(), reason="no Chromium here: apt-get install chromium, to try the page in it")
+@needs_chromium
 def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path) -> None:
     table = f"[...document.querySelectorAll('table')].find((t) => t.caption.textContent === '{ALL}')"
     header = f"[...{table}.tHead.rows[0].cells].find((c) => c.textContent.trim() === '%s')"
@@ -224,3 +230,10 @@ def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path) -> Non
         ]
         assert chromium.complaints == []
         assert {url.partition(":")[0] for url in chromium.requests} == {"file", "data"}
+
+
+@needs_chromium
+def test_on_paper_nothing_is_cut_off(written: Path) -> None:
+    with browser.Browser() as chromium:
+        chromium.open(written)
+        assert chromium.printed_width(A4_LANDSCAPE_PIXELS) <= A4_LANDSCAPE_PIXELS
