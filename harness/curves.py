@@ -36,7 +36,7 @@ def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate
     A record at a depth without a reference is also held to its method's run at a depth with one, and to other methods
     of its own size, if those agree with the reference at such a depth.
     """
-    anchors = [record for name in references for record in records if record.job.method == name and learned(record)]
+    anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
     return [_hold_to_others(record, gate, judged) for record, gate in judged]
 
@@ -71,18 +71,34 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
     same = [anchor for anchor in anchors if _is_comparable(record, anchor)]
     if not same:
         return Gate("untested", "no-reference", "no log beside it is the same training wholly on the device")
-    nearest = min(same, key=lambda anchor: _doublings(record, anchor))
-    if nearest is record:
-        first, last = record.losses[0], record.losses[-1]
-        text = f"is the reference: the logged losses are finite and fall from {first:.4g} to {last:.4g}"
-        return Gate("tolerance", "", text)
-    return compare(record, nearest)
+    nearest = min(same, key=lambda anchor: (not learned(anchor), _doublings(record, anchor)))
+    if nearest is not record and learned(nearest):
+        return compare(record, nearest)
+    if nearest is not record:
+        return Gate("untested", "no-reference", f"{_name(nearest)} beside it is no reference: {_flaw(nearest)}")
+    if not learned(record):
+        return Gate("untested", "weak-reference", f"would be the reference, but {_flaw(record)}")
+    first, last = record.losses[0], record.losses[-1]
+    text = f"is the reference: the logged losses are finite and fall from {first:.4g} to {last:.4g}"
+    return Gate("tolerance", "", text)
+
+
+def _flaw(anchor: Record) -> str:
+    """Why a log that should be the reference is none."""
+    own = _own_conditions(anchor)
+    if own is not None:
+        return own.text
+    return f"its logged losses do not fall: from {anchor.losses[0]:.4g} to {anchor.losses[-1]:.4g}"
+
+
+def _name(record: Record) -> str:
+    return f"{record.job.method} at {record.job.workload.num_layers} layers"
 
 
 def compare(record: Record, other: Record) -> Gate:
     """By the largest distance between the two curves."""
     doublings, fall = _doublings(record, other), other.losses[0] - other.losses[len(record.losses) - 1]
-    name = f"{other.job.method} at {other.job.workload.num_layers} layers"
+    name = _name(other)
     if fall <= 0:
         return Gate("untested", "no-reference", f"{name} learned nothing in {record.job.steps} steps")
     distances = [abs(ours - theirs) / fall for ours, theirs in zip(record.losses, other.losses, strict=False)]

@@ -7,6 +7,7 @@ depend on the order of calls.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from harness import curves, method
 from harness.logrecord import to_record
+from harness.published import BUILD_LOG
 from harness.rawlog import NAME, NotALog, read
 from harness.record import Record, read_all
 from harness.spec import Budget, Workload, params_text
@@ -71,12 +73,14 @@ def _find(asked: Iterable[Path]) -> list[Path]:
     for path in asked:
         if path.is_dir():
             for folder, _, names in sorted(os.walk(path)):
-                found |= {
-                    Path(os.path.abspath(folder), name): None for name in sorted(names) if name.endswith(SUFFIXES)
-                }
+                found |= {Path(os.path.abspath(folder), name): None for name in sorted(names) if _may_be_log(name)}
         else:
             found[Path(os.path.abspath(path))] = None
     return list(found)
+
+
+def _may_be_log(name: str) -> bool:
+    return name.endswith(SUFFIXES) and not fnmatch.fnmatchcase(name, BUILD_LOG.format("*"))
 
 
 def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:

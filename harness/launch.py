@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from harness import cgroup, failures, limits, machine
+from harness import cgroup, failures, limits, machine, published
 from harness.method import ROOT
 from harness.record import Record, new_stem
 from harness.spec import Job
@@ -52,7 +52,10 @@ def launch(job: Job, key: str, results: Path, folders: tuple[Path, ...] = (), re
                 watch.follow()
             finally:
                 watch.close()
-                watch.complete(Record.read(path) if path.exists() else watch.obituary()).write(path)
+                record = watch.complete(Record.read(path) if path.exists() else watch.obituary())
+                record.write(path)
+                told = record.status, record.phase, len(record.losses), record.reason
+                log.write(published.end_line(job, *told) + "\n")
     return path
 
 
@@ -62,7 +65,7 @@ def build(job: Job, results: Path, folders: tuple[Path, ...]) -> None:
     Where it fails, the method's own run says so.
     """
     order = {"method": job.method, "options": job.options, "folders": [str(folder) for folder in folders]}
-    with open(results / f"build_{job.method}.txt", "w") as log:
+    with open(results / published.BUILD_LOG.format(job.method), "w") as log:
         subprocess.run(
             [sys.executable, "-m", "harness.build"],
             input=json.dumps(order), stdout=log, stderr=log, text=True, env=worker_environment(),
@@ -71,7 +74,7 @@ def build(job: Job, results: Path, folders: tuple[Path, ...]) -> None:
 
 def build_sim(results: Path) -> None:
     """Compile the device sim in a process of its own; where that fails, the run counts bytes in Python, and says so."""
-    with open(results / "build_sim.txt", "w") as log:
+    with open(results / published.BUILD_LOG.format("sim"), "w") as log:
         subprocess.run([sys.executable, "-m", "harness.sim"], stdout=log, stderr=log, env=worker_environment())
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from harness import method
 from harness.published import INTERVAL
 from harness.rawlog import ENDS, Interval, NotALog, RawLog, scalar
-from harness.record import Record
+from harness.record import STATUSES, Record
 from harness.spec import Job, Workload
 
 # The workload's words for the artifact's arguments.
@@ -146,7 +146,7 @@ def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int
     total = max(totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters")))
     steps = log.own.get("steps") or total or 1
     found = {each.iteration: each for each in log.intervals if 0 < each.iteration <= steps and each.total == total}
-    asked = INTERVAL if log.own else _whole(log.arguments.get("log_interval"))
+    asked = min(INTERVAL, steps) if log.own else _whole(log.arguments.get("log_interval"))
     if not asked or (found and sum(step % asked == 0 for step in found) * 2 <= len(found)):
         asked = math.gcd(*found) or 1
     legible = [found[step] for step in sorted(found) if step % asked == 0]
@@ -166,6 +166,10 @@ def _whole(text: str | None) -> int:
 
 def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, dict[str, Any]]:
     """Status, phase, reason and evidence of how the run ended."""
+    if log.own and log.own_end:
+        status, phase, done, reason = log.own_end
+        if status in STATUSES and (status != "ok" or done == steps):
+            return status, phase, reason, {}
     last = intervals[-1].iteration if intervals else 0
     told = [(place, text) for place, text in sorted(log.ends.items())]
     evidence: dict[str, Any] = {"ends": [text for _, text in told]} if told else {}

@@ -30,6 +30,9 @@ ARGUMENTS = frozenset((
 ))  # fmt: skip
 NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf)\b)"
 OWN_HEADER = re.compile(r"^method (\S+) with (.*), (\d{1,9}) steps on (\w+), Workload\((.*)\)\s*$")
+OWN_END = re.compile(
+    r"^ended as ([a-z-]{2,20}) at ([a-z]{2,20}(?: \d{1,9})?), after (\d{1,9}) of \d{1,9} steps(?:: (.*))?$"
+)
 EXACT_PARAMETERS = re.compile(r"number of parameters on \([^:]{1,80}: (\d{1,18})\s*$")
 PARAMETERS_BILLION = re.compile(rf"(?:total parameters|model parallel rank 0) +{NUMBER} B")
 PADDED_VOCABULARY = re.compile(r"\(new size: (\d{1,9})\)")
@@ -52,8 +55,9 @@ END_SIGNS = (
 )  # fmt: skip
 # How a log tells that its run ended early, the most telling first: status, what is seen, what that means.
 ENDS = (
-    ("oom-device", re.compile(r"CUDA out of memory|CUDA error: out of memory|ALLOC_FAILED"), ""),
-    ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError"), ""),
+    ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED"), ""),
+    ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
+                            r"memory"), ""),
     ("oom-host", re.compile(r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b"),
      "SIGKILL that nothing in the log asked for: the host ran out of memory (inferred)"),
     ("does-not-fit", re.compile(r"layers needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
@@ -89,6 +93,7 @@ class RawLog:
     sha256: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)  # the first line of this project's own logs
+    own_end: tuple[str, str, int, str] | None = None  # and the last: status, phase, steps done, reason
     parameters: list[int] = field(default_factory=list)
     parameters_billion: list[float] = field(default_factory=list)
     vocab_size: int | None = None
@@ -148,6 +153,8 @@ def _take(log: RawLog, line: str) -> None:
         log.own = {
             "method": match[1], "options": options, "steps": int(match[3]), "device": match[4], "workload": workload,
         }  # fmt: skip
+    elif match := OWN_END.match(line):
+        log.own_end = (match[1], match[2], int(match[3]), clean(match[4] or "", 1000))
     else:
         _take_number(log, line)
 
@@ -215,6 +222,6 @@ def number(text: str) -> float | None:
         return None
 
 
-def clean(text: str) -> str:
+def clean(text: str, longest: int = 200) -> str:
     """Of a stranger's text what a line for people may hold."""
-    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:200]
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:longest]

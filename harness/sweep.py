@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import gate, machine, method, sim
+from harness import gate, machine, method, published, sim
 from harness.launch import build, build_sim, launch
 from harness.record import Gate, Record, new_stem, read_all
 from harness.spec import Budget, Job, Plan, gib, params_text
@@ -141,7 +141,8 @@ class Sweep:
         facts, versions = machine.facts(), machine.software()
         record = Record(job, key, "does-not-fit", "plan", shortfall, started=time.time(), clock=job.device)
         dataclasses.replace(record, machine=facts, software=versions).write(path)
-        path.with_name(path.name.removesuffix(".json") + ".txt").write_text(shortfall + "\n")
+        lines = [*published.header_lines(job), published.end_line(job, record.status, record.phase, 0, shortfall)]
+        path.with_name(path.name.removesuffix(".json") + ".txt").write_text("\n".join(lines) + "\n")
         self.records[path] = Record.read(path)
         return path
 

@@ -149,7 +149,7 @@ class Run:
             self.measured["step_seconds"].append(self.clock.seconds(len(losses)))
             seconds = self.measured["step_seconds"][-1]
             self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds})
-            if len(losses) % published.INTERVAL == 0:
+            if len(losses) % published.interval_steps(self.job) == 0:
                 for line in published.interval_lines(self.job, self.measured, device_peaks(self.job.device)):
                     print(line, flush=True)
 

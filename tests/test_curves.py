@@ -38,6 +38,24 @@ def test_without_a_reference_there_is_no_verdict(tmp_path: Path) -> None:
     assert (record.gate.verdict, record.gate.reason) == ("untested", "no-reference")
 
 
+def test_a_resident_log_whose_loss_rose_is_named_as_no_reference(tmp_path: Path) -> None:
+    write_log(tmp_path, name_of("megatron-lm", 2, 64), megatron_lines(2, 64, [10.0, 10.5]))
+    write_log(tmp_path, name_of("l2l", 2, 64), megatron_lines(2, 64, [10.0, 9.0]))
+    texts = {record.job.method: record.gate.text for record in imported(tmp_path, results=tmp_path)}
+    flaw = "its logged losses do not fall: from 10 to 10.5"
+    assert texts == {
+        "megatron-lm": f"would be the reference, but {flaw}",
+        "l2l": f"megatron-lm at 2 layers beside it is no reference: {flaw}",
+    }
+
+
+def test_a_reference_that_rose_does_not_stand_before_one_that_learned(tmp_path: Path) -> None:
+    write_log(tmp_path, name_of("resident", 2, 64), megatron_lines(2, 64, [10.0, 10.5]))
+    write_log(tmp_path, name_of("megatron-lm", 2, 64), megatron_lines(2, 64, [10.0, 9.0]))
+    path = write_log(tmp_path, name_of("l2l", 2, 64), megatron_lines(2, 64, [10.0, 9.01]))
+    assert imported(path, results=tmp_path)[0].gate.evidence["reference_method"] == "megatron-lm"
+
+
 def test_the_reference_may_be_named(tmp_path: Path) -> None:
     for name in ("zero-offload 32 4", "zero-infinity 32 4"):
         write_published(tmp_path, name)

@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 
 from harness import fairness
 from harness.importer import import_logs, line
+from harness.launch import launch
 from harness.method import ROOT
+from harness.published import BUILD_LOG
 from harness.record import Record, read_all
-from harness.spec import Job, Workload
+from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
 from tests.logs import (
     PUBLISHED,
@@ -93,6 +95,24 @@ def test_what_is_no_log_is_named_and_skipped(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert done.stdout.startswith("megatron-lm, 32 layers, 1.717 B parameters: ok, median")
     assert len(list((tmp_path / "results").iterdir())) == 1
+
+
+def test_our_own_logs_say_how_their_runs_ended(tmp_path: Path) -> None:
+    """One complete run of fewer steps than an interval, one that fills a device, one that is refused by its plan."""
+    load = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
+    small = Budget(device_bytes=2**16, host_bytes=2**26)
+    (logs := tmp_path / "logs").mkdir()
+    launch(Job("resident", load, steps=5, warmup=1), "", logs)
+    launch(Job("l2l", load, budget=small, device="sim", steps=4, warmup=1), "", logs)
+    Sweep(logs).run([Job("resident", load.at_depth(10**8))])
+    (logs / BUILD_LOG.format("zenflow")).write_text("ninja: no work to do")
+    records = sorted(imported(logs, results=tmp_path), key=lambda record: record.evidence["log"])
+    own = sorted(read_all(logs)[0].items(), key=lambda item: item[0].name)
+    assert [record.status for record in records] == ["oom-device", "does-not-fit", "ok"]
+    for record, (_, recorded) in zip(records, own, strict=True):
+        assert record.job.workload == recorded.job.workload and record.reason == recorded.reason
+        assert (record.status, record.phase) == (recorded.status, recorded.phase)
+    assert records[-1].losses == [pytest.approx(statistics.fmean(own[-1][1].losses), rel=1e-5)]
 
 
 def test_importing_twice_writes_nothing_new_and_leaves_the_logs_alone(tmp_path: Path) -> None:

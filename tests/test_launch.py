@@ -29,7 +29,7 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
     record = Record.read(path)
     log = Path(str(path).removesuffix(".json") + ".txt").read_text()
     assert record.status == "ok" and len(record.losses) == 10
-    assert " iteration       10/      10 |" in log
+    assert " iteration       10/      10 |" in log and log.endswith("ended as ok at done, after 10 of 10 steps\n")
     assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
 
 

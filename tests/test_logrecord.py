@@ -102,6 +102,8 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
         ("/x/run.sh: line 56: 31047 Killed                  python train.py", "oom-host"),
         ("[2022-07-02] [ERROR] [launch.py] Process 7 exits with return code = -9", "oom-host"),
         ("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "oom-device"),
+        ("torch.OutOfMemoryError: sim device out of memory: tried to allocate 64 bytes", "oom-device"),
+        ("torch.OutOfMemoryError: sim pinned out of memory: tried to allocate 64 bytes", "oom-host"),
         ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes", "oom-host"),
         ("/x/run.sh: line 56: 31047 Terminated              python train.py", "killed"),
         ("/x/run.sh: line 56: 31047 Segmentation fault      python train.py", "crash"),
