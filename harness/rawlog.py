@@ -22,6 +22,9 @@ NAME = re.compile(
     r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
     r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
 )
+# What launchers and terminals put before a line: colors; a time, a rank, a host, as [2024-01-02 03:04:05] worker-0:
+COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
+PREFIX = re.compile(r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\[\w{1,20}\d\]: |(?:[A-Za-z][\w.-]{0,40})?\d: )*")
 ARGUMENT = re.compile(r"^ {2}(\w+) \.+ (.+)$")
 ARGUMENTS = frozenset((
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "batch_size",
@@ -39,9 +42,10 @@ PADDED_VOCABULARY = re.compile(r"\(new size: (\d{1,9})\)")
 ITERATION = re.compile(r"^\s*iteration +(\d{1,12})/ *(\d{1,12}) \|(.*)$")
 ITERATION_FIELDS = frozenset((
     "elapsed time per iteration (ms)", "learning rate", "global batch size", "loss scale", "grad norm",
-    "number of skipped iterations", "number of nan iterations",
+    "number of skipped iterations", "number of nan iterations", "consumed samples", "num zeros", "params norm",
+    "throughput per GPU (TFLOP/s/GPU)",
 ))  # fmt: skip
-FIELD = re.compile(rf"([a-z][a-z0-9/ ()-]*): +{NUMBER}")
+FIELD = re.compile(rf"([a-z][A-Za-z0-9/ ()-]*): +{NUMBER}")
 INTERVAL_SPEED = re.compile(rf"SamplesPerSecond: {NUMBER}")
 CUMULATIVE_SPEED = re.compile(rf"SamplesPerSec={NUMBER}")
 TERA_FLOPS = re.compile(rf"Effective Tera Flops per GPU: {NUMBER}")
@@ -51,14 +55,15 @@ EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 # A line with none of these tells no end: a quick look at what may be gigabytes.
 END_SIGNS = (
     "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
-    "Exception", "Unavailable", "can not create",
+    "Exception", "Unavailable", "can not create", "exitcode", "oom",
 )  # fmt: skip
 # How a log tells that its run ended early, the most telling first: status, what is seen, what that means.
 ENDS = (
     ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED"), ""),
     ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
                             r"memory"), ""),
-    ("oom-host", re.compile(r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b"),
+    ("oom-host", re.compile(r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b|"
+                            r"exitcode *: -9\b|oom[-_]kill"),
      "SIGKILL that nothing in the log asked for: the host ran out of memory (inferred)"),
     ("does-not-fit", re.compile(r"layers needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
     ("interrupted", re.compile(r"^KeyboardInterrupt|\bline \d+: +\d+ (?:Interrupt|Hangup)\b"), ""),
@@ -135,7 +140,8 @@ def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
     with open(path, "rb") as file:
         while piece := file.readline(LONGEST_LINE_BYTES):
             update(piece)
-            yield piece.decode(errors="replace").rstrip("\r\n")
+            text = COLOR.sub("", piece.decode(errors="replace").rstrip("\r\n"))
+            yield text[PREFIX.match(text).end() :]  # type: ignore[union-attr]
 
 
 def _take(log: RawLog, line: str) -> None:

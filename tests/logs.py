@@ -11,9 +11,10 @@ import pytest
 from harness.importer import import_logs
 from harness.logrecord import to_record
 from harness.method import ROOT
+from harness.published import end_line, header_lines, interval_lines
 from harness.rawlog import read
 from harness.record import Record
-from harness.spec import Workload
+from harness.spec import Job, Workload
 
 PUBLISHED = ROOT.parent / "shared" / "published"
 needs_published = pytest.mark.skipif(not PUBLISHED.exists(), reason="the published raw logs are not in ../shared")
@@ -142,6 +143,19 @@ def deepspeed_lines(num_layers: int, hidden_size: int, losses: Sequence[float], 
         if index == 0:
             lines.append(f"after 10 iterations {MEMORY}")
     return lines
+
+
+def own_lines(num_layers: int, hidden_size: int, losses: Sequence[float], of: int | None = None) -> list[str]:
+    """As this harness prints: a run that stopped early was interrupted."""
+    steps = of or 10 * len(losses)
+    job = Job("l2l", Workload(num_layers=num_layers, hidden_size=hidden_size), steps=steps)
+    done = {"losses": [loss for loss in losses for _ in range(10)], "grad_norms": []}
+    done["step_seconds"] = [0.5] * len(done["losses"])
+    lines = header_lines(job)
+    for step in range(10, len(done["losses"]) + 1, 10):
+        lines += interval_lines(job, {name: values[:step] for name, values in done.items()}, {})
+    how = ("ok", "done") if len(done["losses"]) == steps else ("interrupted", f"step {len(done['losses']) + 1}")
+    return [*lines, end_line(job, *how, len(done["losses"]), "")]
 
 
 MEMORY = "memory (MB) | allocated: 100.0 | max allocated: 120.0 | reserved: 150.0 | max reserved: 200.0"

@@ -35,6 +35,7 @@ from tests.logs import (
     name_of,
     needs_published,
     one,
+    own_lines,
     write_log,
     write_published,
 )  # fmt: skip
@@ -188,7 +189,8 @@ def mutate(lines: list[str], draw: st.DrawFn) -> list[bytes]:
 @st.composite
 def mutated_logs(draw: st.DrawFn) -> list[bytes]:
     curve = draw(st.sampled_from([[9.0, 8.0, 7.5], [9.0, 9.0], [9.0, math.nan, math.nan], [8.0]]))
-    lines = draw(st.sampled_from([megatron_lines, deepspeed_lines]))(2, 64, curve, of=draw(st.sampled_from([30, 50])))
+    dialect = draw(st.sampled_from([megatron_lines, deepspeed_lines, own_lines]))
+    lines = dialect(2, 64, curve, of=draw(st.sampled_from([30, 50])))
     return mutate([*lines, draw(st.sampled_from(["", "run.sh: line 5: 7 Killed  python", "MemoryError"]))], draw)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,8 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
     [
         ("/x/run.sh: line 56: 31047 Killed                  python train.py", "oom-host"),
         ("[2022-07-02] [ERROR] [launch.py] Process 7 exits with return code = -9", "oom-host"),
+        ("  exitcode  : -9 (pid: 31047)", "oom-host"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0", "oom-host"),
         ("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "oom-device"),
         ("torch.OutOfMemoryError: sim device out of memory: tried to allocate 64 bytes", "oom-device"),
         ("torch.OutOfMemoryError: sim pinned out of memory: tried to allocate 64 bytes", "oom-host"),
@@ -138,6 +141,48 @@ def test_a_whole_line_without_a_loss_is_not_a_number_and_a_cut_one_is_missing(tm
     assert math.isnan(nan.losses[1])
     cut = [text.split("| lm loss")[0] if "20/" in text else text for text in megatron_lines(2, 64, [9.0, 8.0])]
     assert one(tmp_path, name_of("m", 2, 64), cut).losses == [9.0, None]
+
+
+def prefixed(lines: list[str]) -> list[str]:
+    return [f"[2024-01-02 03:04:05.678] worker-0: {text}" for text in lines]
+
+
+def newer(lines: list[str]) -> list[str]:
+    """Megatron-LM of later years: a time before the iteration, other fields, no speed line, no arguments."""
+    kept = [text for text in lines if text.startswith(" iteration") or "number of parameters" in text]
+    more = " consumed samples: 40 | throughput per GPU (TFLOP/s/GPU): 1.5 | elapsed time per iteration (ms):"
+    return [
+        "[2024-01-02 03:04:05] "
+        + text.replace(" elapsed time per iteration (ms):", more).replace(" loss scale", " num zeros: 0 | loss scale")
+        if text.startswith(" iteration")
+        else text
+        for text in kept
+    ]
+
+
+def two_ranks(lines: list[str]) -> list[str]:
+    return [each for text in lines for each in ((text, text) if "iteration" in text else (text,))]
+
+
+def colored(lines: list[str]) -> list[str]:
+    return ["\x1b[32m" + text + "\x1b[0m" for text in lines]
+
+
+def of_windows(lines: list[str]) -> list[str]:
+    return ["\ufeff" + lines[0] + "\r", *(text + "\r" for text in lines[1:])]
+
+
+@pytest.mark.parametrize("vary", [prefixed, newer, two_ranks, colored, of_windows])
+@pytest.mark.parametrize("dialect", [megatron_lines, deepspeed_lines])
+def test_a_dialect_that_nobody_has_shown_us_reads_as_the_one_that_it_is_near(
+    tmp_path: Path, vary: Callable, dialect: Callable
+) -> None:
+    for name, losses in (("whole", [9.0, 8.5, 8.25]), ("nan", [9.0, math.nan, math.nan])):
+        record = one(tmp_path, name_of(name, 2, 64), vary(dialect(2, 64, losses)))
+        assert (record.status, record.job.steps, str(record.losses)) == ("ok", 30, str(losses))
+        assert record.median_step_seconds == 0.5
+    short = one(tmp_path, name_of("short", 2, 64), vary([*dialect(2, 64, [9.0], of=50), "KeyboardInterrupt"]))
+    assert (short.status, short.phase, short.losses) == ("interrupted", "step 11", [9.0])
 
 
 def test_a_missing_line_leaves_a_gap_and_not_a_shift(tmp_path: Path) -> None:
