@@ -22,6 +22,7 @@ from harness import case, method, profiles, redact, report, scaled, verify
 from harness.machine import PACKAGES
 from harness.record import STATUSES, VERDICTS, Record, read_all
 from harness.redact import Names
+from harness.rows import machine_of
 
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
 TEXT = """\
@@ -94,7 +95,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         records[-1].write(stage / path.name)
     for path in results.glob("log_*.txt"):
         (stage / path.name).write_text(names.text(path.read_text(errors="replace")))
-    machines = sorted({verify.machine_of(record) for record in records if record.origin == "run"})
+    machines = sorted({machine_of(record) for record in records if record.origin == "run"})
     for name in machines or (None,):
         part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""
         chosen = verify.of_one_machine(records, name)

@@ -211,7 +211,7 @@ def _texts(row: Row) -> list[str]:
 
 def _row(line: dict[str, str]) -> Row:
     kinds = {"num_layers": int, "hidden_size": int, "window_size": int, "num_runs": int}
-    kinds |= {"value": float, "low": float, "high": float}  # type: ignore[dict-item]
+    kinds |= {"value": float, "low": float, "high": float, "scatter": float}  # type: ignore[dict-item]
     values: dict[str, Any] = {name: line[name] for name in COLUMNS}
     for name, kind in kinds.items():
         values[name] = kind(line[name]) if line[name] else None

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import noise
 from harness.record import Record, read_all
-from harness.rows import Row, row
-from harness.spec import Workload
+from harness.rows import Row, machine_of, row
+from harness.spec import Budget, Workload, gib
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
 SIMULATED = ("sim", "virtual")  # clocks that time what is simulated
@@ -20,8 +20,22 @@ METRIC = "samples_per_second"
 FIELDS = [field.name for field in dataclasses.fields(Workload)]
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
 
-Point = tuple[str, str, Workload]  # method, its options as text, workload
-Side = dict[Point, list[Record]]  # repeats, oldest first
+
+class Point(NamedTuple):
+    """What was run, under what."""
+
+    method: str
+    options: str
+    workload: Workload
+    machine: str
+    budget: Budget
+    device: str
+
+
+# Two runs should agree in all of these beside the workload; where none do, in fewer, the first given up first.
+SETTING = ("machine", "budget", "device")
+Named = dict[str, Point]  # by METHOD:name=value,...
+Side = dict[Point, list[Record]]  # repeats, oldest first; the point that was run last comes last
 
 
 @dataclass(frozen=True)
@@ -86,20 +100,39 @@ def select(text: str, results: Path) -> Side:
 def pairs(a: Side, b: Side) -> tuple[list[tuple[list[Record], list[Record]]], list[str]]:
     """What can be set side by side: one method and set of options of a workload each, or those that are the same in
     both; and a line for each workload where neither is so."""
-    found, complaints = [], []
-    for load in dict.fromkeys(point[2] for point in a if point[2] in {other[2] for other in b}):
-        ours, theirs = ([point for point in one if point[2] == load] for one in (a, b))
-        both = [point for point in ours if point in theirs]
-        if len(ours) == len(theirs) == 1:
-            found.append((a[ours[0]], b[theirs[0]]))
-        elif both:
-            found.extend((a[point], b[point]) for point in both)
-        else:
-            choices = " or ".join(f"{point[0]}:{point[1]}" for point in (ours if len(ours) > 1 else theirs))
-            complaints.append(f"{load.num_layers} layers: several runs to choose from: name one, as {choices}")
+    found: list[tuple[list[Record], list[Record]]] = []
+    complaints: list[str] = []
+    for load in dict.fromkeys(point.workload for point in a if point.workload in {other.workload for other in b}):
+        for ours, theirs in _alike(*([point for point in one if point.workload == load] for one in (a, b))):
+            both = [(ours[name], theirs[name]) for name in ours if name in theirs]
+            if len(ours) == len(theirs) == 1:
+                both = list(zip(ours.values(), theirs.values(), strict=True))
+            found.extend((a[our], b[their]) for our, their in both)
+            if not both:
+                choices = " or ".join(ours if len(ours) > 1 else theirs)
+                complaints.append(f"{load.num_layers} layers: several runs to choose from: name one, as {choices}")
     if not found and not complaints:
         complaints.append(_no_common_workload(a, b))
     return found, complaints
+
+
+def _alike(a: list[Point], b: list[Point]) -> list[tuple[Named, Named]]:
+    """For each setting that both sides ran under, the points of each."""
+    for given_up in range(len(SETTING) + 1):
+        ours, theirs = (_by_setting(points, SETTING[given_up:]) for points in (a, b))
+        common = [setting for setting in ours if setting in theirs]
+        if common:
+            return [(ours[setting], theirs[setting]) for setting in common]
+    return []
+
+
+def _by_setting(points: list[Point], names: tuple[str, ...]) -> dict[tuple, Named]:
+    """The last run of each method and set of options under each setting."""
+    found: dict[tuple, Named] = {}
+    for point in points:
+        setting = tuple(getattr(point, name) for name in names)
+        found.setdefault(setting, {})[f"{point.method}:{point.options}"] = point
+    return found
 
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
@@ -112,11 +145,15 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
                if not one.valid or not noise.has_number(one)]  # fmt: skip
     if without:
         return Comparison(a, b, NONE, "; ".join(without))
+    silent = [letter for letter, one in zip("AB", rows, strict=True) if one.scatter is None]
+    if silent:
+        told = f"of {' and '.join(silent)} one step was timed, which tells nothing of its noise: run more --steps"
+        return Comparison(a, b, NONE, told)
     found = noise.ratio(*rows)
     verdict = FASTER if found.low > 1 else SLOWER if found.high < 1 else ALIKE
     why = found.how
     if not found.has_interval:
-        why += ", and the steps of one run are no repeats (--rerun measures again)"
+        why += "; --rerun measures again"
     return Comparison(a, b, verdict, why, found)
 
 
@@ -133,7 +170,8 @@ def side(repeats: list[Record]) -> dict[str, Any]:
     shown = made if made.valid else None
     return {
         "method": made.method, "options": newest.job.options, "num_layers": made.num_layers,
-        "hidden_size": made.hidden_size, "num_runs": len(repeats), "status": made.status, "gate": newest.gate.verdict,
+        "hidden_size": made.hidden_size, "device": newest.job.device, "budget": dataclasses.asdict(newest.job.budget),
+        "num_runs": len(repeats), "status": made.status, "gate": newest.gate.verdict,
         "gate_text": newest.gate.text, "samples_per_second": shown and shown.value, "low": shown and shown.low,
         "high": shown and shown.high, "keys": list(made.keys),
     }  # fmt: skip
@@ -161,24 +199,38 @@ def _side_text(one: dict[str, Any]) -> str:
         bounds = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
         speed = f"{one['samples_per_second']:.4g} samples/s{bounds}"
     gate = f"gate {one['gate']}: {one['gate_text']}" if one["status"] == "ok" else f"ended as {one['status']}"
-    return f"{one['method']}{options}, {one['num_layers']} layers x {one['hidden_size']}: {runs}, {speed}; {gate}"
+    place = ", ".join([f"on {one['device']}", *_budget_texts(one["budget"])])
+    size = f"{one['num_layers']} layers x {one['hidden_size']}"
+    return f"{one['method']}{options}, {size}, {place}: {runs}, {speed}; {gate}"
+
+
+def _budget_texts(budget: dict[str, Any]) -> list[str]:
+    """Of the memories and the link, which are what makes a budget's runs others."""
+    limits = [
+        f"{name} {gib(budget[f'{name}_bytes'])}" for name in ("device", "host", "disk") if budget[f"{name}_bytes"]
+    ]
+    link = budget["link_bytes_per_second"]
+    return limits + ([f"link {gib(link)}/s"] if link else [])
 
 
 def _by_point(records: Iterable[Record]) -> Side:
-    """Repeats of what was measured last: equal keys are repeats, others of the same point are older states of it."""
+    """Repeats of what was measured last: equal keys are repeats, others of the same point are older states of it. What
+    was cut short is none where there are whole ones."""
     found: Side = {}
     for record in records:
-        point = (record.job.method, _options_text(record), record.job.workload)
-        repeats = found.setdefault(point, [])
+        job = record.job
+        budget = dataclasses.replace(job.budget, seconds=None)
+        point = Point(job.method, _options_text(record), job.workload, machine_of(record), budget, job.device)
+        repeats = found.pop(point, [])
         if repeats and repeats[-1].key != record.key:
             repeats.clear()
-        repeats.append(record)
-    return found
+        found[point] = [*repeats, record]
+    return {point: [one for one in repeats if one.is_result] or repeats for point, repeats in found.items()}
 
 
 def _no_common_workload(a: Side, b: Side) -> str:
     """Which fields differ between the two workloads that are nearest to each other."""
-    loads = [(ours[2], theirs[2]) for ours in a for theirs in b]
+    loads = [(ours.workload, theirs.workload) for ours in a for theirs in b]
     different = [
         [(name, getattr(ours, name), getattr(theirs, name)) for name in FIELDS
          if getattr(ours, name) != getattr(theirs, name)]

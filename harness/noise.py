@@ -1,7 +1,8 @@
 """Can two numbers be told apart? The ratio of two rows, and bounds that it has to leave before anything is said.
 
-Processes are repeats; steps of one process are not, so the spread of steps bounds nothing here. Below three processes
-on either side a stated margin stands in for the interval.
+Processes are repeats; steps of one process are not: what slows one, another program's load, slows its neighbors, too.
+Below three processes on either side a margin stands in for the interval. It takes a whole process for one step: its
+median is as uncertain as a step is, whose scatter is known.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 from harness.rows import CONFIDENCE, FEWEST_FOR_INTERVAL, Row
 
-MARGIN = 0.05  # of a ratio, where a side has too few runs for an interval
+LEAST_MARGIN = 0.05  # of a ratio, where a side has too few runs for an interval
+STANDARD_ERRORS = 2  # that a margin spans
 COUNTED = ("params",)  # metrics that are counted, not timed: two of them differ or they do not
 
 
@@ -52,8 +54,16 @@ def ratio(over: Row, under: Row) -> Ratio:
     if has_interval(over) and has_interval(under):
         low, high = _welch(over, under)
         return Ratio(value, low, high, f"95 % interval, {runs}", has_interval=True)
-    how = f"margin of {MARGIN:.0%}: {runs}, an interval needs {FEWEST_FOR_INTERVAL} each"
-    return Ratio(value, value / (1 + MARGIN), value * (1 + MARGIN), how, has_interval=False)
+    factor = max(1 + LEAST_MARGIN, math.exp(STANDARD_ERRORS * math.hypot(over.scatter or 0, under.scatter or 0)))
+    how = (
+        f"margin of {factor - 1:.0%}: {runs}{_scatter_text(over, under)}, an interval needs {FEWEST_FOR_INTERVAL} each"
+    )
+    return Ratio(value, value / factor, value * factor, how, has_interval=False)
+
+
+def _scatter_text(over: Row, under: Row) -> str:
+    known = [f"{row.scatter:.1%}" for row in (over, under) if row.scatter is not None]
+    return f" with steps that scatter by {' and '.join(known)}" if len(known) == 2 else ""
 
 
 def _welch(over: Row, under: Row) -> tuple[float, float]:

@@ -81,11 +81,15 @@ class Record:
         return self.status in RESULTS
 
     @property
+    def timed_seconds(self) -> list[float]:
+        """Of the steps after warm-up; of a log, the means of its intervals after those that hold the warm-up."""
+        warmup = -(-self.job.warmup // self.interval_steps)
+        return [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
+
+    @property
     def median_step_seconds(self) -> float | None:
         """Over the steps after warm-up, whatever the gate says."""
-        warmup = -(-self.job.warmup // self.interval_steps)
-        timed = [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
-        return statistics.median(timed) if timed else None
+        return statistics.median(self.timed_seconds) if self.timed_seconds else None
 
     @property
     def samples_per_second(self) -> float | None:

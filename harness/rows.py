@@ -41,6 +41,7 @@ class Row:
     low: float | None = None
     high: float | None = None
     num_runs: int = 1
+    scatter: float | None = None  # relative standard deviation of the steps within a run, or of two runs
     valid: bool = False
     reason: str = ""  # why not valid, or how the run ended
     status: str = "ok"
@@ -60,10 +61,30 @@ def row(metric: str, repeats: Sequence[Record]) -> Row:
     return Row(
         metric, last.job.method, last.job.workload.num_layers, last.job.workload.hidden_size,
         last.job.options.get("window_size"), statistics.median(values) if values else None, low, high, len(values),
-        valid=failing is None, reason=reason, status=(failing or last).status, origin=last.origin,
-        machine=str(last.machine.get("gpu") or last.machine.get("cpu") or ""), clock=last.clock,
+        scatter(repeats), valid=failing is None, reason=reason, status=(failing or last).status, origin=last.origin,
+        machine=machine_of(last), clock=last.clock,
         keys=tuple(record.key for record in repeats),
     )  # fmt: skip
+
+
+def machine_of(record: Record) -> str:
+    """The name by which runs are told apart."""
+    return str(record.machine.get("gpu") or record.machine.get("cpu") or "")
+
+
+def scatter(repeats: Sequence[Record]) -> float | None:
+    """How far the steps of the worst of these runs scatter, or the runs themselves, on logarithms; None where each
+    has timed one step. By the middle half of the values, which a hiccup does not move: of normal ones it is 1.349
+    standard deviations wide."""
+    found = []
+    for record in repeats:
+        if len(record.timed_seconds) > 1 and min(record.timed_seconds) > 0:
+            low, _, high = statistics.quantiles(record.timed_seconds, n=4, method="inclusive")
+            found.append(math.log(high / low) / 1.349)
+    medians = [record.median_step_seconds for record in repeats if record.median_step_seconds]
+    if len(medians) > 1:
+        found.append(math.log(max(medians) / min(medians)) / 2)
+    return max(found, default=None)
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:

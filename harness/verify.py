@@ -15,7 +15,7 @@ from rich.table import Table
 from harness import case, claims, profiles, verdicts
 from harness.claims import Claim
 from harness.record import Record, read_all
-from harness.rows import Row, row
+from harness.rows import Row, machine_of, row
 from harness.verdicts import Finding
 
 PROFILES = (
@@ -99,11 +99,6 @@ def _is_of(record: Record, asked: str) -> bool:
     if asked == claims.PAPER_MACHINE and _has_paper_budget(record):
         return True
     return asked.lower() in machine_of(record).lower() or (asked == claims.PAPER_MACHINE and _is_v100(record))
-
-
-def machine_of(record: Record) -> str:
-    """The name by which runs are told apart."""
-    return str(record.machine.get("gpu") or record.machine.get("cpu") or "")
 
 
 def _is_v100(record: Record) -> bool:

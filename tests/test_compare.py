@@ -15,7 +15,7 @@ from harness import compare, noise
 from harness.compare import ALIKE, FASTER, NONE, SLOWER
 from harness.record import Gate, Record
 from harness.rows import row
-from harness.spec import Job, Workload
+from harness.spec import Budget, Job, Workload
 from tests.test_cli import run
 
 SMALL = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
@@ -74,11 +74,25 @@ def test_the_interval_holds_the_truth_in_95_of_100_cases() -> None:
     assert 0.92 < held / 600 < 0.98
 
 
+def test_the_margin_of_one_run_is_of_the_scatter_of_its_steps() -> None:
+    """The middle half of 0.9, 1, 1.1 lies from 0.95 to 1.05: ln(1.05 / 0.95) / 1.349 is 7.4 %, twice sqrt(2) of it
+    21 %, as a factor 1.233."""
+    loud = record(step_seconds=[9.0, 0.9, 1.0, 1.1]), record("resident", step_seconds=[9.0, 1.08, 1.2, 1.32])
+    found = compare.compare(*([one] for one in loud))
+    assert found.ratio is not None and found.ratio.high / found.ratio.value == pytest.approx(1.233, abs=5e-4)
+    assert found.verdict == ALIKE and "margin of 23%: 1 and 1 runs with steps that scatter by 7.4% and" in found.why
+
+
+def test_one_timed_step_tells_nothing_of_its_noise() -> None:
+    found = compare.compare([record(step_seconds=[9.0, 1.0])], [record("resident")])
+    assert found.verdict == NONE and found.why.startswith("of A one step was timed")
+
+
 def test_one_run_each_has_no_interval_and_says_so() -> None:
     found = compare.compare([record(seconds=1.0)], [record("resident", 2.0)])
     assert found.why == (
-        "margin of 5%: 1 and 1 runs, an interval needs 3 each, and the steps of one run are no repeats (--rerun"
-        " measures again)"
+        "margin of 5%: 1 and 1 runs with steps that scatter by 0.0% and 0.0%, an interval needs 3 each; --rerun"
+        " measures again"
     )
 
 
@@ -120,7 +134,7 @@ def test_folders_are_paired_by_workload_method_and_options(tmp_path: Path) -> No
     both = [*repeats("l2l", 1.0, 1.1), record("resident")]
     found, complaints = side_by_side(tmp_path, both, [record("resident", 2.0), record("l2l", 3.0)])
     named = [(a[-1].job.method, len(a), b[-1].job.method) for a, b in found]
-    assert named == [("l2l", 2, "l2l"), ("resident", 1, "resident")]
+    assert sorted(named) == [("l2l", 2, "l2l"), ("resident", 1, "resident")]
     assert complaints == []
 
 
@@ -128,6 +142,33 @@ def test_only_the_newest_state_of_a_point_speaks_for_it(tmp_path: Path) -> None:
     old, new = record(seconds=9.0, key="old source", started=1.0), record(seconds=1.0, started=2.0)
     (pair,), _ = side_by_side(tmp_path, [new, old], [record("resident")])
     assert [one.key for one in pair[0]] == [new.key]
+
+
+def on(device: str, device_mib: int, seconds: float, method: str = "l2l", **other: Any) -> Record:
+    budget = Budget(device_bytes=device_mib * 2**20)
+    made = record(method, seconds, key=f"{method} {device} {device_mib}", clock=device, **other)
+    return dataclasses.replace(made, job=dataclasses.replace(made.job, device=device, budget=budget))
+
+
+def test_runs_are_paired_by_device_and_budget_before_any_newest_one_is_taken(tmp_path: Path) -> None:
+    a = [on("sim", 16, 1.0, started=1.0), on("cpu", 32, 3.0, started=2.0)]
+    b = [on("cpu", 32, 6.0, "resident", started=3.0), on("sim", 16, 4.0, "resident", started=4.0)]
+    found, _ = side_by_side(tmp_path, a, b)
+    made = [compare.compare(*pair) for pair in found]
+    assert [(one.a[-1].job.device, one.ratio and one.ratio.value) for one in made] == [("sim", 4.0), ("cpu", 2.0)]
+    assert compare.side(made[0].a)["budget"]["device_bytes"] == 16 * 2**20
+
+
+def test_where_no_budget_is_common_the_newest_are_taken_and_the_difference_is_named(tmp_path: Path) -> None:
+    a = [on("sim", 16, 1.0, started=1.0), on("sim", 32, 3.0, started=2.0)]
+    ((ours, theirs),), _ = side_by_side(tmp_path, a, [on("sim", 64, 6.0, "resident")])
+    assert compare.differences(ours[-1], theirs[-1])["job.budget.device_bytes"] == (32 * 2**20, 64 * 2**20)
+
+
+def test_a_run_that_was_cut_short_is_no_repeat_of_a_whole_one(tmp_path: Path) -> None:
+    cut = record(status="interrupted", reason="interrupted", step_seconds=[], started=9.0)
+    ((ours, _),), _ = side_by_side(tmp_path, [record(), cut], [record("resident")])
+    assert [one.status for one in ours] == ["ok"]
 
 
 def test_different_workloads_are_not_compared_and_the_fields_are_named(tmp_path: Path) -> None:
@@ -151,7 +192,7 @@ def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
     done = run("compare", "l2l", "resident", "--results", str(results))
     assert done.returncode == 0 and done.stderr == ""
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("A: l2l, 2 layers x 32: 3 runs, 2 samples/s (1.95 to 2.05); gate exact")
+    assert lines[0].startswith("A: l2l, 2 layers x 32, on cpu: 3 runs, 2 samples/s (1.95 to 2.05); gate exact")
     assert lines[2].startswith("A is faster: 2 (1.9") and "95 % interval, 3 and 3 runs" in lines[2]
     assert lines[3] == "  differs: job.method: l2l | resident"
     path = next(results.glob("log_resident_*.json"))
