@@ -1,6 +1,6 @@
 """Import: the published raw logs, the verb, and what no log does to it: a traceback.
 
-The property test mutates logs a few hundred times; 10,000 times with
+The property test mutates logs of a published run some times, and lets verify judge by them; 10,000 times with
     LOG_MUTATIONS=10000 ./test.sh tests/test_importer.py -k mutated --timeout 0
 """
 
@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness import fairness
+from harness import claims, fairness, verify
 from harness.importer import import_logs, line
 from harness.launch import launch
 from harness.method import ROOT
@@ -190,12 +190,12 @@ def mutate(lines: list[str], draw: st.DrawFn) -> list[bytes]:
 def mutated_logs(draw: st.DrawFn) -> list[bytes]:
     curve = draw(st.sampled_from([[9.0, 8.0, 7.5], [9.0, 9.0], [9.0, math.nan, math.nan], [8.0]]))
     dialect = draw(st.sampled_from([megatron_lines, deepspeed_lines, own_lines]))
-    lines = dialect(2, 64, curve, of=draw(st.sampled_from([30, 50])))
+    lines = dialect(32, 2048, curve, of=draw(st.sampled_from([30, 50])))
     return mutate([*lines, draw(st.sampled_from(["", "run.sh: line 5: 7 Killed  python", "MemoryError"]))], draw)
 
 
 @settings(
-    max_examples=int(os.environ.get("LOG_MUTATIONS", "300")), deadline=None,
+    max_examples=int(os.environ.get("LOG_MUTATIONS", "150")), deadline=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(content=mutated_logs())
@@ -207,9 +207,9 @@ def test_a_mutated_log_is_a_record_or_no_log_and_never_a_traceback(
     results.mkdir(parents=True, exist_ok=True)
     for old in results.iterdir():
         old.unlink()
-    if not (folder / name_of("megatron-lm", 2, 64)).exists():
-        write_log(folder, name_of("megatron-lm", 2, 64), megatron_lines(2, 64, [9.0, 8.0, 7.5]))
-    path = folder / name_of("l2l", 2, 64)
+    if not (folder / name_of("megatron-lm", 32, 2048)).exists():
+        write_log(folder, name_of("megatron-lm", 32, 2048), megatron_lines(32, 2048, [9.0, 8.0, 7.5]))
+    path = folder / name_of("l2l", 32, 2048)
     path.write_bytes(b"\n".join(content))
     skipped: list = []
     records = imported_or_skipped(path, results, skipped)
@@ -219,6 +219,7 @@ def test_a_mutated_log_is_a_record_or_no_log_and_never_a_traceback(
         (stored,) = read_all(results)[0].values()
         assert 0 < (stored.median_step_seconds or 1.0) < math.inf
         assert not stored.gate.passed or stored.status == "ok"
+        assert len(verify.findings(results, None, "v100-vm")) == len(claims.load())
         assert not any(is_new for _, is_new in import_logs([path], results, None, lambda *each: None))
 
 
