@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "others": len(found) - len(entries),
         "ends": Counter(pages.outcome(record) for record in records),
         "doubts": doubts(records),
-        "commands": commands(runs, sections),
+        "commands": [*(["./run.sh import LOGS..."] if len(runs) < len(records) else []), *commands(runs, sections)],
         "untested": [finding for finding in here if finding.verdict == verdicts.NOT_TESTED],
         "elsewhere": [finding.claim.id for finding in here if finding.verdict == verdicts.OTHER_MACHINE],
         "profiles": list(dict.fromkeys(section.profile for section in sections)),
@@ -130,13 +131,16 @@ def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]
 def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
     """Every profile that one of these records may be of, with the memories of every machine that has a name."""
     runs = [record for record in records if record.origin == "run"]
+    seen: list[Profile] = []
     for name in scaled.NAMES:
         for on in (None, *profiles.names()):
             try:
                 used = case.profile_of(name, on, runs[-1].machine if runs else {})
             except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
                 continue
-            if any(used.is_of(record.job) for record in runs):
+            nameless = dataclasses.replace(used, name=used.kind)  # one that has its machine by default is the same
+            if nameless not in seen and any(used.is_of(record.job) for record in runs):
+                seen.append(nameless)
                 yield used
 
 

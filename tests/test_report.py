@@ -177,6 +177,13 @@ def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_brea
     assert "<script" not in prose.replace("\\<", "") and "\n    ./run.sh case all --profile demo\n" in text
 
 
+def test_a_profile_with_two_names_has_its_figures_once() -> None:
+    gpu = {**MACHINE, "gpu": "Some GPU", "gpu_bytes": 2**37}
+    job = case.profile_of("quick", None, gpu).probe("l2l", 8)
+    there = report.tables([measured(job, "k", clock="cuda", machine=gpu)])
+    assert [(used.name, number) for used, number, _ in there if number == 1] == [("quick", 1)]
+
+
 def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
     results = put(tmp_path, RECORDS[:1])
     (results / "log_bad.json").write_text("{")
