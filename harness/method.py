@@ -60,7 +60,7 @@ Training = Generator[Step, None, Trained]
 class Method(Protocol):
     """label, color (hex) and paper are for figures; bit_exact promises the reference's very bits on CPU in fp32;
     is_exact = False says that the method trains otherwise by design; is_reference is set by one method only; has_twin
-    says that train() runs on tensors without memory (harness/twin.py)."""
+    says that train() runs on tensors without memory (harness/twin.py); accumulates, that it trains on micro-batches."""
 
     label: ClassVar[str]
     color: ClassVar[str]
@@ -70,6 +70,7 @@ class Method(Protocol):
     is_exact: ClassVar[bool]
     is_reference: ClassVar[bool]
     has_twin: ClassVar[bool]
+    accumulates: ClassVar[bool]
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """What training would need, allocating nothing; ValueError where the options make no sense for this size."""
@@ -107,6 +108,7 @@ DEFAULTS: dict[str, Any] = {
     "is_reference": False,
     "has_twin": False,
     "missing": lambda self, device: None,
+    "accumulates": False,
     "to_build": lambda self: None,
     "build": lambda self: None,
     "describe": lambda self, workload, device: {"implementation": "its file"},
@@ -163,6 +165,13 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
         if not isinstance(value, hints[option]):
             raise ValueError(f"{name}'s option {option} takes {hints[option]}, not {value!r}")
     return cls(**options)
+
+
+def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -> None:
+    """Raise ValueError where this method does not train this workload."""
+    if workload.micro_batches > 1 and not trained.accumulates:
+        able = ", ".join(name for name in names(folders) if load(name, folders).accumulates)
+        raise ValueError(f"{trained.label} does not sum the gradients of micro-batches: leave them out, or -m {able}")
 
 
 def option_names(cls: type[Method]) -> list[str]:

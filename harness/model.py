@@ -81,7 +81,10 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Layer(workload) for _ in range(workload.num_layers))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        x = self.ends.embed(inputs)
+        return self.loss(self.ends.embed(inputs), targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of embedded tokens, (B, T, D)."""
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return self.ends.loss(x, targets)

@@ -38,6 +38,7 @@ class Workload:
     num_heads: int = 16
     seq_len: int = 1024
     batch_size: int = 4
+    micro_batches: int = 1  # equal parts of a batch, one after the other, whose gradients are summed
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
     dtype: str = "fp32"  # or "bf16": bf16 weights and gradients, fp32 master weights and moments
     dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
@@ -47,7 +48,7 @@ class Workload:
     corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None is the synthetic stream
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "vocab_size"):
+        for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
@@ -57,6 +58,13 @@ class Workload:
             nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
             raise ValueError(
                 f"hidden size {self.hidden_size} is not divisible by {self.num_heads} heads: try {nearest}, or --heads"
+            )
+        if self.batch_size % self.micro_batches:
+            counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
+            raise ValueError(f"batch size {self.batch_size} has no {self.micro_batches} equal parts: it has {counts}")
+        if self.dropout and self.micro_batches > 1:
+            raise ValueError(
+                "dropout and micro-batches exclude each other: in another order, other elements are dropped"
             )
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"dtype must be fp32 or bf16, not {self.dtype!r}")
@@ -111,22 +119,24 @@ class Workload:
 
     @property
     def boundary_bytes(self) -> int:
-        """The input of one layer, kept for its recompute."""
+        """The input of one layer, kept for its recompute; of the whole batch."""
         return self.batch_size * self.seq_len * self.hidden_size * self.weight_bytes
 
     @property
     def head_bytes(self) -> int:
-        """Largest transient of the loss and its backward pass: three fp32 tensors of the logits' size (softmax, and the
-        gradients of loss and softmax), or, later, the gradients of logits and embedding."""
-        logits = self.batch_size * self.seq_len * self.vocab_size
+        """Largest transient of a micro-batch's loss and its backward pass: three fp32 tensors of the logits' size
+        (softmax, and the gradients of loss and softmax), or, later, the gradients of logits and embedding."""
+        logits = self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
         embedding = self.vocab_size * self.hidden_size
-        return 3 * self.boundary_bytes + max(12 * logits, self.weight_bytes * (logits + embedding))
+        return 3 * self.boundary_bytes // self.micro_batches + max(
+            12 * logits, self.weight_bytes * (logits + embedding)
+        )
 
     @property
     def layer_bytes(self) -> int:
-        """Largest transient of a layer's recompute and backward pass: what it keeps, the gradients of the MLP's inner
-        tensors, and that of one of its matrices on the way to where gradients are summed."""
-        return 22 * self.boundary_bytes + self.weight_bytes * 4 * self.hidden_size**2
+        """Largest transient of a layer's recompute and backward pass on a micro-batch: what it keeps, the gradients of
+        the MLP's inner tensors, and that of one of its matrices on the way to where gradients are summed."""
+        return 22 * self.boundary_bytes // self.micro_batches + self.weight_bytes * 4 * self.hidden_size**2
 
     @property
     def working_bytes(self) -> int:
@@ -238,6 +248,8 @@ class Job:
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
         del data["budget"]["rates"]
+        if self.workload.micro_batches == 1:
+            del data["workload"]["micro_batches"]  # a job keeps the key that it had before there were any
         return data
 
     @staticmethod

@@ -25,6 +25,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     Raises ValueError for options that make no sense.
     """
     trained = method.create(job.method, job.options, folders)
+    method.check(trained, job.workload, folders)
     budget = machine.budget(job.budget, job.device, job.workload)
     plan = trained.plan(job.workload, budget)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]

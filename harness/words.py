@@ -91,6 +91,7 @@ def job_options(command: Any) -> Any:
         click.option("-h", "hidden_size", type=Numbers(), default="2048", help="Hidden size (help is --help)."),
         click.option("-b", "batch_size", type=Numbers(), default="4", help="Batch size."),
         click.option("-w", "window_size", type=Numbers(), help="Window, for methods that have one; else planned."),
+        click.option("--micro-batches", type=int, default=1, help="Equal parts of a batch, one after the other."),
         click.option("--heads", "num_heads", type=int, default=16),
         click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample."),
         click.option("--vocab", "vocab_size", type=int, default=50304),
@@ -129,7 +130,18 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     names = words["method_names"].split(",")
     names = method.names(folders) if names == ["all"] else names
     options = dict(parse_option(text) for text in words["options"])
-    sizes = ("seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate", "seed", "corpus")
+    sizes = (
+        "micro_batches",
+        "seq_len",
+        "vocab_size",
+        "num_heads",
+        "dtype",
+        "dropout",
+        "clip_norm",
+        "learning_rate",
+        "seed",
+        "corpus",
+    )
     fixed = {name: words[name] for name in sizes}
     device = machine.devices()[0] if words["device"] == "auto" else words["device"]
     budget = budget_of(words)

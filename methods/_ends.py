@@ -1,4 +1,7 @@
-"""Both ends of the model, kept and updated on the device: embedding and loss."""
+"""Both ends of the model, kept and updated on the device: embedding and loss.
+
+Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes whole and goes on as a list of its micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,30 @@ class ResidentEnds:
             self.module = Ends(workload)
         self.home = Home(device, self.module, "ends.", workload, host=False)
         self.slot = Slot(self.home, resident=True)
+        self.num_parts = workload.micro_batches
 
-    def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D); only the small graph of the look-up is kept for backward()."""
-        self.embedded = self.module.embed(inputs)
-        return self.embedded.detach()
+    def embed(self, inputs: Tensor) -> list[Tensor]:
+        """Token ids to (B, T, D); only the small graph of the look-up is kept for backward()."""
+        self.embedded = [self.module.embed(part) for part in inputs.chunk(self.num_parts)]
+        return [x.detach() for x in self.embedded]
 
-    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss, detached, and the gradient of the last layer's output; starts this step's gradients."""
+    def loss(self, xs: list[Tensor], targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The mean loss, detached, and the gradients of the last layer's outputs; starts this step's gradients."""
         self.home.grads.zero_()
-        x = x.detach().requires_grad_()
-        loss = self.module.loss(x, targets)
-        loss.backward()
-        assert x.grad is not None
-        return loss.detach(), x.grad
+        total, dxs = torch.zeros((), device=xs[0].device), []
+        for x, part in zip(xs, targets.chunk(self.num_parts), strict=True):
+            x = x.detach().requires_grad_()
+            loss = self.module.loss(x, part) / self.num_parts
+            loss.backward()
+            total += loss.detach()
+            assert x.grad is not None
+            dxs.append(x.grad)
+        return total, dxs
 
-    def backward(self, dx: Tensor) -> None:
+    def backward(self, dxs: list[Tensor]) -> None:
         """Add the look-up's share to the gradients."""
-        self.embedded.backward(dx)
+        for x, dx in zip(self.embedded, dxs, strict=True):
+            x.backward(dx)
         del self.embedded
 
     def norms(self) -> list[Tensor]:

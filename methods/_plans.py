@@ -51,11 +51,16 @@ def streamed_plan(
 def resident_plan(workload: Workload) -> Plan:
     """Everything on the device; gradients come and go with the step, so its fullest moment is one of five."""
     params, size = workload.num_params, workload.weight_bytes
-    boundaries = workload.num_layers * workload.boundary_bytes
+    is_whole = workload.micro_batches == 1
+    boundaries = workload.num_layers * workload.boundary_bytes // workload.micro_batches
+    starts = 0 if is_whole else 2 * workload.boundary_bytes  # every micro-batch's embedding, and its gradient
     embedding = workload.vocab_size * workload.hidden_size
     moments = (  # bytes of gradients and of activations
-        (0, boundaries + workload.head_bytes),
-        (size * workload.end_params, boundaries + workload.layer_bytes),  # the top layer's backward pass
+        (0 if is_whole else size * params, boundaries + workload.head_bytes + starts),
+        (
+            size * (workload.end_params if is_whole else params),
+            boundaries + workload.layer_bytes + starts,
+        ),  # the top layer's backward pass
         (size * (params - workload.layer_params), workload.layer_bytes),  # the bottom layer's
         (size * (params + 2 * embedding), 2 * workload.boundary_bytes),  # the tied embedding's two gradients are summed
         (4 * params, 0),  # the update

@@ -5,7 +5,7 @@ copy is one flat transfer per direction and visit. Three streams (compute, inbou
 alone; host threads wait for what they need, the launching thread only for a copy to have been queued. Slots and slabs
 live as long as the run, so no buffer changes streams through an allocator.
 
-Shapes: B batch, T tokens, D hidden.
+Shapes: B samples of a micro-batch, T tokens, D hidden. A layer takes all micro-batches of a step, one after the other.
 """
 
 from __future__ import annotations
@@ -85,27 +85,34 @@ class Slot:
         self.home, self.loaded = home, device.copier.submit(work)
         home.bind(self.weights, self.grads)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Saved]:
-        """The layer's output, and what its backward pass needs: only the input is kept. x: (B, T, D).
+    def forward(self, xs: list[Tensor]) -> tuple[list[Tensor], list[Saved]]:
+        """The layer's outputs, and what its backward pass needs: only the inputs are kept. xs: (B, T, D) each.
 
         Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
         stops the recompute where nothing more is needed.
         """
         self._arrive()
-        x = x.detach().requires_grad_()
-        y = checkpoint(self.home.module, x, use_reentrant=False, preserve_rng_state=self.home.has_dropout)
-        return y.detach(), Saved(x, y)
+        kept = []
+        for x in xs:
+            x = x.detach().requires_grad_()
+            y = checkpoint(self.home.module, x, use_reentrant=False, preserve_rng_state=self.home.has_dropout)
+            kept.append(Saved(x, y))
+        return [y.detach() for _, y in kept], kept
 
-    def backward(self, saved: Saved, dy: Tensor) -> Tensor:
-        """Recompute the layer on its input, leave its gradient in the slot, return the input's. dy: (B, T, D)."""
+    def backward(self, kept: list[Saved], dys: list[Tensor]) -> list[Tensor]:
+        """Recompute the layer on its inputs, leave the sum of its gradients in the slot, return the inputs'. dys:
+        (B, T, D) each."""
         self._arrive()
         if self.drained is not None:
             # The copy home may still be reading the slot's last gradient: wait for it, not for the device.
             self.device.compute.wait_event(self.drained)
         self.grads.zero_()
-        torch.autograd.backward(saved.y, dy)
-        assert saved.x.grad is not None
-        return saved.x.grad
+        dxs = []
+        for (x, y), dy in zip(kept, dys, strict=True):
+            torch.autograd.backward(y, dy)
+            assert x.grad is not None
+            dxs.append(x.grad)
+        return dxs
 
     def norms(self) -> list[Tensor]:
         """The norm of each parameter's gradient, fp32, on the device."""

@@ -22,6 +22,7 @@ class L2L:
     world_size = 1
     bit_exact = True
     has_twin = True
+    accumulates = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         return streamed_plan(workload, num_slots=1, num_resident=0, num_kept=0)
@@ -49,22 +50,22 @@ class L2L:
             slot = Slot(homes[0])
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
-                x, saved = ends.embed(inputs), []
+                xs, saved = ends.embed(inputs), []
                 for home in homes:
                     slot.prefetch(home)
                     slot.wait()
-                    x, kept = slot.forward(x)
+                    xs, kept = slot.forward(xs)
                     saved.append(kept)
-                loss, dx = ends.loss(x, targets)
+                loss, dxs = ends.loss(xs, targets)
                 norms = []
                 for home in reversed(homes):
                     slot.prefetch(home)
                     slot.wait()
-                    dx = slot.backward(saved.pop(), dx)
+                    dxs = slot.backward(saved.pop(), dxs)
                     norms.append(slot.norms())
                     slot.offload(home)
                     slot.wait()
-                ends.backward(dx)
+                ends.backward(dxs)
                 clip = Clip([ends.norms(), *reversed(norms)], workload.clip_norm)
                 clip.send_home(gpu)
                 ends.home.update(learning_rate, clip.factor)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from harness.method import Step, TensorState, Trained, Training
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
 from methods._plans import describe, resident_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.model import GPT
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,7 @@ class Resident:
     bit_exact = True
     has_twin = True
     is_reference = True
+    accumulates = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         return resident_plan(workload)
@@ -47,8 +54,11 @@ class Resident:
             fused=True,
         )
         for step, (inputs, targets) in enumerate(batches, start=1):
-            loss = model(inputs, targets)
-            loss.backward()
+            if workload.micro_batches == 1:
+                loss = model(inputs, targets)
+                loss.backward()
+            else:
+                loss = _accumulate(model, inputs, targets, workload.micro_batches)
             if mixed:
                 for master, weight in zip(masters, weights, strict=True):
                     master.grad, weight.grad = weight.grad.float(), None
@@ -64,3 +74,20 @@ class Resident:
             yield Step(loss.detach(), norm)
         columns = zip(names, masters, strict=True)
         return Trained([TensorState(name, p.detach(), optimizer.state[p]["exp_avg"]) for name, p in columns])
+
+
+def _accumulate(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int) -> Tensor:
+    """The mean loss over micro-batches; their gradients are summed in order, each use of the tied embedding by itself:
+    first all of the head's, then all of the look-up's, as who goes through a layer with all of them must."""
+    import torch
+
+    embedded = [model.ends.embed(part) for part in inputs.chunk(num_parts)]
+    starts = [x.detach().requires_grad_() for x in embedded]
+    total = torch.zeros((), device=inputs.device)
+    for x, part in zip(starts, targets.chunk(num_parts), strict=True):
+        loss = model.loss(x, part) / num_parts
+        loss.backward()
+        total += loss.detach()
+    for x, start in zip(embedded, starts, strict=True):
+        x.backward(start.grad)
+    return total

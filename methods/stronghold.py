@@ -33,6 +33,7 @@ class Stronghold:
     world_size = 1
     bit_exact = True
     has_twin = True
+    accumulates = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """The widest window, up to the default one, with which both memories suffice: layers that stay on the device
@@ -83,18 +84,18 @@ class Stronghold:
 
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
-                x, saved, norms = ends.embed(inputs), [], []
+                xs, saved, norms = ends.embed(inputs), [], []
 
                 for i in range(num_layers):
-                    x, kept = slots[i].forward(x)
+                    xs, kept = slots[i].forward(xs)
                     saved.append(kept)
                     if first <= i < num_layers - window:
                         slots[i + window] = slots.pop(i)
                         slots[i + window].prefetch(homes[i + window])
 
-                loss, dx = ends.loss(x, targets)
+                loss, dxs = ends.loss(xs, targets)
                 for i in reversed(range(num_layers)):
-                    dx = slots[i].backward(saved.pop(), dx)
+                    dxs = slots[i].backward(saved.pop(), dxs)
                     norms.append(slots[i].norms())
                     if i < first:
                         continue
@@ -106,7 +107,7 @@ class Stronghold:
                         slots[i - window].prefetch(homes[i - window])
                     elif not workload.clip_norm:
                         slots[i].prefetch(homes[i])
-                ends.backward(dx)
+                ends.backward(dxs)
 
                 clip = Clip([ends.norms(), *reversed(norms)], workload.clip_norm)
                 for home in (ends.home, *homes[:first]):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.spec import Workload
 from tests.training import STEPS, Result, plain_losses, tiny, train, train_resident
 
 DEPTHS = (1, 2, 5)
@@ -115,3 +116,23 @@ def test_same_bits_where_compute_has_more_threads_than_the_hosts_update(
 ) -> None:
     workload = tiny(hidden_size=64, num_heads=2, seq_len=33)
     assert difference(train(method, workload, 4, **options), train("resident", workload, 4)) == ""
+
+
+def micro_batched(**changes: Any) -> Workload:
+    return tiny(**{"num_layers": 3, "batch_size": 6, **changes})
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_micro_batches_are_the_training_of_the_whole_batch(micro_batches: int) -> None:
+    whole, parts = micro_batched(), micro_batched(micro_batches=micro_batches)
+    assert largest_difference(train_resident(parts).losses, train_resident(whole).losses) < 1e-6
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize(("method", "options"), [("l2l", {}), ("stronghold", {"window_size": 2})])
+def test_layer_by_layer_micro_batches_have_the_very_bits_of_one_after_the_other(
+    method: str, options: dict[str, int], micro_batches: int, changes: dict[str, Any]
+) -> None:
+    workload = micro_batched(micro_batches=micro_batches, **changes)
+    assert difference(train(method, workload, 5, **options), train_resident(workload, 5)) == ""

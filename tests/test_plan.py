@@ -164,7 +164,14 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
     from harness.words import make_jobs
 
     words = dict.fromkeys(("window_size", "nvme", "device_memory", "host_memory", "disk_memory", "timeout", "link"))
-    sizes = {"num_layers": [4], "hidden_size": [128], "batch_size": [2], "num_heads": 4, "seq_len": 64}
+    sizes = {
+        "micro_batches": 1,
+        "num_layers": [4],
+        "hidden_size": [128],
+        "batch_size": [2],
+        "num_heads": 4,
+        "seq_len": 64,
+    }
     rest = {"vocab_size": 512, "dtype": "fp32", "dropout": 0.0, "clip_norm": 1.0, "learning_rate": 1e-4, "seed": 1}
     words |= {**sizes, **rest, "corpus": None, "device": "auto", "steps": 5, "warmup": 2, "options": ()}
     (job,) = make_jobs({**words, "method_names": "l2l", "machine_name": "v100-vm"}, ())

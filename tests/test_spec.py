@@ -36,6 +36,7 @@ WORKLOAD_CHANGES: dict[str, Any] = {
     "num_heads": 8,
     "seq_len": 512,
     "batch_size": 5,
+    "micro_batches": 2,
     "vocab_size": 50257,
     "dtype": "bf16",
     "dropout": 0.1,
@@ -168,6 +169,10 @@ def test_how_long_a_job_may_take_is_not_in_its_key() -> None:
 def test_the_rates_that_a_job_was_planned_by_are_no_part_of_it() -> None:
     planned = dataclasses.replace(JOB, budget=Budget(rates=Rates(1e12)))
     assert planned.key() == JOB.key() and planned == JOB and Job.from_dict(planned.to_dict()).budget.rates is None
+
+
+def test_a_job_without_micro_batches_keeps_the_key_of_before_there_were_any() -> None:
+    assert "micro_batches" not in JOB.to_dict()["workload"]
 
 
 def test_key_depends_on_its_context() -> None:

@@ -177,9 +177,9 @@ def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> N
     slot.grads.fill_(7)  # what another layer left there
     slot.prefetch(home)
     torch.manual_seed(3)
-    y, saved = slot.forward(x)
+    ys, saved = slot.forward([x])
     torch.rand(5)  # what the layers above draw
-    ours = [y, slot.backward(saved, dy), *home.layout.views(slot.grads)]
+    ours = [*ys, *slot.backward(saved, [dy]), *home.layout.views(slot.grads)]
     assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
 
 
@@ -189,11 +189,11 @@ def test_layer_has_the_same_bits_where_it_comes_back_to_another_slot(device: Dev
     first, second = Slot(home), Slot(other)
     x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
     first.prefetch(home)
-    y, saved = first.forward(x)
+    ys, saved = first.forward([x])
     first.prefetch(other)
-    first.forward(y)
+    first.forward(ys)
     second.prefetch(home)
-    ours = [y, second.backward(saved, dy), *home.layout.views(second.grads)]
+    ours = [*ys, *second.backward(saved, [dy]), *home.layout.views(second.grads)]
     assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
 
 
@@ -201,10 +201,10 @@ def test_recompute_leaves_the_random_state_where_the_pass_above_left_it(device: 
     home = layer_home(device, tiny(dropout=0.5))
     slot = Slot(home)
     slot.prefetch(home)
-    _, saved = slot.forward(random((2, 16, 36), seed=1))
+    _, saved = slot.forward([random((2, 16, 36), seed=1)])
     torch.rand(5)
     state = torch.get_rng_state()
-    slot.backward(saved, random((2, 16, 36), seed=2))
+    slot.backward(saved, [random((2, 16, 36), seed=2)])
     assert torch.equal(torch.get_rng_state(), state)
 
 
