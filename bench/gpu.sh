@@ -9,11 +9,13 @@ python=${PYTHON:-python3}
 where=(--device cuda --device-memory 32GiB --timeout 150)
 sizes=(-l "16,32,48" -h 2048 -b 4 --steps 10 --warmup 4)
 search=(-h 2048 -b 4)
+figures=(--profile quick --machine v100-vm --budget 4m)
 if [ "${1:-}" = --demo ]; then
     shift
     where=(--device sim --device-memory 16MiB --host-memory 64MiB --timeout 60)
     sizes=(-l "2,4" -h 64 -b 2 --heads 4 --seq 32 --vocab 512 --steps 6 --warmup 2)
     search=(-h 128 --seq 64 --vocab 512)
+    figures=(--profile demo --budget 1m)
 fi
 results=${1:-results/gpu}
 status=0
@@ -29,4 +31,7 @@ echo "== nothing but the window on the device: what streaming alone costs; fp32 
 "$python" -m harness sweep -m resident,stronghold "${sizes[@]}" --dtype fp32 "${where[@]}" --results "$results" || status=$?
 echo "== the largest size of every method"
 "$python" -m harness search largest -m all "${search[@]}" --dtype bf16 "${where[@]}" --results "$results" || status=$?
+echo "== the five figures"
+"$python" -m harness case all "${figures[@]}" --results "$results" || status=$?
+"$python" -m harness report --results "$results" || status=$?
 exit $status
