@@ -6,10 +6,11 @@ the folder of results where the same call goes on or only writes the page again.
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
-from harness import campaign, case, method
+from harness import campaign, case, method, report
 from harness.progress import reporter
 from harness.record import Record
 from harness.scaled import Profile
@@ -24,8 +25,8 @@ def jobs(used: Profile) -> list[Job]:
 
 def setup(results: Path, as_json: bool) -> None:
     """Compile what the methods and the device sim need, for the packages that are installed."""
-    with reporter(as_json) as report:
-        sweep = Sweep(results, report=report)
+    with reporter(as_json) as tell:
+        sweep = Sweep(results, report=tell)
         for job in jobs(case.profile_of("demo", None)):
             sweep.prepare(job)
 
@@ -35,9 +36,13 @@ def demo(results: Path, as_json: bool) -> list[Record]:
     setup(results, as_json)
     started = time.monotonic()
     used = case.profile_of("demo", None)
-    with reporter(as_json) as report:
-        finished = Sweep(results, report=report).run(jobs(used))
+    with reporter(as_json) as tell:
+        finished = Sweep(results, report=tell).run(jobs(used))
     finished += campaign.main("all", "demo", None, None, None, results, None, None, as_json)
-    if not as_json:
-        print(f"demo: {(time.monotonic() - started) / 60:.1f} minutes")
+    page, review = report.write(results)
+    minutes = (time.monotonic() - started) / 60
+    if as_json:
+        print(json.dumps({"event": "demo", "minutes": minutes, "report": str(page), "review": str(review)}))
+    else:
+        print(f"demo: {minutes:.1f} minutes; open {page}; to paste into a review: {review}")
     return finished

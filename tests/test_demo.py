@@ -30,6 +30,7 @@ def test_the_demo_shows_all_and_goes_on_where_it_was(tmp_path: Path, libaio: Non
     assert {name for name, record in ended.items() if record.status == "unavailable"} == {"superoffload"}
     for number in case.numbers():
         assert (tmp_path / "figures" / f"case{number}_demo.png").exists()
+    assert (tmp_path / "report/index.html").exists()
     again = subprocess.run(command, capture_output=True, text=True, cwd=method.ROOT)
     assert again.returncode == 0
     assert {path for path in read_all(tmp_path)[0] if "superoffload" not in path.name} <= recorded
