@@ -8,6 +8,7 @@ the method's own code; what it costs is the machine's, and no number here was me
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from harness.method import Method
+from harness.rates import Rates
 from harness.spec import Workload
+from methods._planner import ADAM_BYTES, Counts, forecast, rows
 from tests.fake_streams import DEVICE, Agent, watching
 from tests.training import token_batches
 from tests.watched_ops import Memory, Op, tensors
@@ -27,6 +30,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
+UPDATE = "_fused_adamw_"
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # cost nothing: no kernel is launched
 
 
@@ -39,6 +43,8 @@ class Machine:
     link_bytes_per_second: float = math.inf  # in each direction
     link_latency_seconds: float = 0.0
     host_bytes_per_second: float = math.inf  # of one thread
+    device_update_params_per_second: float = math.inf  # of AdamW's kernel, beside the bytes
+    host_update_params_per_second: float = math.inf  # of one thread
     num_workers: int = 1  # threads for updates
     launch_seconds: float = 0.0  # of the calling thread, for each op on the device
 
@@ -96,10 +102,16 @@ class VirtualTime:
             return machine.link_latency_seconds + sent / machine.link_bytes_per_second
         touched = sum(access.num_bytes for access in op.accesses)
         if op.is_host:
-            return touched / machine.host_bytes_per_second
+            return touched / machine.host_bytes_per_second + updated_params(op) / machine.host_update_params_per_second
         flops = flops_of(op)
         self.device_flops += flops
-        return max(flops / machine.device_flops_per_second, touched / machine.device_bytes_per_second)
+        seconds = max(flops / machine.device_flops_per_second, touched / machine.device_bytes_per_second)
+        return seconds + updated_params(op) / machine.device_update_params_per_second
+
+
+def updated_params(op: Op) -> int:
+    """Parameters that the op updates, if it is AdamW's kernel."""
+    return sum(tensor.numel() for tensor in tensors(op.arguments["self"])) if op.name == UPDATE else 0
 
 
 def flops_of(op: Op) -> float:
@@ -120,3 +132,51 @@ def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int
         step_ends = [streams.compute.now for _ in training]
         streams.compute.synchronize()
         return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops)
+
+
+MODEL_HIDDEN_SIZE = 32
+
+
+def scale_model(workload: Workload) -> Workload:
+    """The same shape, small enough to train: as deep, and all that a layer and the head compute, hold and carry in the
+    same proportion to each other."""
+    scale = MODEL_HIDDEN_SIZE / workload.hidden_size
+    return dataclasses.replace(
+        workload,
+        hidden_size=MODEL_HIDDEN_SIZE,
+        num_heads=2,
+        seq_len=round(workload.seq_len * scale),
+        batch_size=1,
+        vocab_size=round(workload.vocab_size * scale),
+    )
+
+
+def model_machine(workload: Workload, rates: Rates, counts: Counts, deferred: bool) -> Machine:
+    """The machine on which the scale model takes as long as the workload on one of these rates.
+
+    What the host's memory carries in the pool of the updates, copies included, is charged to the updates.
+    """
+    model = scale_model(workload)
+    params = model.layer_params / workload.layer_params
+    on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
+    carried = [row for row in rows(workload, rates, deferred) if row.name == "host memory"][-1].total(counts)
+    host_seconds = max(1 / rates.host_adam_params_per_second, carried / on_host if on_host else 0.0)
+    return Machine(
+        device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,
+        link_bytes_per_second=min(rates.inbound_bytes_per_second, rates.outbound_bytes_per_second) * params,
+        device_update_params_per_second=params * rates.device_bytes_per_second / ADAM_BYTES[workload.dtype],
+        host_update_params_per_second=params / host_seconds,
+    )
+
+
+def executed_flops(workload: Workload) -> float:
+    """Of a step: the recompute stops before a layer's last product, whose result no gradient needs."""
+    tokens = workload.batch_size * workload.seq_len
+    return workload.flops_per_step - workload.num_layers * 8 * tokens * workload.hidden_size**2
+
+
+def virtual_rates(workload: Workload, rates: Rates) -> Rates:
+    """The same as the virtual clock has them: it divides compute between the passes by FLOPs."""
+    layers = workload.flops_per_step - workload.model_flops_per_step
+    head = (workload.flops_per_step - 4 * layers) / 3
+    return dataclasses.replace(rates, forward_share=(layers + head) / executed_flops(workload))
