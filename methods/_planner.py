@@ -177,12 +177,11 @@ def choose(
     assert budget.rates is not None
     found = rows(workload, budget.rates, deferred)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
-    optional = kinds[3:]  # R, P and W always; what each other kind sets up costs memory even where few layers use it
+    optional = kinds.replace("R", "")  # what a kind sets up costs memory however few layers are of it
     for number in range(len(optional) + 1):
-        for chosen in itertools.combinations(optional, number):
-            used = kinds[:3] + "".join(chosen)
-            for counts in _whole(workload, budget, plan_of, used, deferred):
-                plan = plan_of(workload, counts)
+        for used in itertools.combinations(optional, number):
+            for counts in _whole(workload, budget, plan_of, "R" + "".join(used), deferred):
+                plan = plan_of(workload, dict.fromkeys(kinds, 0) | counts)
                 if plan.shortfall(budget) is None:
                     key = tuple(counts.get(kind, 0) for kind in kinds)
                     candidates[key] = (forecast(found, counts).seconds, plan.moved_bytes)
@@ -217,7 +216,7 @@ def _linear(
     workload: Workload, budget: Budget, plan_of: Callable[[Workload, dict[str, int]], Plan], kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """What a layer more of each kind needs, by memory, and the room for layers beside what does not grow with them."""
-    several = dict.fromkeys(kinds, 4)  # more than there are slots
+    several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more than there are slots
     deep = workload.at_depth(sum(several.values()))
     deeper = workload.at_depth(deep.num_layers + 1)
     base = plan_of(deep, several)

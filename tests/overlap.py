@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -20,7 +22,7 @@ from harness.method import Method
 from harness.rates import Rates
 from harness.spec import Workload
 from methods._planner import ADAM_BYTES, Counts, forecast, rows
-from tests.fake_streams import DEVICE, Agent, watching
+from tests.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
 from tests.training import token_batches
 from tests.watched_ops import Memory, Op, tensors
 
@@ -30,7 +32,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-UPDATE = "_fused_adamw_"
+UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}  # kernels, and the argument that has their parameters
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # cost nothing: no kernel is launched
 
 
@@ -110,8 +112,8 @@ class VirtualTime:
 
 
 def updated_params(op: Op) -> int:
-    """Parameters that the op updates, if it is AdamW's kernel."""
-    return sum(tensor.numel() for tensor in tensors(op.arguments["self"])) if op.name == UPDATE else 0
+    """Parameters that the op updates, if it is a kernel of AdamW: ours or torch's."""
+    return sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]])) if op.name in UPDATES else 0
 
 
 def flops_of(op: Op) -> float:
@@ -124,11 +126,62 @@ def flops_of(op: Op) -> float:
     return flops / 2 if op.arguments.get("is_causal") else flops
 
 
+class Due:
+    """An update that waits for its gradient, or is under way."""
+
+    def __init__(self, pool: Workers, deadline: int, released: float, seconds: float) -> None:
+        self.pool, self.deadline, self.released, self.left = pool, deadline, released, seconds
+        self.end = math.inf
+
+    def result(self) -> None:
+        self.pool.work_until(self)
+        self.pool.streams.wait(self.pool.streams.thread, self.end)
+
+
+class Workers(Pool):
+    """As methods/_pool.py's: of the updates whose gradient has landed, all threads share the one of the earliest
+    deadline. What was asked for up to now decides, when somebody waits for an update."""
+
+    def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int) -> None:
+        super().__init__(streams, "workers", num_threads)
+        self.clock, self.now = clock, 0.0
+        self.waiting: list[Due] = []
+
+    def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Any:
+        streams, caller, busy = self.streams, self.streams.thread, self.clock.busy_seconds
+        streams.thread = HostThread("workers", caller.now, streams.compute)
+        before = busy["workers"]
+        try:
+            work(0, num_chunks)
+            seconds = busy["workers"] - before
+            released = streams.thread.now - seconds
+        finally:
+            streams.thread = caller
+        self.waiting.append(Due(self, deadline, released, seconds / len(self.threads)))
+        return self.waiting[-1]
+
+    def work_until(self, wanted: Due) -> None:
+        while wanted in self.waiting:
+            landed = [due for due in self.waiting if due.released <= self.now]
+            if not landed:
+                self.now = min(due.released for due in self.waiting)
+                continue
+            first = min(landed, key=lambda due: due.deadline)
+            sooner = [due.released - self.now for due in self.waiting if due.released > self.now]
+            spent = min(first.left, *sooner) if sooner else first.left
+            self.now += spent
+            first.left -= spent
+            if first.left <= 1e-9 * self.now:
+                first.end = self.now
+                self.waiting.remove(first)
+
+
 def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int = 3) -> VirtualRun:
     """Train under the machine's clock."""
     training = method.train(workload, token_batches(workload, steps), DEVICE)
     clock = VirtualTime(machine)
     with watching(clock, machine.num_workers) as streams:
+        streams.workers = lambda num_threads: Workers(streams, clock, num_threads)  # type: ignore[method-assign]
         step_ends = [streams.compute.now for _ in training]
         streams.compute.synchronize()
         return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops)
