@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from harness.method import Method
 from harness.rates import Rates
 from harness.spec import Workload
-from methods._planner import ADAM_BYTES, Counts, forecast, rows
+from methods._planner import ADAM_BYTES, Counts, rows
 from tests.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
 from tests.training import token_batches
 from tests.watched_ops import Memory, Op, tensors
@@ -191,8 +191,8 @@ MODEL_HIDDEN_SIZE = 32
 
 
 def scale_model(workload: Workload) -> Workload:
-    """The same shape, small enough to train: as deep, and all that a layer and the head compute, hold and carry in the
-    same proportion to each other."""
+    """The same shape, small enough to train: as deep, and what the layers and the ends compute, and what they hold, in
+    the same proportion to each other."""
     scale = MODEL_HIDDEN_SIZE / workload.hidden_size
     return dataclasses.replace(
         workload,

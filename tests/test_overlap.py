@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench.virtual import point
 from harness.method import create
+from harness.spec import Workload
 from tests.fake_streams import watching
-from tests.overlap import Machine, VirtualRun, VirtualTime, virtual_run
+from tests.overlap import Machine, VirtualRun, VirtualTime, Workers, scale_model, virtual_run
 from tests.training import tiny
 
 WORKLOAD = tiny(num_layers=8, hidden_size=64, num_heads=2, seq_len=32, batch_size=4)
@@ -166,3 +168,41 @@ def test_third_task_of_two_threads_waits_for_the_first() -> None:
             task.result()
             ends.append(streams.thread.now)
         assert ends == [10, 10, 20]
+
+
+def test_a_scale_model_has_the_proportions_of_what_it_stands_for() -> None:
+    """Compute of layers and head, parameters of layers and ends: in the same ratio, but for biases."""
+    whole = Workload(num_layers=48)
+    small = scale_model(whole)
+    for of in (
+        lambda load: load.flops_per_step / load.model_flops_per_step,
+        lambda load: load.end_params / load.layer_params,
+    ):
+        assert of(small) == pytest.approx(of(whole), rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("machine_name", "num_layers", "clip_norm", "least"),
+    [("v100-vm", 40, 1.0, 0.95), ("h200", 48, 0.0, 0.9), ("rtx4090", 40, 1.0, 0.85)],
+)
+def test_the_schedule_is_near_its_bound(machine_name: str, num_layers: int, clip_norm: float, least: float) -> None:
+    """Compute binds the first, the host's memory the others."""
+    found = point(machine_name, num_layers, clip_norm)
+    assert not isinstance(found, str) and least <= found.share <= 1.0
+
+
+def test_the_update_that_is_needed_first_goes_first() -> None:
+    """Two updates of ten seconds, the later deadline first: it is under way when the other lands at five."""
+    with watching(VirtualTime(Machine(host_bytes_per_second=1.0))) as streams:
+        clock = streams.clock
+        assert isinstance(clock, VirtualTime)
+        workers, home, landing = Workers(streams, clock, 1), on_device(10).to("cpu"), streams.stream()
+        late = workers.update(2, None, 1, lambda first, last: home.zero_())
+        landing.now = 5.0
+        landed = landing.record_event()
+        soon = workers.update(1, None, 1, lambda first, last: (landed.synchronize(), home.zero_()))
+        ends = []
+        for due in (soon, late):
+            due.result()
+            ends.append(streams.thread.now)
+        assert ends == [15, 20]

@@ -1,0 +1,108 @@
+"""The schedule under a virtual clock, beside its bound: what a step takes on machines by name, and what hides.
+
+    .venv/bin/python -m bench.virtual [--machine NAME ...] [--layers 16,32,48,78,100] [--out FILE.md]
+
+The published shape (hidden 2048, 16 heads, sequence 1024, batch 4). The method's own code trains a scale model; every
+op is charged by the machine's rates (tests/overlap.py). Nothing here was measured: clock: virtual.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from harness import method, profiles
+from harness.method import ROOT
+from harness.rates import Rates
+from harness.spec import Plan, Workload
+from methods._planner import forecast, rows
+from tests.overlap import model_machine, scale_model, virtual_rates, virtual_run
+
+NAME = "stronghold"
+DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
+STEPS = 4  # the first finds an idle machine
+
+
+class Point(NamedTuple):
+    """A step on one machine, seconds."""
+
+    placement: str
+    bound: float
+    binds: str
+    schedule: float
+    resident: float  # all on a device of unlimited memory
+
+    @property
+    def share(self) -> float:
+        """Of the bound."""
+        return self.bound / self.schedule
+
+
+def point(machine: str, num_layers: int, clip_norm: float) -> Point | str:
+    """Plan and time it; a line that says why not where it does not fit."""
+    workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=clip_norm)
+    budget = profiles.load(machine).budget
+    assert budget.rates is not None
+    rates = virtual_rates(workload, budget.rates)
+    plan = method.create(NAME, {}).plan(workload, budget)
+    shortfall = plan.shortfall(budget)
+    if shortfall:
+        return shortfall
+    return timed(workload, rates, plan, bool(clip_norm))
+
+
+def timed(workload: Workload, rates: Rates, plan: Plan, deferred: bool) -> Point:
+    counts = counts_of(workload, plan)
+    found = rows(workload, rates, deferred)
+    bound, resident = forecast(found, counts), forecast(found, {"R": workload.num_layers})
+    machine = model_machine(workload, rates, counts, deferred)
+    run = virtual_run(method.create(NAME, plan.options), scale_model(workload), machine, STEPS)
+    placement = "".join(f"{kind}{count}" for kind, count in counts.items() if count)
+    return Point(placement, bound.seconds, bound.binds, run.step_seconds, resident.seconds)
+
+
+def counts_of(workload: Workload, plan: Plan) -> dict[str, int]:
+    """Layers of each kind."""
+    resident = plan.options["resident_layers"]
+    return {"R": resident, "W": workload.num_layers - resident}
+
+
+def line(machine: str, num_layers: int, clip_norm: float) -> str:
+    found = point(machine, num_layers, clip_norm)
+    title = f"| {machine} {DTYPES[machine]} | {num_layers} | {'deferred' if clip_norm else 'none'} |"
+    if isinstance(found, str):
+        return f"{title} | {found} | | | |"
+    return (
+        f"{title} {found.placement} | {found.binds} | {1000 * found.bound:.0f} | {1000 * found.schedule:.0f} |"
+        f" {100 * found.share:.0f} % | {100 * found.resident / found.schedule:.0f} % |"
+    )
+
+
+@click.command()
+@click.option("--machine", "machines", multiple=True, type=click.Choice(list(DTYPES)), default=list(DTYPES))
+@click.option("--layers", default="16,32,48,78,100")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=ROOT / "results" / "virtual.md")
+def main(machines: tuple[str, ...], layers: str, out: Path) -> None:
+    lines = [
+        "# The schedule under a virtual clock (clock: virtual; nothing here was measured)",
+        "",
+        f"By `python -m bench.virtual`. A step of {NAME} at the published shape, in milliseconds: the bound of its",
+        "placement by the planner's rows, what the schedule takes under the clock, and its speed beside that of a",
+        "device that could hold everything. Machines and rates are those of machines.yaml. Layers: R resident,",
+        "P parked, W windowed, S streamed.",
+        "",
+        "| machine | layers | clipping | placement | bound by | bound | schedule | of its bound | of all resident |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in machines:
+        for num_layers in map(int, layers.split(",")):
+            for clip_norm in (0.0, 1.0):
+                lines.append(line(name, num_layers, clip_norm))
+                print(lines[-1], flush=True)
+    out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
