@@ -1,0 +1,67 @@
+"""The harness's GPT as an ordered list of layers: embedding, blocks, and the head with its loss; both ends share the
+token embedding, by name.
+
+Shapes: B batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.model import DTYPES, Ends, Layer, decays
+from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
+from methods._shards import NamedLayer
+
+
+class Embedding(nn.Module):
+    """(B, T) token ids to (B, T, D)."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.ends = Ends(workload)
+        del self.ends.lnf
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.ends.embed(inputs)
+
+
+class Head(nn.Module):
+    """(B, T, D) and (B, T) token ids to the mean loss."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.ends = Ends(workload)
+        del self.ends.wpe
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self.ends.loss(x, targets)
+
+
+def layers(workload: Workload) -> list[NamedLayer]:
+    """Without memory; a shard gives them some."""
+    with torch.device("meta"):
+        modules = [Embedding(workload), *(Layer(workload) for _ in range(workload.num_layers)), Head(workload)]
+    prefixes = ["", *(f"layers.{index}." for index in range(workload.num_layers)), ""]
+    pairs = zip(modules, prefixes, strict=True)
+    dtype = DTYPES[workload.dtype]
+    return [NamedLayer(m.to(dtype), {name: prefix + name for name, _ in m.named_parameters()}) for m, prefix in pairs]
+
+
+def names(workload: Workload) -> list[str]:
+    """In the order of the whole model's parameters, in which the reference sums the global norm."""
+    with torch.device("meta"):
+        ends, layer = Ends(workload), Layer(workload)
+    found = [f"ends.{name}" for name, _ in ends.named_parameters()]
+    inner = [name for name, _ in layer.named_parameters()]
+    return found + [f"layers.{index}.{name}" for index in range(workload.num_layers) for name in inner]
+
+
+def adamw(parameters: list[nn.Parameter]) -> Any:
+    """The published runs' optimizer: no decay on biases and norms."""
+    decayed = [parameter for parameter in parameters if decays(parameter)]
+    others = [parameter for parameter in parameters if not decays(parameter)]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=True)

@@ -1,0 +1,82 @@
+"""The optimizer of a shard that travels: any of torch's, its states kept in a slab of bytes at home between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from methods._shards import Shard
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MASTER = "master"  # the fp32 weights of mixed precision, which travel as a state
+
+
+def state_tensors(make_optimizer: MakeOptimizer, weights: list[Tensor], *, mixed: bool) -> list[dict[str, Tensor]]:
+    """For each weight the states that an optimizer keeps of it, and its fp32 master in mixed precision: tensors without
+    memory, made by a step on such. Raises ValueError for an optimizer that keeps anything but tensors."""
+    if not weights:
+        return []
+    dtypes = [torch.float32 if mixed else weight.dtype for weight in weights]
+    shapes = [weight.shape for weight in weights]
+    parameters = [
+        nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = make_optimizer(parameters)
+    for group in optimizer.param_groups:  # such variants ask for a device that there is
+        group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
+    optimizer.step()
+    found = []
+    for parameter in parameters:
+        states = {MASTER: parameter.detach()} if mixed else {}
+        for key, value in optimizer.state[parameter].items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{type(optimizer).__name__} keeps {key}, which is no tensor and cannot travel")
+            states[key] = value
+        found.append(states)
+    return found
+
+
+def step(shard: Shard, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool) -> None:
+    """One step on a shard bound to its slot, from its gradients times the factor; `slab` holds its states there.
+
+    torch's own optimizer on parameters shaped as the model's: its very bits, whatever it computes.
+    """
+    states = [shard.states(slab, name) for name in shard.own]
+    weights = [shard.parameters[name] for name in shard.own]
+    stepped = weights
+    if shard.mixed:
+        masters = [each.pop(MASTER) for each in states]
+        stepped = shard.masters = shard.masters or [nn.Parameter(master) for master in masters]
+        for parameter, master, weight in zip(stepped, masters, weights, strict=True):
+            assert weight.grad is not None
+            parameter.data, parameter.grad = master, weight.grad.float()
+    if factor is not None:
+        torch._foreach_mul_([parameter.grad for parameter in stepped if parameter.grad is not None], factor)
+    optimizer = shard.optimizer = shard.optimizer or shard.make_optimizer(stepped)
+    if learning_rate is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+    for parameter, each in zip(stepped, states, strict=True):
+        optimizer.state[parameter] = {} if is_first else dict(each)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter, each in zip(stepped, states, strict=True):
+            for key, value in optimizer.state.pop(parameter).items():
+                if value is not each[key]:  # made by the first step, or anew by this one
+                    each[key].copy_(value)
+        if shard.mixed:
+            torch._foreach_copy_([*weights], [*stepped])
+            for parameter in stepped:
+                parameter.grad = None
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """As torch.nn.utils.clip_grad_norm_ scales gradients of this norm."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,242 @@
+"""What a device does for a model in one turn: the forward pass, the backward pass or the update of one shard.
+
+A unit is a function of the shard at home and of what it is given; it writes home at its end only, so one that failed
+can be repeated, there or elsewhere. `checkpointed` keeps of a forward pass the input of each layer and the random state
+before it, on the host, and recomputes the layer. `saved` keeps what autograd saves, on the host as well; weights are
+no part of that: they are found again in whichever slot the shard will lie.
+
+Boundaries between layers are tuples of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from methods._shards import Shard, ShardSlot, Version
+from methods._travel import clip_factor, step
+
+if TYPE_CHECKING:
+    from methods._worker import Worker
+
+Tensors = tuple[Any, ...]
+FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"  # the papers' F, FB, B; and the optimizer's
+INTERMEDIATES = ("checkpointed", "saved")
+
+
+class Kept(NamedTuple):
+    """Of one layer's forward pass: its input, and the random state before it."""
+
+    x: Tensors
+    random: Any
+
+
+class Unit(NamedTuple):
+    """One turn: which shard of which model, what is done, and with what. Tensors on the host."""
+
+    model: int
+    shard: int
+    kind: str
+    version: Version
+    x: Tensors = ()
+    targets: Any = None
+    dy: Tensors = ()
+    kept: Any = None  # of the forward pass
+    random: Any = None  # the model's random state
+    factor: Tensor | None = None  # by which gradients are scaled before the update
+    learning_rate: float | None = None  # None leaves the optimizer's own
+    update: str = "later"  # or "now": with the backward pass; or "clipped": by the shard's own norm
+
+
+class Result(NamedTuple):
+    """What a unit leaves for the model's next one. Tensors on the host; loss and norms on the device."""
+
+    y: Tensors = ()  # a forward pass's output, a backward pass's gradient of the input
+    kept: Any = None
+    random: Any = None
+    loss: Tensor | None = None
+    norms: list[Tensor] | None = None  # of each of the shard's own parameters' gradients, fp32
+
+
+def parts_of(unit: Unit) -> set[str]:
+    """What of a shard a unit needs on the device."""
+    if unit.kind == UPDATE:
+        return {"weights", "grads", "states"}
+    computes = {"weights", "borrowed"}
+    return computes if unit.kind == FORWARD or unit.update == "later" else computes | {"states"}
+
+
+class Turn:
+    """One unit, with its shard in its slot."""
+
+    def __init__(self, worker: Worker, slot: ShardSlot, shard: Shard, unit: Unit) -> None:
+        self.worker, self.slot, self.shard, self.unit = worker, slot, shard, unit
+
+    def forward(self) -> Result:
+        worker = self.worker
+        if worker.saves:
+            return self._forward_saved()
+        host, x, kept = self.unit.x, worker.to_device(self.unit.x), []
+        for layer in self.shard.layers:
+            kept.append(Kept(host, worker.random_state()))
+            with torch.no_grad():
+                x = call(layer, x)
+            host = worker.to_host(x)
+        return Result(host, kept)
+
+    def loss(self) -> Result:
+        """All layers but the last as in a forward pass, then the loss, then the backward pass of them all."""
+        worker, (*below, last) = self.worker, self.shard.layers
+        start = x = leaves(worker.to_device(self.unit.x))
+        (targets,) = worker.to_device((self.unit.targets,))
+        self._start_gradients()
+        kept = []
+        with self._saving() if worker.saves else torch.no_grad():
+            for layer in below:
+                kept.append(Kept(x, worker.random_state()))
+                x = call(layer, x)
+            if worker.saves:
+                loss = last(*x, targets)
+        if not worker.saves:
+            x = leaves(x)
+            loss = last(*x, targets)
+        after = worker.random_state()
+        loss.backward()
+        dy = tuple(map(gradient, start))
+        if not worker.saves:
+            dy = self._down(below, kept, tuple(map(gradient, x)))
+            worker.set_random(after)
+        return self._end(dy)._replace(loss=loss.detach())
+
+    def backward(self) -> Result:
+        self._start_gradients()
+        dy = self.worker.to_device(self.unit.dy)
+        if self.worker.saves:
+            return self._end(self._backward_saved(dy))
+        return self._end(self._down(self.shard.layers, self.unit.kept, dy))
+
+    def update(self) -> Result:
+        self._step(self.unit.factor)
+        return Result()
+
+    def _down(self, layers: Sequence[nn.Module], kept: list[Kept], dy: Tensors) -> Tensors:
+        """Recompute and differentiate layer by layer, the last one first."""
+        for layer, (x_kept, random) in zip(reversed(layers), reversed(kept), strict=True):
+            x = leaves(self.worker.to_device(x_kept))
+            self.worker.set_random(random)
+            y = call(layer, x)
+            pairs = [(part, grad) for part, grad in zip(y, dy, strict=True) if part.requires_grad and grad is not None]
+            if pairs:
+                torch.autograd.backward([part for part, _ in pairs], [grad for _, grad in pairs])
+            dy = tuple(gradient(part) for part in x)
+        return dy
+
+    def _start_gradients(self) -> None:
+        """Zeros, but what later shards have sent home of parameters that this one has, too."""
+        self.slot.slabs["grads"].zero_()
+        if self.shard.sums:
+            homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
+            for event in {id(home.landed): home.landed for home in homes if home.landed is not None}.values():
+                self.worker.device.compute.wait_event(event)
+            for name in self.shard.sums:
+                self.slot.view(name, "grads").copy_(self.shard.at_home(name, "grads"), non_blocking=True)
+                self.worker.device.moved_bytes += self.slot.view(name, "grads").nbytes
+
+    def _end(self, dy: Tensors) -> Result:
+        """The gradients are complete: send them home, or use them at once."""
+        own = [self.slot.view(name, "grads") for name in self.shard.own]
+        norms = list(torch._foreach_norm(own, 2, dtype=torch.float32)) if own else []
+        if self.unit.update == "later":
+            moved = self.slot.offload(["grads"], self.shard.lenders)
+            self.slot.valid.add("grads")
+            self.worker.device.moved_bytes += moved
+        else:
+            self.worker.device.moved_bytes += self.slot.offload([], self.shard.lenders) if self.shard.lenders else 0
+            factor = None
+            if self.unit.update == "clipped" and norms:
+                factor = clip_factor(torch.linalg.vector_norm(torch.stack(norms)), self.worker.max_norm)
+            self._step(factor)
+        return Result(self.worker.to_host(dy), norms=norms)
+
+    def _step(self, factor: Tensor | None) -> None:
+        """One step of the optimizer on the shard's own parameters; the weights and its states go home."""
+        shard, slot = self.shard, self.slot
+        if shard.own:
+            if factor is not None:
+                (factor,) = self.worker.to_device((factor,))
+            step(shard, slot.slabs["states"], factor, self.unit.learning_rate, is_first=self.unit.version.own == 0)
+            self.worker.device.moved_bytes += slot.offload(["weights", "states"])
+        slot.version = slot.version._replace(own=self.unit.version.own + 1)
+        slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
+
+    def _forward_saved(self) -> Result:
+        """The graph stays in this process until the shard's backward pass; the device keeps nothing of it."""
+        inputs: list[Tensor | None] = []
+        anchor = torch.zeros((), device=self.worker.device.name, requires_grad=True)
+        with torch.enable_grad(), self._saving():
+            x = _Start.apply(inputs, anchor, *self.worker.to_device(self.unit.x))
+            for layer in self.shard.layers:
+                x = call(layer, x)
+            edges = [torch.autograd.graph.get_gradient_edge(part) if part.requires_grad else None for part in x]
+        self.worker.graphs[self.unit.model, self.unit.shard] = (edges, inputs)
+        return Result(self.worker.to_host(tuple(part.detach() for part in x)))
+
+    def _backward_saved(self, dy: Tensors) -> Tensors:
+        edges, inputs = self.worker.graphs.pop((self.unit.model, self.unit.shard))
+        pairs = [(edge, grad) for edge, grad in zip(edges, dy, strict=True) if edge is not None and grad is not None]
+        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        return tuple(inputs)
+
+    def _saving(self) -> Any:
+        """What autograd saves lies on the host; a weight is remembered by its place in the shard's slab."""
+        worker, weights = self.worker, self.slot.slabs["weights"].untyped_storage()
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.untyped_storage()._cdata == weights._cdata:
+                return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return worker.to_host((tensor,))
+
+        def unpack(packed: Any) -> Tensor:
+            if len(packed) == 1:
+                return worker.to_device(packed)[0]
+            assert worker.busy is not None
+            dtype, shape, stride, offset = packed
+            return worker.busy.slabs["weights"].view(dtype).as_strided(shape, stride, offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Start(torch.autograd.Function):
+    """Where a saved graph starts: hands the input through, and keeps its gradient but not the input."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
+        ctx.inputs = inputs
+        ctx.mark_non_differentiable(*(part for part in x if isinstance(part, Tensor) and not part.is_floating_point()))
+        return tuple(map_tensor(part, lambda t: t.view_as(t)) for part in x)
+
+    @staticmethod
+    def backward(ctx: Any, *dx: Any) -> Any:
+        ctx.inputs.extend(dx)
+        return (None, None, *(None for _ in dx))
+
+
+def call(layer: nn.Module, x: Tensors) -> Tensors:
+    y = layer(*x)
+    return y if isinstance(y, tuple) else (y,)
+
+
+def leaves(x: Tensors) -> Tensors:
+    """The same tensors where a new graph starts: those with gradients ask for them."""
+    return tuple(map_tensor(part, lambda t: t.detach().requires_grad_(t.is_floating_point())) for part in x)
+
+
+def gradient(x: Any) -> Tensor | None:
+    return x.grad if isinstance(x, Tensor) else None
+
+
+def map_tensor(value: Any, function: Any) -> Any:
+    return function(value) if isinstance(value, Tensor) else value

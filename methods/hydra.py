@@ -1,0 +1,138 @@
+"""Hydra (Nagrecha and Kumar 2021): models larger than the device are cut into shards that take turns on it.
+
+A model in training is a chain of units, each the forward pass, the backward pass or the update of one shard. A rule
+picks whose unit runs next (Sharded-LRTF: the model with the longest remaining time), and while it runs the next one's
+shard is copied into a second slot. Weights, gradients and the optimizer's states live on the host and travel with
+their shard; the device holds two slots as large as the largest shard and what one layer computes with.
+
+Clipping is exact: every shard's update is a unit of its own and waits for the global norm. Without clipping the update
+is part of the backward unit, as in the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.method import Step, Trained, Training, largest_depth
+from harness.spec import Budget, Plan, Workload
+from methods._partition import adamw_bytes, gpt_tensors, longest_runs, shard_bytes
+from methods._plans import describe
+
+SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; held against the twin
+
+
+@dataclass(frozen=True)
+class Hydra:
+    shard_layers: int | None = None  # a shard is as large as so many layers, or as an end; None: as large as fits
+    double_buffer: bool = True  # a second slot, for what comes next
+    intermediates: str = "checkpointed"  # layers are recomputed; or "saved": activations go to the host
+
+    label = "Hydra"
+    color = "#2E8B57"
+    paper = "Nagrecha and Kumar 2021, arXiv:2110.08633"
+    world_size = 1
+    bit_exact = True
+    has_twin = True
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        """The longest shards that fit the device; where no budget of it is known, one layer each."""
+        if self.intermediates not in ("checkpointed", "saved"):
+            raise ValueError(f"intermediates are checkpointed or saved, not {self.intermediates!r}")
+        asked = self.shard_layers
+        if asked is not None and not 1 <= asked <= workload.num_layers:
+            raise ValueError(f"shard_layers={asked} is beyond the {workload.num_layers} layers: 1 to them are")
+        room = budget.device_bytes
+        if asked is not None or room is None:
+            return self._plan(workload, asked or 1)
+        most = largest_depth(
+            lambda n: n <= workload.num_layers and self._plan(workload, n).device_bytes <= room  # type: ignore[operator]
+        )
+        return self._plan(workload, max(1, most))
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        row = describe(workload, "this project", "torch AdamW, fused, device; states travel with the shard")
+        return row | ({"recompute": "none: activations on the host"} if self.intermediates == "saved" else {})
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        import torch
+
+        from harness.method import TensorState
+        from harness.model import initialize
+        from methods import _gpt
+        from methods._device import Device
+        from methods._shards import cut
+        from methods._travel import MASTER
+        from methods._turns import Task, take_turns
+        from methods._worker import Worker
+
+        mixed, random = workload.dtype != "fp32", workload.dropout > 0
+        lengths = self._lengths(workload, self.plan(workload, Budget()).options["shard_layers"])
+        with Device(device) as gpu:
+            shards = cut(_gpt.layers(workload), lengths, _gpt.adamw, mixed=mixed)
+            for shard in shards:
+                shard.settle(lambda num_bytes: gpu.room(num_bytes, torch.uint8, host=True))
+                masters = [shard.states(shard.slabs["states"], name).get(MASTER) for name in shard.own]
+                weights = [shard.at_home(name) for name in shard.own]
+                started = [w if m is None else m for w, m in zip(weights, masters, strict=True)]
+                initialize(zip(shard.own, started, strict=True), workload)
+                for weight, start in zip(weights, started, strict=True):
+                    weight.copy_(start)
+            worker = Worker(
+                gpu, [shards], double_buffer=self.double_buffer, intermediates=self.intermediates, keeps_random=random
+            )
+            task = Task(
+                0, shards, _gpt.names(workload), batches, 0, max_norm=workload.clip_norm,
+                update="later" if workload.clip_norm else "now", learning_rate_at=workload.learning_rate_at,
+                random_state=worker.random_state(),
+            )  # fmt: skip
+            for _, step in take_turns(worker, [task]):
+                yield Step(step.loss, step.grad_norm)
+            gpu.synchronize()
+            states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
+            final = {name: shard.at_home(name) for shard in shards for name in shard.own}
+            tensors = [
+                TensorState(name, states[name].get(MASTER, final[name]), states[name]["exp_avg"]) for name in task.names
+            ]
+            return Trained(tensors, gpu.moved_bytes)
+
+    def _lengths(self, workload: Workload, num_layers: int) -> list[int]:
+        """Layers of each shard, the ends counted as layers: as many as fit where `num_layers` blocks do."""
+        layers = gpt_tensors(workload)
+        sizes = [{name: adamw_bytes(n, workload.weight_bytes) for name, n in layer.items()} for layer in layers]
+        room = max(num_layers * sum(sizes[1].values()), *(sum(layer.values()) for layer in sizes))
+        return longest_runs(sizes, room)
+
+    def _plan(self, workload: Workload, num_layers: int) -> Plan:
+        size, layers = workload.weight_bytes, gpt_tensors(workload)
+        lengths = self._lengths(workload, num_layers)
+        shards = shard_bytes([{n: adamw_bytes(e, size) for n, e in layer.items()} for layer in layers], lengths)
+        whole = sum({name: numel for layer in layers for name, numel in layer.items()}.values())
+        boundary, inputs = workload.boundary_bytes, workload.num_layers + 3
+        device = {"buffers": min(1 + self.double_buffer, len(lengths)) * max(shards)}
+        if self.intermediates == "saved":
+            device["activations"] = max(workload.head_bytes, workload.layer_bytes - 11 * boundary)
+            logits = 4 * workload.batch_size * workload.seq_len * workload.vocab_size
+            activations = SAVED_BOUNDARIES * workload.num_layers * boundary + 3 * boundary + 2 * logits
+        else:
+            device["activations"] = workload.working_bytes + (lengths[-1] - 1) * boundary
+            activations = inputs * boundary
+        if size < 4:  # an update's fp32 gradients, when the activations are gone
+            own = shard_bytes([{n: 4 * e for n, e in layer.items()} for layer in layers], lengths)
+            device["activations"] = max(device["activations"], max(own))
+        host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
+        options = {"shard_layers": num_layers, "double_buffer": self.double_buffer, "intermediates": self.intermediates}
+        moved = self._moved_bytes(workload, whole, len(lengths))
+        return Plan(device, {**host, "activations": int(activations)}, moved_bytes=moved, options=options)
+
+    def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
+        """Of shards of equal size. All weights come for the forward pass and for the backward pass, and gradients with
+        them for the update; a shard that is in a slot already is not fetched."""
+        hits = 1 + self.double_buffer  # where forward turns into backward, and where backward turns into update
+        fetched = max(0, 2 * num_shards - hits)
+        home = 1
+        if workload.clip_norm:
+            fetched += 2 * max(0, num_shards - hits)
+            home = 2
+        size = workload.weight_bytes
+        states = 2 * (8 if size == 4 else 12) * num_params
+        return states + size * num_params * (fetched + home * num_shards) // num_shards
