@@ -15,7 +15,17 @@ from harness.doctor import doctor
 from harness.progress import reporter
 from harness.record import Record
 from harness.sweep import Sweep, resolve
-from harness.words import Duration, JobCommand, check_corpus, check_writable, job_options, make_jobs, write_methods
+from harness.words import (
+    Duration,
+    JobCommand,
+    check_corpus,
+    check_writable,
+    help_last,
+    job_options,
+    make_jobs,
+    methods_option,
+    write_methods,
+)  # fmt: skip
 
 EXIT = {"crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "timeout": 6, "unavailable": 7, "interrupted": 130}
 GATE_FAILED, USAGE, INTERRUPTED = 5, 2, 130
@@ -37,16 +47,17 @@ class Door(click.Group):
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if args and args[0].startswith("-") and args[0] != "--help":
             args = ["run", *args]
-        return super().parse_args(context, args)
+        return super().parse_args(context, help_last(args))
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        write_methods(formatter, ())
+        write_methods(formatter, context.params.get("methods_folder") or ())
         super().format_epilog(context, formatter)
 
 
 @click.group(cls=Door, epilog=EXAMPLES, context_settings={"help_option_names": ["--help"]}, invoke_without_command=True)
+@methods_option
 @click.pass_context
-def door(context: click.Context) -> None:
+def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
     """Train models larger than the device, by several methods, under one clock and one gate.
 
     A method whose training is not the reference's has no throughput.

@@ -264,4 +264,5 @@ def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:TEXT_LENGTH]
+    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "  # its status says so already
+    return f"{kind}{' '.join(str(error).split())}"[:TEXT_LENGTH]

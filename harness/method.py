@@ -131,6 +131,17 @@ def names(folders: tuple[Path, ...] = ()) -> list[str]:
     return sorted(_files(folders))
 
 
+def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
+    """Methods whose files do not load, and why: they keep no other from running."""
+    found = {}
+    for name in names(folders):
+        try:
+            load(name, folders)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     """The method's class. Raises ValueError naming the nearest method, or saying what its file lacks."""
     files = _files(folders)
@@ -180,7 +191,8 @@ def option_names(cls: type[Method]) -> list[str]:
 
 def reference(folders: tuple[Path, ...] = ()) -> str:
     """The name of the method that the others are judged by."""
-    marked = [name for name in names(folders) if load(name, folders).is_reference]
+    unusable = broken(folders)
+    marked = [name for name in names(folders) if name not in unusable and load(name, folders).is_reference]
     if len(marked) != 1:
         raise ValueError(f"one method must say is_reference = True, not {len(marked)}: {', '.join(marked)}")
     return marked[0]
@@ -206,7 +218,11 @@ def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
     shared = sorted((ROOT / "methods").glob("_*.py")) + sorted(path.parent.glob("_*.py"))
     digest = hashlib.sha256()
     for source in (*TRAINED_BY, *dict.fromkeys(shared), path):
-        digest.update(ast.dump(ast.parse(source.read_text())).encode())
+        text = source.read_bytes()
+        try:
+            digest.update(ast.dump(ast.parse(text)).encode())
+        except (SyntaxError, ValueError):  # a file that does not load concerns no method that does not import it
+            digest.update(text)
     for source in sorted((ROOT / "methods").glob("_*.cpp")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
@@ -219,5 +235,6 @@ def _module(path: Path) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(f"methods.{path.stem}")
-    except Exception as error:
-        raise ValueError(f"{path} does not load: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path} does not load: {told}") from error

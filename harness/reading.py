@@ -11,10 +11,9 @@ import click
 
 from harness import method
 from harness.record import read_all
-from harness.words import check_writable
+from harness.words import FOLDER, check_writable
 
 CLAIM_FAILED = 1
-FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command()

@@ -27,7 +27,12 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     budget = machine.budget(job.budget, job.device, job.workload)
-    plan = trained.plan(job.workload, budget)
+    try:
+        plan = trained.plan(job.workload, budget)
+    except (ValueError, method.Unavailable):
+        raise
+    except Exception as error:  # a method's own mistake, which concerns no other
+        raise ValueError(f"plan() of {job.method} fails: {type(error).__name__}: {error}") from error
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     resolved = dataclasses.replace(job, options=options)
     shortfall = one_pool(plan, budget).shortfall(budget)

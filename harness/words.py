@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import re
 import shlex
+import sys
 import tempfile
 from decimal import Decimal
 from pathlib import Path
@@ -64,8 +65,16 @@ class Duration(click.ParamType):
         return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
+def help_last(args: list[str]) -> list[str]:
+    """What --help tells depends on --methods, wherever the two stand."""
+    return [*(word for word in args if word != "--help"), "--help"] if "--help" in args else args
+
+
 class JobCommand(click.Command):
     """A verb whose help ends with the methods there are, those of --methods included."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(context, help_last(args))
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         write_methods(formatter, context.params.get("methods_folder") or ())
@@ -74,7 +83,11 @@ class JobCommand(click.Command):
 
 def write_methods(formatter: click.HelpFormatter, folders: tuple[Path, ...]) -> None:
     rows = []
+    broken = method.broken(folders)
     for name in method.names(folders):
+        if name in broken:
+            rows.append((name, f"unavailable: {broken[name]}"))
+            continue
         cls = method.load(name, folders)
         options = ", ".join(method.option_names(cls))
         rows.append((name, f"{cls.paper or cls.label}" + (f" (options: {options})" if options else "")))
@@ -82,9 +95,14 @@ def write_methods(formatter: click.HelpFormatter, folders: tuple[Path, ...]) -> 
         formatter.write_dl(rows)
 
 
+FOLDER = click.Path(path_type=Path, file_okay=False)
+methods_option = click.option(
+    "--methods", "methods_folder", type=FOLDER, multiple=True, is_eager=True, help="Another folder of methods."
+)
+
+
 def job_options(command: Any) -> Any:
     """The options that run and sweep share."""
-    folder = click.Path(path_type=Path, file_okay=False)
     for option in reversed((
         click.option("-m", "method_names", metavar="METHOD", help="Method, several (a,b), or all."),
         click.option("-l", "num_layers", type=Numbers(), default="16", help="Layers."),
@@ -113,9 +131,8 @@ def job_options(command: Any) -> Any:
         click.option("--link", type=Bytes(), help="Simulated link of --device sim, a second in each direction."),
         click.option("--disk", "disk_memory", type=Bytes(), help="Budget on the disk, for methods that use one."),
         click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
-        click.option("--results", type=folder, default=method.ROOT / "results", help="Folder of records and logs."),
-        click.option("--methods", "methods_folder", type=folder, multiple=True, is_eager=True,
-                     help="Another folder of methods."),
+        click.option("--results", type=FOLDER, default=method.ROOT / "results", help="Folder of records and logs."),
+        methods_option,
         click.option("--rerun", is_flag=True, help="Measure again what has a record."),
         click.option("--json", "as_json", is_flag=True, help="One JSON object a line."),
     )):  # fmt: skip
@@ -128,7 +145,11 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     if not words["method_names"]:
         raise ValueError(f"-m is missing: choose one of all, {', '.join(method.names(folders))}")
     names = words["method_names"].split(",")
-    names = method.names(folders) if names == ["all"] else names
+    if names == ["all"]:
+        broken = method.broken(folders)
+        names = [name for name in method.names(folders) if name not in broken]
+        for name, why in broken.items():
+            print(f"left out: {name}: {why}", file=sys.stderr)
     options = dict(parse_option(text) for text in words["options"])
     sizes = (
         "micro_batches",

@@ -13,7 +13,7 @@ import pytest
 
 from harness import cgroup, failures, limits
 from harness.launch import launch
-from harness.method import ROOT
+from harness.method import ROOT, Unavailable
 from harness.record import Record, read_all
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep
@@ -228,6 +228,11 @@ def test_a_job_over_its_time_ends_as_timeout(tmp_path: Path) -> None:
     assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "deadline", "step 1")
     assert "5 seconds, at step 1" in record.reason and record.losses == [1.5]
     assert time.time() - started < 60
+
+
+def test_what_is_unavailable_says_so_once() -> None:
+    failure = failures.of_exception(Unavailable("it needs an engine: pip install it"), "import", {})
+    assert (failure.status, failure.reason) == ("unavailable", "it needs an engine: pip install it (at import)")
 
 
 def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,35 @@ def added(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_file_that_does_not_load_is_named_and_stops_no_other_method(tmp_path: Path, added: Path) -> None:
+    (added / "half_done.py").write_text("class HalfDone:\n    def train(self, ")
+    (added / "exits.py").write_text("raise SystemExit(1)")
+    words = [*"-l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --methods".split(), str(added)]
+    done = door("-m", "plain-loop", *words, "--results", str(tmp_path / "results"))
+    assert done.returncode == 0, done.stderr
+    every = door("plan", "-m", "all", *words)
+    assert every.returncode == 0 and "plain-loop" in every.stdout
+    assert [text.split(" does not load: ")[0] for text in every.stderr.splitlines()] == [
+        f"left out: exits: {added}/exits.py", f"left out: half-done: {added}/half_done.py",
+    ]  # fmt: skip
+    one = door("-m", "half-done", *words)
+    assert (one.returncode, len(one.stderr.splitlines())) == (2, 1) and "half_done.py does not load" in one.stderr
+    for words in (("--help", "--methods", str(added)), ("--methods", str(added), "--help")):
+        told = door(*words)
+        assert told.returncode == 0 and "plain-loop" in told.stdout and "unavailable: " in told.stdout
+
+
+def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) -> None:
+    (tmp_path / "half_done.py").write_text(ONE_FILE.replace("16 * workload.num_params", "workload.number"))
+    done = door("plan", "-m", "resident,half-done", "-l", "2", "--methods", str(tmp_path))
+    assert done.returncode == 0 and "resident" in done.stdout
+    assert "plan() of half-done fails: AttributeError" in done.stdout
+
+
+def door(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "harness", *words], cwd=ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_trains_as_the_reference_does(
