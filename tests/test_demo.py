@@ -10,6 +10,7 @@ import pytest
 
 from harness import case, demo, method
 from harness.record import read_all
+from tests.test_notebook import executed
 
 
 def test_each_method_is_shown_once_at_the_same_depth() -> None:
@@ -34,3 +35,9 @@ def test_the_demo_shows_all_and_goes_on_where_it_was(tmp_path: Path, libaio: Non
     again = subprocess.run(command, capture_output=True, text=True, cwd=method.ROOT)
     assert again.returncode == 0
     assert {path for path in read_all(tmp_path)[0] if "superoffload" not in path.name} <= recorded
+    # What is recorded needs no run: the notebook shows it all at once.
+    there = set(tmp_path.glob("log_*"))
+    outputs = executed(tmp_path)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == len(case.numbers())
+    assert "NOT TESTED: " in "".join(output.get("text", "") for output in outputs)
+    assert set(tmp_path.glob("log_*")) == there

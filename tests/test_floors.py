@@ -33,7 +33,7 @@ FLOORS = (
     {"harness.verdicts", "harness.campaign"},
     {"harness.verify"},
     {"harness.pages"},
-    {"harness.report"},
+    {"harness.report", "harness.notebook"},
     {"harness.bundle"},
     {"harness.reading", "harness.demo"},
     {"harness.cli"},

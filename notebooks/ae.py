@@ -1,0 +1,65 @@
+# %% [markdown]
+# # The five figures, cell by cell
+#
+# Each case runs what has no record yet under the profile, and shows its table and its figure: what was measured here
+# beside what was published. A hollow bar did not pass the gate, a cross is a size that failed. The last cells judge
+# the paper's claims. The same in a terminal: `./run.sh case all --profile demo`, then `./run.sh verify`.
+#
+# This notebook is written by `python -m harness.notebook` of `notebooks/ae.py`, and has no logic of its own.
+
+# %% [markdown]
+# Profiles: `demo` (minutes, on a CPU), `quick` (one GPU), `paper` (the published sizes), `fit` (scaled to
+# this machine). `MACHINE = "v100-vm"` gives the runs the memories of the published machine.
+
+# %% tags=["parameters"]
+import sys
+from pathlib import Path
+
+ROOT = Path.cwd() if Path("harness").is_dir() else Path.cwd().parent
+PROFILE, MACHINE, RESULTS = "demo", None, ROOT / "results"
+
+# %%
+sys.path.insert(0, str(ROOT))
+from harness.notebook import show_case, show_claims
+
+# %% [markdown]
+# ## Case 1, Figure 6a: the largest size that each method trains
+
+# %%
+show_case(1, PROFILE, MACHINE, RESULTS)
+
+# %% [markdown]
+# ## Case 2, Figure 7a: STRONGHOLD beside each baseline at that one's largest size
+
+# %%
+show_case(2, PROFILE, MACHINE, RESULTS)
+
+# %% [markdown]
+# ## Case 3, Figure 8a: all methods at one size that all of them train
+
+# %%
+show_case(3, PROFILE, MACHINE, RESULTS)
+
+# %% [markdown]
+# ## Case 4, Figure 8b: the time of a step as the model grows
+
+# %%
+show_case(4, PROFILE, MACHINE, RESULTS)
+
+# %% [markdown]
+# ## Case 5, Figure 9: what the window changes
+
+# %%
+show_case(5, PROFILE, MACHINE, RESULTS)
+
+# %% [markdown]
+# ## The claims, by what was measured here
+
+# %%
+show_claims(RESULTS)
+
+# %% [markdown]
+# ## The claims, by the numbers that were published
+
+# %%
+show_claims(RESULTS, against="published")
