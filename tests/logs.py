@@ -158,6 +158,36 @@ def own_lines(num_layers: int, hidden_size: int, losses: Sequence[float], of: in
     return [*lines, end_line(job, *how, len(done["losses"]), "")]
 
 
+def prefixed(lines: list[str]) -> list[str]:
+    return [f"[2024-01-02 03:04:05.678] worker-0: {text}" for text in lines]
+
+
+def newer(lines: list[str]) -> list[str]:
+    """Megatron-LM of later years: a time before the iteration, other fields, no speed line, no arguments."""
+    kept = [text for text in lines if text.startswith(" iteration") or "number of parameters" in text]
+    more = " consumed samples: 40 | throughput per GPU (TFLOP/s/GPU): 1.5 | elapsed time per iteration (ms):"
+    return [
+        "[2024-01-02 03:04:05] "
+        + text.replace(" elapsed time per iteration (ms):", more).replace(" loss scale", " num zeros: 0 | loss scale")
+        if text.startswith(" iteration")
+        else text
+        for text in kept
+    ]
+
+
+def two_ranks(lines: list[str]) -> list[str]:
+    return [each for text in lines for each in ((text, text) if "iteration" in text else (text,))]
+
+
+def colored(lines: list[str]) -> list[str]:
+    return ["\x1b[32m" + text + "\x1b[0m" for text in lines]
+
+
+def of_windows(lines: list[str]) -> list[str]:
+    return ["\ufeff" + lines[0] + "\r", *(text + "\r" for text in lines[1:])]
+
+
+VARIANTS = (prefixed, newer, two_ranks, colored, of_windows)  # of a dialect, that no published log shows
 MEMORY = "memory (MB) | allocated: 100.0 | max allocated: 120.0 | reserved: 150.0 | max reserved: 200.0"
 
 

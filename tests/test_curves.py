@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.logs import CURVES, deepspeed_lines, imported, megatron_lines, name_of, write_log, write_published
+import pytest
+
+from tests.logs import CURVES, VARIANTS, deepspeed_lines, imported, megatron_lines, name_of, write_log, write_published
 
 # zero-offload trains; all others of the published methods but the reference do not.
 EXPECTED = dict.fromkeys(CURVES, "failed loss") | {
@@ -22,6 +25,19 @@ def test_the_published_runs_get_the_verdicts_that_their_losses_deserve(tmp_path:
         job, window = record.job, record.evidence["named_window"]
         found[f"{job.method} {job.workload.num_layers} {window}"] = f"{record.gate.verdict} {record.gate.reason}"
     assert found == EXPECTED
+
+
+@pytest.mark.parametrize("vary", VARIANTS)
+def test_a_log_of_an_unknown_dialect_is_judged_as_the_one_that_it_is_near(tmp_path: Path, vary: Callable) -> None:
+    names = ("megatron-lm 32 4", "zero-offload 32 4", "zero-infinity 32 4", "stronghold 16 15", "l2l 32 4", "l2l 78 4")
+    for name in names:
+        path = write_published(tmp_path, name)
+        path.write_text("\n".join(vary(path.read_text().splitlines())) + "\n")
+    found = {}
+    for record in imported(tmp_path, results=tmp_path):
+        job, window = record.job, record.evidence["named_window"]
+        found[f"{job.method} {job.workload.num_layers} {window}"] = f"{record.gate.verdict} {record.gate.reason}"
+    assert found == {name: EXPECTED[name] for name in names}
 
 
 def test_a_size_without_reference_is_held_to_a_method_that_agrees_with_it_elsewhere(tmp_path: Path) -> None:

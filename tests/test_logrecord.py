@@ -15,6 +15,7 @@ from harness.rawlog import NotALog, read
 from harness.spec import Job, Workload
 from tests.logs import (
     PUBLISHED,
+    VARIANTS,
     deepspeed_lines,
     imported,
     megatron_lines,
@@ -143,36 +144,7 @@ def test_a_whole_line_without_a_loss_is_not_a_number_and_a_cut_one_is_missing(tm
     assert one(tmp_path, name_of("m", 2, 64), cut).losses == [9.0, None]
 
 
-def prefixed(lines: list[str]) -> list[str]:
-    return [f"[2024-01-02 03:04:05.678] worker-0: {text}" for text in lines]
-
-
-def newer(lines: list[str]) -> list[str]:
-    """Megatron-LM of later years: a time before the iteration, other fields, no speed line, no arguments."""
-    kept = [text for text in lines if text.startswith(" iteration") or "number of parameters" in text]
-    more = " consumed samples: 40 | throughput per GPU (TFLOP/s/GPU): 1.5 | elapsed time per iteration (ms):"
-    return [
-        "[2024-01-02 03:04:05] "
-        + text.replace(" elapsed time per iteration (ms):", more).replace(" loss scale", " num zeros: 0 | loss scale")
-        if text.startswith(" iteration")
-        else text
-        for text in kept
-    ]
-
-
-def two_ranks(lines: list[str]) -> list[str]:
-    return [each for text in lines for each in ((text, text) if "iteration" in text else (text,))]
-
-
-def colored(lines: list[str]) -> list[str]:
-    return ["\x1b[32m" + text + "\x1b[0m" for text in lines]
-
-
-def of_windows(lines: list[str]) -> list[str]:
-    return ["\ufeff" + lines[0] + "\r", *(text + "\r" for text in lines[1:])]
-
-
-@pytest.mark.parametrize("vary", [prefixed, newer, two_ranks, colored, of_windows])
+@pytest.mark.parametrize("vary", VARIANTS)
 @pytest.mark.parametrize("dialect", [megatron_lines, deepspeed_lines])
 def test_a_dialect_that_nobody_has_shown_us_reads_as_the_one_that_it_is_near(
     tmp_path: Path, vary: Callable, dialect: Callable
