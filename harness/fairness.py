@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +37,31 @@ def _version(record: Record) -> str:
     implementation = record.description.get("implementation", "")
     package = next((name for name in ("deepspeed", "megatron-core", "torch") if name in implementation), "commit")
     return f"{package} {record.software.get(package)}"
+
+
+def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
+    """Aspect by aspect each answer and who gives it, for no line has room for all columns: what all share is said once,
+    and what differs stands side by side."""
+    found = []
+    for aspect in list(table_rows[0])[1:]:
+        by_answer: dict[str, list[str]] = {}
+        for row in table_rows:
+            by_answer.setdefault(row[aspect], []).append(_who(row, aspect, table_rows))
+        found.append(aspect)
+        for answer, names in by_answer.items():
+            who = f"all {len(names)}" if len(by_answer) == 1 else ", ".join(dict.fromkeys(names))
+            found += textwrap.wrap(
+                f"{answer}: {who}", width, initial_indent="  ", subsequent_indent="      ", break_long_words=False,
+                break_on_hyphens=False,
+            )  # fmt: skip
+    return found
+
+
+def _who(row: dict[str, str], aspect: str, table_rows: list[dict[str, str]]) -> str:
+    """The method, and its options where with others of them it answers otherwise."""
+    name = row["method"].partition(" (")[0]
+    answers = {other[aspect] for other in table_rows if other["method"].partition(" (")[0] == name}
+    return name if len(answers) == 1 else row["method"]
 
 
 def show(table_rows: list[dict[str, str]]) -> None:

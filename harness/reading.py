@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def fairness(results: Path, as_json: bool) -> None:
         for row in rows:
             print(json.dumps(row))
     else:
-        table.show(rows)
+        print("\n".join(table.lines(rows, shutil.get_terminal_size((120, 24)).columns)))
 
 
 @click.command(name="import")

@@ -43,3 +43,23 @@ def test_the_newest_run_of_a_method_speaks_for_it_and_only_one_that_trained(reco
     crashed = dataclasses.replace(records[1], status="crash")
     rows = fairness.rows([*records, newer, crashed])
     assert [row["data"] for row in rows if row["method"] == "l2l fp32"] == ["01234567, in order"]
+
+
+def test_what_all_share_is_said_once_and_what_differs_names_who_has_it() -> None:
+    rows = [
+        {"method": name, "model": model, "clipping": "exact"} for name, model in (("a", "x"), ("b", "y"), ("c", "x"))
+    ]
+    assert fairness.lines(rows, 80) == ["model", "  x: a, c", "  y: b", "clipping", "  exact: all 3"]
+
+
+def test_options_are_named_where_they_answer_otherwise() -> None:
+    rows = [{"method": f"a (w={w})", "model": "x", "gate": gate} for w, gate in ((1, "ok"), (2, "failed"))]
+    rows.append({"method": "b", "model": "y", "gate": "ok"})
+    assert fairness.lines(rows, 80) == [
+        "model", "  x: a", "  y: b", "gate", "  ok: a (w=1), b", "  failed: a (w=2)",
+    ]  # fmt: skip
+
+
+def test_no_line_is_wider_than_the_terminal_where_its_words_are_not(records: list[Record]) -> None:
+    told = fairness.lines(fairness.rows(records), 60)
+    assert max(map(len, told)) <= 60 and "      " in "".join(told)
