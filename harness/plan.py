@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -124,16 +125,22 @@ def published_rows(budget: Budget) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]], exact: bool) -> None:
-    """A line for each memory of each row, then a line for each row that does not fit or cannot be planned."""
-    table = Table(title="What training needs, by arithmetic")
-    for name in ("method", "layers", "memory", *KINDS, "in all", *(["exact"] if exact else [])):
-        table.add_column(name, justify="left" if name in ("method", "memory") else "right", no_wrap=True)
-    for name in ("moved a step", "seconds, at least", "fits", "binds", "largest"):
-        table.add_column(name)
-    for row in found:
-        if "error" not in row:
-            _add(table, row, exact)
-    _console().print(table)
+    """What each method needs, a line for each memory; what comes of it; a line for each that does not fit or cannot be
+    planned."""
+    planned = [row for row in found if "error" not in row]
+    depth = ["layers"] if len({row["num_layers"] for row in planned}) > 1 else []
+    kinds = [*depth, "memory", *KINDS, "in all", *(["exact"] if exact else [])]
+    needs = _table("What training needs, by arithmetic", *kinds)
+    ends = _table("What comes of it", "layers", "fits", "binds", "largest", "moved a step", "seconds, at least")
+    for row in planned:
+        _add_needs(needs, row, [row["method"], *(str(row[f"num_{name}"]) for name in depth)], exact)
+        _add_end(ends, row)
+    for table in (needs, ends) if planned else ():
+        _console().print(table)
+    for row in planned:
+        options = ", ".join(f"{name}={value}" for name, value in row["options"].items() if value not in (None, False))
+        if options:
+            print(f"{row['method']}, {row['num_layers']} layers: {options}")
     print("binds: the memory that one layer more than the largest would pass.")
     print("seconds, at least: a bound by the machine's rates (facts in machines.yaml), however well all overlaps.")
     for row in found:
@@ -146,22 +153,31 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
             print(text)
 
 
-def _add(table: Table, row: dict[str, Any], exact: bool) -> None:
-    seconds = f"{row['least_step_seconds']:.3g}" if row["least_step_seconds"] else "-"
-    last = [_size(row["moved_bytes"]), seconds, "yes" if row["fits"] else "no", row["binding"] or "-"]
-    last.append(f"-l {row['largest_layers']}")
-    title = [row["method"], str(row["num_layers"])]
+def _add_needs(table: Table, row: dict[str, Any], title: list[str], exact: bool) -> None:
     for memory in MEMORIES:
         if memory == "device" or row[f"{memory}_bytes"]:
             cells = [*title, memory, *(_size(row[memory].get(kind)) for kind in KINDS), _size(row[f"{memory}_bytes"])]
             if exact:
                 cells.append(_size(row["exact"].get(f"{memory}_bytes")))
-            table.add_row(*cells, *last)
-            title, last = ["", ""], []
-    options = " ".join(f"{name}={value}" for name, value in row["options"].items() if value not in (None, False))
-    if options:
-        table.add_row(f"  {options}")
-    table.add_section()
+            table.add_row(*cells)
+            title = [""] * len(title)
+
+
+def _add_end(table: Table, row: dict[str, Any]) -> None:
+    table.add_row(
+        row["method"], str(row["num_layers"]), "yes" if row["fits"] else "no", row["binding"] or "-",
+        f"-l {row['largest_layers']}", _size(row["moved_bytes"]),
+        f"{row['least_step_seconds']:.3g}" if row["least_step_seconds"] else "-",
+    )  # fmt: skip
+
+
+def _table(title: str, *names: str) -> Table:
+    """Without lines, narrow: it should fit a terminal of a hundred columns, and fold rather than cut off in less."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="left" if name == "memory" else "right", overflow="fold")
+    return table
 
 
 def show_published(found: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_the_table_is_for_people(capsys, monkeypatch) -> None:
     main()
     text = capsys.readouterr().out
     assert all(word in text for word in ("device", "host", "disk", "activations", "binds", "resident"))
+
+
+def test_a_terminal_of_100_columns_cuts_nothing_off(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("harness.plan.sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["run.sh", "plan", "-m", "all", "-l", "32", "--host-memory", "90GiB"])
+    main()
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    needs = text.partition("What comes of it")[0].splitlines()
+    assert max(map(len, needs)) <= 100 and "zero-infinity-nvme" in text and "activations" in text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
 def test_a_plan_needs_no_torch() -> None:
