@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import nbformat
-from nbclient import NotebookClient
+import pytest
 
 from harness import notebook
 
@@ -15,16 +14,18 @@ SOURCE = notebook.FOLDER / "ae.py"
 
 def executed(results: Path) -> list[dict]:
     """The outputs of its code cells, run from top to bottom by a kernel of this Python, on other results."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     made = nbformat.reads(notebook.made_of(SOURCE.read_text()), as_version=4)
     place = next(index for index, cell in enumerate(made.cells) if "parameters" in cell.metadata.get("tags", []))
     made.cells.insert(place + 1, nbformat.v4.new_code_cell(f"RESULTS = Path({str(results)!r})"))
-    NotebookClient(made, timeout=600, resources={"metadata": {"path": str(notebook.FOLDER)}}).execute()
+    nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": str(notebook.FOLDER)}}).execute()
     return [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
 def test_the_notebook_is_what_its_source_makes() -> None:
     text = SOURCE.with_suffix(".ipynb").read_text()
     assert text == notebook.made_of(SOURCE.read_text()), "python -m harness.notebook writes it again"
+    nbformat = pytest.importorskip("nbformat")
     nbformat.validate(nbformat.reads(text, as_version=4))
 
 
