@@ -63,18 +63,43 @@ def step(shard: Shard, slab: Tensor, factor: Tensor | None, learning_rate: float
     if learning_rate is not None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-    for parameter, each in zip(stepped, states, strict=True):
-        optimizer.state[parameter] = {} if is_first else dict(each)
-    optimizer.step()
-    with torch.no_grad():
+    if is_first:
+        _first_step(optimizer, stepped, states)
+    else:
         for parameter, each in zip(stepped, states, strict=True):
-            for key, value in optimizer.state.pop(parameter).items():
-                if value is not each[key]:  # made by the first step, or anew by this one
-                    each[key].copy_(value)
+            optimizer.state[parameter] = dict(each)
+        optimizer.step()
+        for parameter, each in zip(stepped, states, strict=True):
+            _keep(optimizer, parameter, each)
+    with torch.no_grad():
         if shard.mixed:
             torch._foreach_copy_([*weights], [*stepped])
             for parameter in stepped:
                 parameter.grad = None
+
+
+def _first_step(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], states: list[dict[str, Tensor]]
+) -> None:
+    """The optimizer makes its states itself, beside the slot: one parameter at a time, so that they are few."""
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter, grad, each in zip(parameters, grads, states, strict=True):
+        parameter.grad = grad
+        optimizer.step()
+        _keep(optimizer, parameter, each)
+        parameter.grad = None
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+
+
+def _keep(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
+    """Take a parameter's states from the optimizer into the slot, where they are not there already."""
+    with torch.no_grad():
+        for key, value in optimizer.state.pop(parameter).items():
+            if value is not states[key]:
+                states[key].copy_(value)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

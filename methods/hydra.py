@@ -114,11 +114,14 @@ class Hydra:
             logits = 4 * workload.batch_size * workload.seq_len * workload.vocab_size
             activations = SAVED_BOUNDARIES * workload.num_layers * boundary + 3 * boundary + 2 * logits
         else:
-            device["activations"] = workload.working_bytes + (lengths[-1] - 1) * boundary
+            device["activations"] = workload.working_bytes + (lengths[-1] + 1) * boundary
             activations = inputs * boundary
-        if size < 4:  # an update's fp32 gradients, when the activations are gone
-            own = shard_bytes([{n: 4 * e for n, e in layer.items()} for layer in layers], lengths)
-            device["activations"] = max(device["activations"], max(own))
+        # What an update needs when the activations are gone: the first makes a parameter's moments, mixed precision
+        # takes fp32 gradients of a shard.
+        updated = 8 * max(numel for layer in layers for numel in layer.values())
+        if size < 4:
+            updated += max(shard_bytes([{n: 4 * e for n, e in layer.items()} for layer in layers], lengths))
+        device["activations"] = max(device["activations"], updated)
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
         options = {"shard_layers": num_layers, "double_buffer": self.double_buffer, "intermediates": self.intermediates}
         moved = self._moved_bytes(workload, whole, len(lengths))
