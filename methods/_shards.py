@@ -72,14 +72,16 @@ class Shard:
                 self.sites.setdefault(name, []).append((index, local))
                 found[name] = layer.module.get_parameter(local)
         self.own = [name for name in found if name not in lenders]
+        self.trained = [name for name in self.own if found[name].requires_grad]
+        self.frozen = {name for name, parameter in found.items() if not parameter.requires_grad}
         # What is borrowed comes last: what is its own travels in one piece.
         columns = [(name, found[name].shape, found[name].dtype) for name in (*self.own, *lenders)]
         self.weights_at, self.own_bytes = Places(columns), Places(columns[: len(self.own)]).num_bytes
-        kept = state_tensors(make_optimizer, [found[name] for name in self.own], mixed=mixed)
-        self.states_of = {name: list(states) for name, states in zip(self.own, kept, strict=True)}
+        kept = state_tensors(make_optimizer, [found[name] for name in self.trained], mixed=mixed)
+        self.states_of = {name: list(states) for name, states in zip(self.trained, kept, strict=True)}
         self.states_at = Places(
             (f"{name} {key}", state.shape, state.dtype)
-            for name, states in zip(self.own, kept, strict=True)
+            for name, states in zip(self.trained, kept, strict=True)
             for key, state in states.items()
         )
         self.sums: set[str] = set()  # names whose gradient has come home from a later shard when this one's is computed
@@ -115,12 +117,13 @@ class Shard:
         for name, sites in self.sites.items():
             weight, grad = self.weights_at.view(slab, name), self.weights_at.view(grads, name)
             if name not in self.parameters:
-                self.parameters[name] = nn.Parameter(weight)
+                self.parameters[name] = nn.Parameter(weight, requires_grad=name not in self.frozen)
                 for index, local in sites:
                     owner, _, leaf = local.rpartition(".")
                     setattr(self.layers[index].get_submodule(owner), leaf, self.parameters[name])
             # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.
-            self.parameters[name].data, self.parameters[name].grad = weight, grad
+            self.parameters[name].data = weight
+            self.parameters[name].grad = None if name in self.frozen else grad
 
 
 def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool) -> list:

@@ -48,8 +48,8 @@ def step(shard: Shard, slab: Tensor, factor: Tensor | None, learning_rate: float
 
     torch's own optimizer on parameters shaped as the model's: its very bits, whatever it computes.
     """
-    states = [shard.states(slab, name) for name in shard.own]
-    weights = [shard.parameters[name] for name in shard.own]
+    states = [shard.states(slab, name) for name in shard.trained]
+    weights = [shard.parameters[name] for name in shard.trained]
     stepped = weights
     if shard.mixed:
         masters = [each.pop(MASTER) for each in states]
@@ -97,7 +97,7 @@ def _first_step(
 def _keep(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
     """Take a parameter's states from the optimizer into the slot, where they are not there already."""
     with torch.no_grad():
-        for key, value in optimizer.state.pop(parameter).items():
+        for key, value in optimizer.state.pop(parameter, {}).items():
             if value is not states[key]:
                 states[key].copy_(value)
 

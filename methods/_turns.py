@@ -1,5 +1,4 @@
-"""Models take turns, shard by shard: a model in training is a coroutine that names its next unit, a rule picks whose
-turn it is, and what will come next is already on its way.
+"""A model in training is a coroutine that names its next unit and is told what became of it.
 
 Of a minibatch the units are F_1 .. F_K-1, FB_K, B_K-1 .. B_1: the last shard's forward pass, the loss and its backward
 pass are one. Where gradients are clipped by their global norm the updates are units of their own, after B_1; else each
@@ -8,20 +7,17 @@ is done with its backward pass.
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from itertools import count
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.method import Step
-from methods._scheduler import Waiting, key_of
 from methods._shards import Shard, Version
 from methods._travel import clip_factor
 from methods._units import BACKWARD, FORWARD, LOSS, UPDATE, Result, Unit
-from methods._worker import Worker
 
 # What a unit takes before it was ever measured, relative to a forward pass: the backward pass recomputes.
 GUESSES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
@@ -32,13 +28,14 @@ class Task:
     """A model, its data, and how far its training is."""
 
     def __init__(
-        self, model: int, shards: Sequence[Shard], names: Sequence[str], batches: Iterable, num_batches: int, *,
+        self, model: int, shards: Sequence[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
         max_norm: float = 0.0, update: str = "later", learning_rate_at: Callable[[int], float] | None = None,
-        random_state: object = None,
+        random_state: object = None, keeps_graphs: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.shards, self.names, self.batches = model, shards, names, batches
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
-        self.random, self.num_steps, self.batches_left = random_state, 0, num_batches
+        self.random, self.keeps_graphs, self.num_steps = random_state, keeps_graphs and len(shards) > 1, 0
+        self.batches_left: float = math.inf if num_batches is None else num_batches
         self.updates = [0] * len(shards)
         last = len(shards) - 1
         turn = [(FORWARD, i) for i in range(last)] + [(LOSS, last)] + [(BACKWARD, i) for i in reversed(range(last))]
@@ -48,9 +45,10 @@ class Task:
             (kind, i): GUESSED_SECONDS * GUESSES[kind] * max(1, shards[i].num_bytes("weights"))
             for kind, i in self.script
         }
-        self.busy_seconds = 0.0
         self.coroutine = training(self)
         self.next_unit: Unit | None = None
+        self.device: Any = None  # the only one that can go on, where graphs are kept there
+        self.failure = ""  # the traceback of the unit that ended it
 
     @property
     def remaining(self) -> float:
@@ -63,8 +61,13 @@ class Task:
         values = {"random": self.random, "learning_rate": rate, "update": self.update, **given}
         return Unit(self.model, shard, kind, self.version(shard), **values)  # type: ignore[arg-type]
 
+    def hint(self) -> Unit | None:
+        """The next unit without its tensors: enough to fetch its shard."""
+        unit = self.next_unit
+        return unit and Unit(unit.model, unit.shard, unit.kind, unit.version, update=unit.update)
+
     def following(self) -> Unit | None:
-        """The unit after the next, as far as it is known now: enough to fetch its shard."""
+        """The unit after the next, as far as it is known now."""
         place = self.position + 1
         if place == len(self.script) and self.batches_left <= 1:
             return None
@@ -72,34 +75,33 @@ class Task:
         return Unit(self.model, shard, kind, self.version(shard), update=self.update)
 
     def start(self) -> None:
-        self._take(next(self.coroutine, None))
+        """Name the first unit, or, after a step, that of the next minibatch; none where there is no more data."""
+        item = next(self.coroutine, None)
+        assert not isinstance(item, Step)
+        self.next_unit = item
 
     def advance(self, result: Result, seconds: float) -> Step | None:
-        """Take in what its unit left; the step, where that was the last unit of a minibatch. Then resume()."""
+        """Take in what the unit left. The step, where it was the last of a minibatch: start() then goes on."""
         unit = self.next_unit
         assert unit is not None
         self.seconds[unit.kind, unit.shard] = seconds
-        self.busy_seconds += seconds
         if unit.kind in (FORWARD, LOSS):
             self.random = result.random
         if unit.kind == UPDATE or (self.update != "later" and unit.kind != FORWARD):
             self.updates[unit.shard] += 1
         self.position += 1
         if self.position == len(self.script):
-            self.position, self.batches_left = 0, self.batches_left - 1
+            self.position, self.batches_left, self.device = 0, self.batches_left - 1, None
         item = self.coroutine.send(result)
         if isinstance(item, Step):
             return item
-        self._take(item)
+        self.next_unit = item
         return None
 
-    def resume(self) -> None:
-        """Go on after a step."""
-        self.start()
-
-    def _take(self, item: Unit | Step | None) -> None:
-        assert not isinstance(item, Step)
-        self.next_unit = item
+    def fail(self, text: str) -> None:
+        """End this model's training; its weights stay as its last update left them."""
+        self.failure, self.next_unit = text, None
+        self.coroutine.close()
 
     def version(self, index: int) -> Version:
         lenders = set(self.shards[index].lenders.values())
@@ -111,9 +113,10 @@ class Task:
         found = {
             name: norm
             for index, shard in enumerate(self.shards)
-            for name, norm in zip(shard.own, norms[index], strict=True)
+            for name, norm in zip(shard.trained, norms[index], strict=True)
         }
-        return torch.linalg.vector_norm(torch.stack([found[name] for name in self.names]))
+        ordered = [found[name] for name in self.names if name in found]
+        return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
 
 
 def training(task: Task) -> Generator[Unit | Step, Result, None]:
@@ -140,36 +143,3 @@ def training(task: Task) -> Generator[Unit | Step, Result, None]:
                 yield task.unit(UPDATE, shard, factor=factor)
         assert loss is not None
         yield Step(loss, total)
-
-
-def take_turns(
-    worker: Worker, tasks: Sequence[Task], policy: str = "lrtf", seed: int = 0
-) -> Iterator[tuple[Task, Step]]:
-    """Run all tasks to their ends on one device, here; yields each step when its last unit is queued."""
-    key, draw, arrivals = key_of(policy), random.Random(seed).random, count()
-    waiting: dict[Task, tuple[int, float]] = {}
-
-    def wait(task: Task) -> None:
-        if task.next_unit is not None:
-            waiting[task] = (next(arrivals), draw())
-
-    def first() -> Task:
-        return min(waiting, key=lambda task: (key(Waiting(task.remaining, *waiting[task])), waiting[task]))
-
-    for task in tasks:
-        task.start()
-        wait(task)
-    while waiting:
-        task = first()
-        unit = task.next_unit
-        assert unit is not None
-        del waiting[task]
-        other = first() if waiting else None
-        following = other.next_unit if other is not None else task.following()
-        started = time.perf_counter()
-        result = worker.run(unit, following)
-        step = task.advance(result, time.perf_counter() - started)
-        if step is not None:
-            yield task, step
-            task.resume()
-        wait(task)

@@ -58,7 +58,7 @@ class Result(NamedTuple):
     kept: Any = None
     random: Any = None
     loss: Tensor | None = None
-    norms: list[Tensor] | None = None  # of each of the shard's own parameters' gradients, fp32
+    norms: list[Tensor] | None = None  # of the gradient of each of the shard's trained parameters, fp32
 
 
 def parts_of(unit: Unit) -> set[str]:
@@ -147,8 +147,8 @@ class Turn:
 
     def _end(self, dy: Tensors) -> Result:
         """The gradients are complete: send them home, or use them at once."""
-        own = [self.slot.view(name, "grads") for name in self.shard.own]
-        norms = list(torch._foreach_norm(own, 2, dtype=torch.float32)) if own else []
+        grads = [self.slot.view(name, "grads") for name in self.shard.trained]
+        norms = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
         if self.unit.update == "later":
             moved = self.slot.offload(["grads"], self.shard.lenders)
             self.slot.valid.add("grads")
@@ -157,14 +157,16 @@ class Turn:
             self.worker.device.moved_bytes += self.slot.offload([], self.shard.lenders) if self.shard.lenders else 0
             factor = None
             if self.unit.update == "clipped" and norms:
-                factor = clip_factor(torch.linalg.vector_norm(torch.stack(norms)), self.worker.max_norm)
+                factor = clip_factor(
+                    torch.linalg.vector_norm(torch.stack(norms)), self.worker.max_norms[self.unit.model]
+                )
             self._step(factor)
         return Result(self.worker.to_host(dy), norms=norms)
 
     def _step(self, factor: Tensor | None) -> None:
         """One step of the optimizer on the shard's own parameters; the weights and its states go home."""
         shard, slot = self.shard, self.slot
-        if shard.own:
+        if shard.trained:
             if factor is not None:
                 (factor,) = self.worker.to_device((factor,))
             step(shard, slot.slabs["states"], factor, self.unit.learning_rate, is_first=self.unit.version.own == 0)

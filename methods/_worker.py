@@ -17,13 +17,16 @@ class Worker:
     """A device with its slots, and the models whose units it runs."""
 
     def __init__(
-        self, device: Device, models: Sequence[Sequence[Shard]], *, double_buffer: bool = True, max_norm: float = 0.0,
-        intermediates: str = "checkpointed", keeps_random: bool = True,
+        self, device: Device, models: Sequence[Sequence[Shard]], *, double_buffer: bool = True,
+        max_norms: Sequence[float] = (), intermediates: str = "checkpointed", keeps_random: bool = True,
     ) -> None:  # fmt: skip
         shards = [shard for model in models for shard in model]
-        self.device, self.models, self.max_norm = device, models, max_norm
+        self.device, self.models, self.max_norms = device, models, max_norms
         self.saves, self.keeps_random = intermediates == "saved", keeps_random
         self.slots = [ShardSlot(device, shards) for _ in range(min(1 + double_buffer, len(shards)))]
+        for module in (module for shard in shards for layer in shard.layers for module in layer.modules()):
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device.name))
         self.busy: ShardSlot | None = None
         self.graphs: dict[tuple[int, int], Any] = {}  # of saved forward passes, until their backward passes
 
@@ -50,6 +53,20 @@ class Worker:
             random = self.random_state()
         self.busy = None
         return result._replace(random=random)
+
+    def finished(self, result: Result) -> Result:
+        """The result for another process: all is done, and on the host."""
+        self.device.synchronize()
+        loss, norms = result.loss, result.norms
+        return result._replace(
+            loss=None if loss is None else loss.cpu(), norms=None if norms is None else [norm.cpu() for norm in norms]
+        )
+
+    def forget(self, unit: Unit) -> None:
+        """After a unit that failed: what it left in its slot, or of its graph, is worth nothing."""
+        if self.busy is not None:
+            self.busy.shard, self.busy = None, None
+        self.graphs.pop((unit.model, unit.shard), None)
 
     def _slot_of(self, shard: Shard, version: Version) -> ShardSlot:
         for slot in self.slots:

@@ -13,12 +13,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.method import Step, Trained, Training, largest_depth
+from harness.method import Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods._partition import adamw_bytes, gpt_tensors, longest_runs, shard_bytes
 from methods._plans import describe
 
 SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; held against the twin
+
+
+def __getattr__(name: str) -> object:
+    """The classes for models of one's own, with torch, which this module does not import."""
+    if name not in ("ModelOrchestrator", "ModelTask"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from methods import _orchestrator
+
+    return getattr(_orchestrator, name)
 
 
 @dataclass(frozen=True)
@@ -60,9 +69,10 @@ class Hydra:
         from harness.model import initialize
         from methods import _gpt
         from methods._device import Device
+        from methods._dispatch import Dispatcher, Here
         from methods._shards import cut
         from methods._travel import MASTER
-        from methods._turns import Task, take_turns
+        from methods._turns import Task
         from methods._worker import Worker
 
         mixed, random = workload.dtype != "fp32", workload.dropout > 0
@@ -71,7 +81,7 @@ class Hydra:
             shards = cut(_gpt.layers(workload), lengths, _gpt.adamw, mixed=mixed)
             for shard in shards:
                 shard.settle(lambda num_bytes: gpu.room(num_bytes, torch.uint8, host=True))
-                masters = [shard.states(shard.slabs["states"], name).get(MASTER) for name in shard.own]
+                masters = [shard.states(shard.slabs["states"], name).get(MASTER) for name in shard.trained]
                 weights = [shard.at_home(name) for name in shard.own]
                 started = [w if m is None else m for w, m in zip(weights, masters, strict=True)]
                 initialize(zip(shard.own, started, strict=True), workload)
@@ -81,12 +91,12 @@ class Hydra:
                 gpu, [shards], double_buffer=self.double_buffer, intermediates=self.intermediates, keeps_random=random
             )
             task = Task(
-                0, shards, _gpt.names(workload), batches, 0, max_norm=workload.clip_norm,
+                0, shards, _gpt.names(workload), batches, None, max_norm=workload.clip_norm,
                 update="later" if workload.clip_norm else "now", learning_rate_at=workload.learning_rate_at,
                 random_state=worker.random_state(),
             )  # fmt: skip
-            for _, step in take_turns(worker, [task]):
-                yield Step(step.loss, step.grad_norm)
+            for _, step in Dispatcher([task], [Here(worker, waits=False)]).run():
+                yield step
             gpu.synchronize()
             states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
             final = {name: shard.at_home(name) for shard in shards for name in shard.own}

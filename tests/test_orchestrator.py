@@ -1,0 +1,282 @@
+"""Models of one's own, trained together by Hydra: each as if it had been alone, to the last bit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.method import ROOT
+from methods.hydra import ModelOrchestrator, ModelTask
+
+NUM_BATCHES = 3
+LOSSES = r"(\w+): loss ([\d.]+) at first, ([\d.]+) after"
+ADAMW = functools.partial(torch.optim.AdamW, weight_decay=0.1)
+
+
+class Tied(nn.Module):
+    """Tokens to tokens: the last layer's weight is the first's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embedding, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        head.weight = embedding.weight
+        self.layers = nn.ModuleList([embedding, nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.2), head])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def perceptron() -> nn.Module:
+    layers = [nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 3)]
+    return nn.Sequential(*layers)
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(16, 3))
+
+
+def single() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3)))
+
+
+def failing_loss(output: Tensor, targets: Tensor) -> Tensor:
+    raise RuntimeError("this criterion fails by design")
+
+
+def killing_loss(output: Tensor, targets: Tensor) -> Tensor:
+    os._exit(9)
+
+
+def tokens_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def data(seed: int, shape: tuple[int, ...], classes: int, targets: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(NUM_BATCHES):
+        inputs = torch.randn(shape, generator=generator)
+        found.append((inputs, torch.randint(classes, targets, generator=generator)))
+    return found
+
+
+def tokens(seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(11, (2, 6), generator=generator) for _ in range(NUM_BATCHES)]
+    return [(each[:, :-1], each[:, 1:]) for each in drawn]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Any, dict[str, Any]]] = {
+    "perceptron": (perceptron, nn.functional.cross_entropy, data(1, (4, 6), 3, (4,)), {"epochs": 2, "max_norm": 0.5}),
+    "convolution": (convolution, nn.functional.cross_entropy, data(2, (4, 1, 6), 3, (4,)), {"epochs": 1}),
+    "single": (single, nn.functional.cross_entropy, data(3, (4, 6), 3, (4,)), {"epochs": 2}),
+    "tied": (Tied, tokens_loss, tokens(4), {"epochs": 2, "max_norm": 0.1}),
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return MODELS[name][0]()
+
+
+def tasks(**changes: Any) -> list[ModelTask]:
+    found = []
+    for seed, (name, (_, criterion, batches, words)) in enumerate(MODELS.items()):
+        words = {**words, **changes}
+        found.append(ModelTask(name, made(name), criterion, batches, 0.05, optimizer=ADAMW, seed=seed, **words))
+    return found
+
+
+def alone(name: str, seed: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Plain training: the losses, and the final weights."""
+    _, criterion, batches, words = MODELS[name]
+    model = made(name)
+    optimizer = ADAMW(model.parameters(), lr=0.05)
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(words["epochs"]):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = criterion(model(inputs), targets)
+            loss.backward()
+            if "max_norm" in words:
+                nn.utils.clip_grad_norm_(model.parameters(), words["max_norm"])
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+def difference(task: ModelTask, seed: int) -> str:
+    """Where a task's training parts from plain training; empty where it does not."""
+    losses, weights = alone(task.name, seed)
+    if task.failure:
+        return task.failure
+    if task.losses != losses:
+        return f"{task.name}: losses {task.losses} instead of {losses}"
+    differ = [name for name, weight in task.model.named_parameters() if not torch.equal(weight, weights[name])]
+    return f"{task.name}: weights of {differ}" if differ else ""
+
+
+@pytest.mark.parametrize("intermediates", ["checkpointed", "saved"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_four_models_train_as_if_each_were_alone(num_devices: int, intermediates: str) -> None:
+    together = tasks()
+    orchestrator = ModelOrchestrator(together, ["cpu"] * num_devices, intermediates=intermediates)
+    orchestrator.generate()
+    orchestrator.train_models()
+    assert [difference(task, seed) for seed, task in enumerate(together)] == [""] * len(together)
+
+
+@pytest.mark.parametrize("shards", [[1, 2, 3], [6], [5, 1]], ids=str)
+def test_presharded_models_train_as_if_alone(shards: list[int]) -> None:
+    (task,) = [task for task in tasks() if task.name == "perceptron"]
+    task.shards = shards
+    orchestrator = ModelOrchestrator([task], double_buffer=shards != [5, 1])
+    assert orchestrator.generate()[0]["shards"] == shards
+    orchestrator.train_models()
+    assert difference(task, 0) == ""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+        functools.partial(torch.optim.AdamW, amsgrad=True),
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.NAdam,
+    ],
+    ids=["sgd", "amsgrad", "adagrad", "rmsprop", "rprop", "nadam"],
+)
+def test_any_optimizers_states_travel(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    criterion, batches = MODELS["perceptron"][1:3]
+    model, plain = made("perceptron"), made("perceptron")
+    task = ModelTask("perceptron", model, criterion, batches, 0.05, 2, optimizer, shards=[3, 3])
+    ModelOrchestrator([task]).train_models()
+    stepped = optimizer(plain.parameters(), lr=0.05)
+    torch.manual_seed(0)
+    for inputs, targets in batches * 2:
+        stepped.zero_grad()
+        criterion(plain(inputs), targets).backward()
+        stepped.step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_an_optimizer_that_keeps_no_tensors_is_named() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["count"] = 1
+
+    criterion, batches = MODELS["perceptron"][1:3]
+    task = ModelTask("perceptron", made("perceptron"), criterion, batches, 0.05, optimizer=Counting)
+    with pytest.raises(ValueError, match="Counting keeps count, which is no tensor"):
+        ModelOrchestrator([task]).generate()
+
+
+def test_clipping_by_the_shard_is_that_of_each_shards_own_norm() -> None:
+    criterion, batches = MODELS["perceptron"][1:3]
+    model, plain = made("perceptron"), made("perceptron")
+    words: dict[str, Any] = {"max_norm": 0.05, "clipping": "shard", "shards": [3, 3]}
+    ModelOrchestrator([ModelTask("perceptron", model, criterion, batches, 0.05, **words)]).train_models()
+    torch.manual_seed(0)
+    stepped = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for inputs, targets in batches:
+        stepped.zero_grad()
+        criterion(plain(inputs), targets).backward()
+        for half in (plain[:3], plain[3:]):  # type: ignore[index]
+            nn.utils.clip_grad_norm_(half.parameters(), 0.05)
+        stepped.step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_frozen_layers_stay_as_they_are() -> None:
+    (task,) = [task for task in tasks() if task.name == "perceptron"]
+    first = task.layers[0]
+    first.requires_grad_(False)
+    before = [parameter.clone() for parameter in first.parameters()]
+    ModelOrchestrator([task]).train_models()
+    assert all(map(torch.equal, first.parameters(), before))
+    assert not torch.equal(task.layers[3].weight, made("perceptron")[3].weight)  # type: ignore[index, arg-type]
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=len)
+def test_a_model_that_fails_ends_alone(devices: list[str]) -> None:
+    together = tasks()
+    together[2].criterion = failing_loss
+    report = ModelOrchestrator(together, devices).train_models()
+    assert list(report.failures) == ["single"] and "fails by design" in together[2].failure
+    assert [difference(together[seed], seed) for seed in (0, 1, 3)] == ["", "", ""]
+
+
+def test_a_device_that_dies_takes_one_model_with_it() -> None:
+    together = tasks()
+    together[2].criterion = killing_loss
+    report = ModelOrchestrator(together, ["cpu", "cpu"]).train_models()
+    assert "process of its device ended with code 9" in report.failures["single"]
+    assert [difference(together[seed], seed) for seed in (0, 1, 3)] == ["", "", ""]
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model": Scalar()}, "Scalar has no ordered layers"),
+        ({"model": nn.Sequential(nn.BatchNorm1d(6))}, r"layer 0 \(BatchNorm1d\) keeps running statistics"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"clipping": "none"}, "clipping is global or shard"),
+        ({"dataloader": iter(())}, "has no length"),
+        ({"shards": [3, 4]}, r"shards \[3, 4\] are not the 6 layers"),
+    ],
+)
+def test_a_task_that_makes_no_sense_is_refused_in_one_line(change: dict[str, Any], text: str) -> None:
+    words: dict[str, Any] = {"model": made("perceptron"), "dataloader": MODELS["perceptron"][2]}
+    with pytest.raises(ValueError, match=text):
+        ModelTask("one", criterion=nn.functional.cross_entropy, lr=0.1, **{**words, **change})
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"policy": "longest"}, "no policy 'longest'"),
+        ({"devices": []}, "no devices"),
+        ({"intermediates": "kept"}, "checkpointed or saved"),
+        ({"device_memory": 2000}, r"perceptron: layer 0 needs .* by itself, a shard has room for 1000 bytes"),
+    ],
+)
+def test_an_orchestrator_that_makes_no_sense_is_refused_in_one_line(words: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ModelOrchestrator(tasks(), **words).generate()
+
+
+def test_no_tasks_are_refused() -> None:
+    with pytest.raises(ValueError, match="no tasks"):
+        ModelOrchestrator([])
+
+
+def test_the_example_learns() -> None:
+    command = [sys.executable, "examples/two_models.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    losses = {name: (float(first), float(last)) for name, first, last in re.findall(LOSSES, done.stdout)}
+    assert set(losses) == {"writer", "reader"}
+    assert all(last < 0.8 * first for first, last in losses.values())
