@@ -31,6 +31,7 @@ from harness.spec import Workload
 from methods._device import Device
 from methods._home import Home, new_layer
 from methods._planner import ADAM_BYTES
+from methods._stream import Clip
 
 CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
@@ -159,7 +160,7 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 
 def update_all(homes: list[Home]) -> None:
     for home in homes:
-        home.update_when_landed(1e-4, lambda: None)
+        home.update_when_landed(1e-4, Clip(home.device, 0.0))
     for home in homes:
         home.updated.result()
 
@@ -171,7 +172,7 @@ def under_copies(device: Device, homes: list[Home], layer_params: int) -> dict[s
     copied, rounds, started = 0, 8, time.perf_counter()
     for _ in range(rounds):
         for home in homes:
-            home.update_when_landed(1e-4, lambda: None)
+            home.update_when_landed(1e-4, Clip(home.device, 0.0))
         while not all(home.updated.done() for home in homes):
             with device.streams.use(device.inbound):
                 slabs[1].copy_(slabs[0], non_blocking=True)

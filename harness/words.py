@@ -109,6 +109,7 @@ def job_options(command: Any) -> Any:
         click.option("-h", "hidden_size", type=Numbers(), default="2048", help="Hidden size (help is --help)."),
         click.option("-b", "batch_size", type=Numbers(), default="4", help="Batch size."),
         click.option("-w", "window_size", type=Numbers(), help="Window, for methods that have one; else planned."),
+        click.option("--placement", metavar="RUNS", help="Where layers live, as R2W5S1, for methods that place them."),
         click.option("--micro-batches", type=int, default=1, help="Equal parts of a batch, one after the other."),
         click.option("--heads", "num_heads", type=int, default=16),
         click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample."),
@@ -181,7 +182,7 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     for name, num_layers, hidden_size, batch_size, window in grid:
         workload = Workload(num_layers=num_layers, hidden_size=hidden_size, batch_size=batch_size, **fixed)
         known = method.option_names(method.load(name, folders))
-        asked = {"window_size": window, "nvme": words["nvme"]}
+        asked = {"window_size": window, "placement": words["placement"], "nvme": words["nvme"]}
         chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
         jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]

@@ -100,14 +100,16 @@ STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": SimStreams(), "cuda": Cud
 
 
 class Device:
-    """One device's three streams, the thread that queues inbound copies, and the host's update threads."""
+    """One device's three streams, the threads that queue inbound copies, and the host's update threads."""
 
     def __init__(self, name: str, num_workers: int = 1) -> None:
         self.name = torch.device(name)
         self.streams = STREAMS[self.name.type]
         self.compute = self.streams.current()
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
-        self.copier, self.workers = self.streams.pool(1), self.streams.workers(num_workers)
+        # What is parked comes back in a thread of its own: it waits for updates, what travels must not wait behind it.
+        self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
+        self.workers = self.streams.workers(num_workers)
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # of a home, in the order of the forward pass
         self._page_locked: list[Tensor] = []
@@ -116,7 +118,7 @@ class Device:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for pool in (self.copier, self.workers):
+        for pool in (self.copier, self.returner, self.workers):
             pool.shutdown(cancel_futures=True)
         if self._page_locked:
             torch.cuda.synchronize()

@@ -22,7 +22,7 @@ class ResidentEnds:
         with torch.device("meta"):
             self.module = Ends(workload)
         self.home = Home(device, self.module, "ends.", workload, host=False)
-        self.slot = Slot(self.home, resident=True)
+        self.slot = Slot(self.home, "R")
         self.num_parts = workload.micro_batches
 
     def embed(self, inputs: Tensor) -> list[Tensor]:

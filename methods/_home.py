@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from harness.spec import Workload
 from methods._device import Device
 from methods._plans import BLOCK, CHUNK
 from methods._update import AdamStep, Piece, State, chunks, joined, keep_, update
+
+if TYPE_CHECKING:
+    from methods._stream import Clip
 
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that every tensor of a slab starts where an allocation would
 
@@ -41,32 +44,50 @@ class Layout:
         return [slab[start : start + shape.numel()].view(shape) for start, shape in starts_shapes]
 
 
-class Home:
-    """A layer where it lives: the host, or the device for what is resident. Weights and gradient in the dtype that
-    travels, the rest of AdamW's state; and the module that computes with them. Homes are made in the order in which a
-    forward pass needs them."""
+class Speculation(NamedTuple):
+    """An update on its way into a home's spare state: its step, its end, and whether any of it was left out."""
 
-    def __init__(self, device: Device, module: nn.Module, prefix: str, workload: Workload, *, host: bool) -> None:
+    step: AdamStep
+    done: Future
+    skipped: list[bool]
+
+
+class Home:
+    """A layer where it lives: the host, or the device for what is resident. Its gradient and state, weights and
+    gradient in the dtype that travels; and the module that computes with them. Homes are made in the order in which a
+    forward pass needs them.
+
+    A spare state takes an update that is made ahead of the clip factor; a commit exchanges it for the one in force. A
+    streamed home lies on the host and is updated by the device, in a slot.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        module: nn.Module,
+        prefix: str,
+        workload: Workload,
+        *,
+        host: bool,
+        spare: bool = False,
+        streamed: bool = False,
+    ) -> None:
         self.device, self.module, self.layout, self.prefix = device, module, Layout(module), prefix
         self.has_dropout = workload.dropout > 0
         self.deadline = device.next_place()
         dtype, numel = DTYPES[workload.dtype], self.layout.numel
-        self.weights = device.room(numel, dtype, host=host)
+        self.state = _room_for_state(device, numel, dtype, host=host)
+        self.spare = _room_for_state(device, numel, dtype, host=host) if spare else None
         self.grads = device.room(numel, dtype, host=host)
-        half = torch.int16 if host else torch.float32
-        self.master = None if dtype == torch.float32 else device.room(numel, half, host=host)
-        self.exp_avg = device.room(numel, torch.float32, host=host)
-        self.exp_avg_sq = device.room(numel, torch.float32, host=host)
-        self.num_updates, self.steps = 0, torch.zeros((), device=self.weights.device)
-        self.chunks = chunks(self.layout.pieces(), CHUNK if host else BLOCK)
+        self.num_updates = 0
+        self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
+        self.chunks = chunks(self.layout.pieces(), BLOCK if streamed or not host else CHUNK)
         self.updated: Future = Future()
         self.updated.set_result(None)
-        self.landed: Any = None
+        self.speculation: Speculation | None = None
+        self.due: tuple[AdamStep, Tensor | None] | None = None  # an update that the device owes, and its clip factor
+        self.landed: Any = None  # the gradient is here
         self._draw(workload)
-
-    @property
-    def state(self) -> State:
-        return State(self.weights, self.master, self.exp_avg, self.exp_avg_sq)
 
     def _draw(self, workload: Workload) -> None:
         """Starting values, drawn where they stay or, to be split, where the first moment will be."""
@@ -79,41 +100,91 @@ class Home:
         if state.is_split:
             drawn.zero_()
 
-    def bind(self, weights: Tensor, grads: Tensor) -> None:
-        """Make the module's parameters and their gradients views of two slabs on the device."""
-        views = zip(self.layout.names, self.layout.views(weights), self.layout.views(grads), strict=True)
-        for name, weight, grad in views:
+    def bind(self, weights: Tensor) -> None:
+        """Make the module's parameters views of a slab on the device."""
+        for name, weight in zip(self.layout.names, self.layout.views(weights), strict=True):
             parameter = self.module.get_parameter(name)
             if parameter.is_meta:
                 owner, _, leaf = name.rpartition(".")
                 parameter = nn.Parameter(weight)
                 setattr(self.module.get_submodule(owner), leaf, parameter)
             # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.
-            parameter.data, parameter.grad = weight, grad
+            parameter.data = weight
+
+    def bind_gradients(self, grads: Tensor) -> None:
+        """Make the parameters' gradients views of a slab on the device."""
+        for name, grad in zip(self.layout.names, self.layout.views(grads), strict=True):
+            self.module.get_parameter(name).grad = grad
 
     def update(self, learning_rate: float, factor: Tensor | None) -> None:
         """One AdamW step from this home's gradient, scaled by the clip factor; decay on matrices only."""
-        update(self.grads, self.state, self.state, self.chunks, self._next_step(learning_rate), factor)
+        update(self.grads, self.state, self.state, self.chunks, self.next_step(learning_rate), factor)
 
-    def update_when_landed(self, learning_rate: float, clip: Callable[[], Tensor | None]) -> None:
+    def update_when_landed(self, learning_rate: float, clip: Clip) -> None:
         """Queue the update on the host's threads: it waits for the gradient and for the clip factor, nothing waits
-        for it but the next prefetch of this layer."""
-        landed, state, step = self.landed, self.state, self._next_step(learning_rate)
+        for it but the next prefetch of this layer. A speculation that is whole is committed where the factor is 1."""
+        landed, state, spare, ahead = self.landed, self.state, self.spare, self.speculation
+        step = ahead.step if ahead else self.next_step(learning_rate)
 
         def work(first: int, last: int) -> None:
             landed.synchronize()
-            update(self.grads, state, state, self.chunks[first:last], step, clip())
+            factor = clip.on_host()
+            if ahead is not None and spare is not None:
+                ahead.done.result()
+                if not ahead.skipped and clip.is_one():
+                    self.state, self.spare = spare, state  # every chunk comes to the same end
+                    return
+            update(self.grads, state, state, self.chunks[first:last], step, factor)
 
-        self.updated = self.device.workers.update(self.deadline, landed, len(self.chunks), work)
+        self.speculation = None
+        # What waits for the factor shall not keep a thread from what need not.
+        self.updated = self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
 
-    def _next_step(self, learning_rate: float) -> AdamStep:
+    def speculate_when_landed(self, learning_rate: float, is_within: Callable[[], bool]) -> None:
+        """Queue an update into the spare state as if the clip factor were 1, as long as the norm so far allows it."""
+        landed, state, spare = self.landed, self.state, self.spare
+        skipped: list[bool] = []
+        assert spare is not None
+        step = self.next_step(learning_rate)
+
+        def work(first: int, last: int) -> None:
+            landed.synchronize()
+            if skipped or not is_within():
+                skipped.append(True)
+                return
+            update(self.grads, state, spare, self.chunks[first:last], step, None)
+
+        done = self.device.workers.update(self.deadline, landed, len(self.chunks), work)
+        self.speculation = Speculation(step, done, skipped)
+
+    def commit(self) -> None:
+        """Put the spare state in force."""
+        assert self.spare is not None
+        self.state, self.spare = self.spare, self.state
+
+    def owe(self, learning_rate: float, clip: Clip, is_ahead: bool) -> None:
+        """Put in force what the device has made ahead, where the clip factor is 1; else it owes the update."""
+        if is_ahead and clip.is_one():
+            self.commit()
+            return
+        self.num_updates -= is_ahead
+        self.due = self.next_step(learning_rate), clip.factor
+
+    def next_step(self, learning_rate: float) -> AdamStep:
         self.num_updates += 1
         return AdamStep(learning_rate, self.num_updates, self.steps.fill_(self.num_updates))
 
     def states(self) -> Iterator[TensorState]:
-        columns = (self.layout.views(joined(self.state)), self.layout.views(self.exp_avg))
+        columns = (self.layout.views(joined(self.state)), self.layout.views(self.state.exp_avg))
         for name, weight, exp_avg in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, weight, exp_avg)
+
+
+def _room_for_state(device: Device, numel: int, dtype: torch.dtype, *, host: bool) -> State:
+    half = torch.int16 if host else torch.float32
+    master = None if dtype == torch.float32 else device.room(numel, half, host=host)
+    weights = device.room(numel, dtype, host=host)
+    return State(weights, master, *(device.room(numel, torch.float32, host=host) for _ in range(2)))
 
 
 def new_layer(workload: Workload) -> Layer:

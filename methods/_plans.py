@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from harness.spec import Plan, Workload
 
 CHUNK = 2**18  # elements of a layer that a thread of the host updates at once: few, so that all threads end together
@@ -16,36 +14,6 @@ def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:
     size = workload.weight_bytes
     master = 0 if size == 4 else 2 if host else 4
     return {"weights": size, "gradients": size, "optimizer": 8 + master}
-
-
-def streamed_plan(
-    workload: Workload, num_slots: int, num_resident: int, num_kept: int, options: dict[str, Any] | None = None
-) -> Plan:
-    """Both ends and `num_resident` layers wholly on the device, `num_slots` slots for the others, which live on the
-    host. A streamed layer's weights come in twice a step, but for `num_kept` of them that stay where they are when the
-    forward pass turns into the backward pass; its gradient goes home once."""
-    size = workload.weight_bytes
-    streamed = workload.num_layers - num_resident
-    at_device = workload.end_params + num_resident * workload.layer_params
-    at_host = streamed * workload.layer_params
-    fetches = 2 * streamed - num_kept
-    device = {kind: count * at_device for kind, count in state_bytes(workload, host=False).items()}
-    device["buffers"] = 2 * size * num_slots * workload.layer_params
-    device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes
-    host = {kind: count * at_host for kind, count in state_bytes(workload, host=True).items()}
-    if workload.dtype != "fp32":
-        # What an update makes fp32: on the device when activations are gone; on the host without the compiled kernel.
-        updated = 4 * min(BLOCK, max(workload.end_params, workload.layer_params if num_resident else 0))
-        if updated > device["activations"]:
-            device["gradients"] += updated
-            device["activations"] = 0
-        host["gradients"] += 17 * min(CHUNK, workload.layer_params) if streamed else 0
-    return Plan(
-        device=device,
-        host=host,
-        moved_bytes=(fetches + streamed) * size * workload.layer_params,
-        options=options or {},
-    )
 
 
 def resident_plan(workload: Workload) -> Plan:

@@ -7,6 +7,7 @@ gradient has landed, works on them, and comes again; so a slow thread holds up n
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +17,10 @@ from typing import Any
 class Update:
     """Work on `num_chunks` chunks, best begun when the event `landed` has happened; it waits for that itself."""
 
-    def __init__(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> None:
-        self.deadline, self.landed, self.work = deadline, landed, work
+    def __init__(
+        self, number: int, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]
+    ) -> None:
+        self.number, self.deadline, self.landed, self.work = number, deadline, landed, work
         self.num_chunks, self.num_taken, self.num_done = num_chunks, 0, 0
         self.done: Future[None] = Future()
 
@@ -28,13 +31,14 @@ class Workers:
     def __init__(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         self._pool, self._num_threads = pool, num_threads
         self._lock = threading.Lock()
+        self._asked = itertools.count()
         self._waiting: list[Update] = []  # with chunks that nobody has taken, by deadline
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Future[None]:
         """Call work(first, last) on chunks [first, last), each chunk once, on any of the threads; returns at once. What
         has the lowest deadline of all that has landed goes first."""
-        update = Update(deadline, landed, num_chunks, work)
         with self._lock:
+            update = Update(next(self._asked), deadline, landed, num_chunks, work)
             bisect.insort(self._waiting, update, key=lambda waiting: waiting.deadline)
         self._pool.submit(self._take)
         return update.done
@@ -48,7 +52,7 @@ class Workers:
                 return
             # Where nothing has landed yet, what was asked for first will be the first to land.
             landed = (update for update in self._waiting if update.landed.query())
-            update = next(landed, None) or max(self._waiting, key=lambda waiting: waiting.deadline)
+            update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
             first, left = update.num_taken, update.num_chunks - update.num_taken
             # Large shares first, for each costs a little; small ones last, so that all threads end together.
             share = max(1, left // (2 * self._num_threads))

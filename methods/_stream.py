@@ -1,7 +1,7 @@
 """How a layer travels between host and device; when it travels is each method's own loop.
 
-A slot is room on the device for one layer's weights and gradient; a layer that comes to it has its parameters there. A
-copy is one flat transfer per direction and visit. Three streams (compute, inbound, outbound) are ordered by events
+A slot is room on the device for one layer's weights; a layer that comes to it has its parameters there. A copy is one
+flat transfer per slab, direction and visit. Three streams (compute, inbound, outbound) are ordered by events
 alone; host threads wait for what they need, the launching thread only for a copy to have been queued. Slots and slabs
 live as long as the run, so no buffer changes streams through an allocator.
 
@@ -10,6 +10,7 @@ Shapes: B samples of a micro-batch, T tokens, D hidden. A layer takes all micro-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,33 +21,65 @@ from torch.utils.checkpoint import checkpoint
 
 from methods._device import Device
 from methods._home import Home
+from methods._update import AdamStep, State, update
 
 
 class Clip:
-    """The global gradient norm, of each layer's norms in the model's order, and the factor that it asks for."""
+    """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and the factor that it
+    asks for. Without a limit there is no factor, and nobody waits."""
 
-    def __init__(self, norms: list[list[Tensor]], max_norm: float) -> None:
-        self.total = torch.linalg.vector_norm(torch.stack([*chain.from_iterable(norms)]))
+    def __init__(self, device: Device, max_norm: float) -> None:
+        self.device, self.max_norm = device, max_norm
+        self.norms: list[list[Tensor]] = []
+        self.squares: list[Tensor] = []  # of the norm so far; kept while copies may read them
         self.factor: Tensor | None = None
         self.host_factor: Tensor | None = None
-        if max_norm:
-            self.factor = torch.clamp(max_norm / (self.total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        self.landed: Any = None
 
-    def send_home(self, device: Device) -> None:
+    def add(self, norms: list[Tensor]) -> None:
+        self.norms.append(norms)
+
+    def is_within(self) -> Callable[[], bool]:
+        """Queue the copy of the norm so far to the host. Whether it is within the limit, waited for: as it only grows,
+        there is no use in an update ahead of the factor where it is not."""
+        square = torch.stack(self.norms[-1]).square().sum()
+        self.squares.append(square + self.squares[-1] if self.squares else square)
+        here, landed = self._send(self.squares[-1])
+
+        def is_within() -> bool:
+            landed.synchronize()
+            return float(here) <= self.max_norm**2
+
+        return is_within
+
+    def finish(self) -> None:
+        """The norm of all that was added, in the order of the model, as torch.nn.utils.clip_grad_norm_."""
+        self.total = torch.linalg.vector_norm(torch.stack([*chain.from_iterable(reversed(self.norms))]))
+        if self.max_norm:
+            self.factor = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
+
+    def send_home(self) -> None:
         """Queue the copy of the factor to the host, for the updates there."""
-        if self.factor is None:
-            return
-        done = device.compute.record_event()
-        with device.streams.use(device.outbound):
-            device.outbound.wait_event(done)
-            self.host_factor = self.factor.to("cpu", non_blocking=True)
-            self.landed = device.outbound.record_event()
+        if self.factor is not None:
+            self.host_factor, self.landed = self._send(self.factor)
 
     def on_host(self) -> Tensor | None:
         """The factor, waited for; None without clipping."""
         if self.host_factor is not None:
             self.landed.synchronize()
         return self.host_factor
+
+    def is_one(self) -> bool:
+        """Whether the factor changes nothing, waited for."""
+        factor = self.on_host()
+        return factor is None or float(factor) == 1
+
+    def _send(self, value: Tensor) -> tuple[Tensor, Any]:
+        device, done = self.device, self.device.compute.record_event()
+        with device.streams.use(device.outbound):
+            device.outbound.wait_event(done)
+            here = value.to("cpu", non_blocking=True)
+            return here, device.outbound.record_event()
 
 
 class Saved(NamedTuple):
@@ -56,34 +89,52 @@ class Saved(NamedTuple):
     y: Tensor
 
 
-class Slot:
-    """Room on the device for one layer's weights and gradient. A resident layer's slot is its home's own slabs."""
+class Gradients:
+    """Room on the device for a layer's gradient; that of a resident layer is its home's own."""
 
     def __init__(self, home: Home, *, resident: bool = False) -> None:
+        numel, dtype = home.grads.numel(), home.grads.dtype
+        self.slab = home.grads if resident else home.device.room(numel, dtype, host=False)
+        self.drained: Any = None  # what was sent home from here has left
+
+
+class Slot:
+    """Room on the device for one layer's weights, and for its state and the gradient that it waits with where the
+    device is to update it (kind S). A resident layer's slot (R) is its home's own slabs."""
+
+    def __init__(self, home: Home, kind: str = "W") -> None:
         self.device, self.home = home.device, home
-        self.loaded: Future | None = None
-        self.drained: Any = None
-        if resident:
-            self.weights, self.grads = home.weights, home.grads
-            home.bind(self.weights, self.grads)
-        else:
-            self.weights = self.device.room(home.weights.numel(), home.weights.dtype, host=False)
-            self.grads = self.device.room(home.grads.numel(), home.grads.dtype, host=False)
+        self.copier = self.device.returner if kind == "P" else self.device.copier
+        self.loaded: Future | None = None  # the copy of the weights
+        self.completed: Future | None = None  # of the rest of the state
+        self.sent: Any = None  # what was sent home from here has left
+        self.state, self.grads = home.state, home.grads
+        if kind == "S":
+            self.state = State(*(slab if slab is None else self._room(slab) for slab in home.state))  # type: ignore
+            self.grads = self._room(home.grads)
+        self.weights = self.state.weights if kind in "RS" else self._room(home.state.weights)
+        self.gradients: Gradients
+        if kind == "R":
+            self.gradients = Gradients(home, resident=True)
+            home.bind(self.weights)
+            home.bind_gradients(self.gradients.slab)
+
+    def _room(self, slab: Tensor) -> Tensor:
+        return self.device.room(slab.numel(), slab.dtype, host=False)
 
     def prefetch(self, home: Home) -> None:
-        """Queue the copy of a layer's weights into this slot, after its own update and the slot's last use."""
-        device, updated, used = self.device, home.updated, self.device.compute.record_event()
+        """Queue the copy of a layer's weights into this slot, after its own update and the slot's last use. Where the
+        device owes it an update, the rest of its state comes along, and its gradient."""
+        self.home = home
+        home.bind(self.weights)
+        self.loaded = self._fetch(lambda: [(self.weights, home.state.weights)])
+        if home.due is not None:
+            self.completed = self._fetch(lambda: [*_pairs(self.state, home.state)[1:], (self.grads, home.grads)])
 
-        def work() -> Any:
-            updated.result()
-            with device.streams.use(device.inbound):
-                device.inbound.wait_event(used)
-                self.weights.copy_(home.weights, non_blocking=True)
-                return device.inbound.record_event()
-
-        device.moved_bytes += self.weights.nbytes
-        self.home, self.loaded = home, device.copier.submit(work)
-        home.bind(self.weights, self.grads)
+    def prefetch_state(self) -> None:
+        """Queue the copy of the rest of the layer's state into this slot."""
+        home = self.home
+        self.completed = self._fetch(lambda: _pairs(self.state, home.state)[1:])
 
     def forward(self, xs: list[Tensor]) -> tuple[list[Tensor], list[Saved]]:
         """The layer's outputs, and what its backward pass needs: only the inputs are kept. xs: (B, T, D) each.
@@ -100,13 +151,14 @@ class Slot:
         return [y.detach() for _, y in kept], kept
 
     def backward(self, kept: list[Saved], dys: list[Tensor]) -> list[Tensor]:
-        """Recompute the layer on its inputs, leave the sum of its gradients in the slot, return the inputs'. dys:
+        """Recompute the layer on its inputs, leave the sum of its gradients in `gradients`, return the inputs'. dys:
         (B, T, D) each."""
         self._arrive()
-        if self.drained is not None:
-            # The copy home may still be reading the slot's last gradient: wait for it, not for the device.
-            self.device.compute.wait_event(self.drained)
-        self.grads.zero_()
+        if self.gradients.drained is not None:
+            # The copy home may still be reading the last gradient that was here: wait for it, not for the device.
+            self.device.compute.wait_event(self.gradients.drained)
+        self.gradients.slab.zero_()
+        self.home.bind_gradients(self.gradients.slab)
         dxs = []
         for (x, y), dy in zip(kept, dys, strict=True):
             torch.autograd.backward(y, dy)
@@ -116,23 +168,73 @@ class Slot:
 
     def norms(self) -> list[Tensor]:
         """The norm of each parameter's gradient, fp32, on the device."""
-        return list(torch._foreach_norm(self.home.layout.views(self.grads), 2, dtype=torch.float32))
+        return list(torch._foreach_norm(self.home.layout.views(self.gradients.slab), 2, dtype=torch.float32))
 
     def offload(self, home: Home) -> None:
-        """Queue the copy of the slot's gradient to its home."""
-        device, done = self.device, self.device.compute.record_event()
+        """Queue the copy of the gradient to its home."""
+        device, done, slab = self.device, self.device.compute.record_event(), self.gradients.slab
         with device.streams.use(device.outbound):
             device.outbound.wait_event(done)
-            home.grads.copy_(self.grads, non_blocking=True)
-            self.drained = home.landed = device.outbound.record_event()
-        device.moved_bytes += self.grads.nbytes
+            home.grads.copy_(slab, non_blocking=True)
+            self.gradients.drained = home.landed = device.outbound.record_event()
+        device.moved_bytes += slab.nbytes
+
+    def update(self, learning_rate: float) -> None:
+        """The device's Adam by the gradient that the backward pass has left; the new state goes home, as the spare one
+        where there is one."""
+        target = self.home.spare or self.home.state
+        self._update(self.gradients.slab, self.home.next_step(learning_rate), None, target)
+
+    def update_due(self) -> None:
+        """The device's Adam by the gradient that came along, where it owes the layer an update."""
+        if self.home.due is not None:
+            step, factor = self.home.due
+            self.home.due = None
+            self._arrive()
+            self._update(self.grads, step, factor, self.home.state)
+
+    def _update(self, grads: Tensor, step: AdamStep, factor: Tensor | None, target: State) -> None:
+        device = self.device
+        if self.completed is not None:
+            device.compute.wait_event(self.completed.result())
+        update(grads, self.state, self.state, self.home.chunks, step, factor)
+        done = device.compute.record_event()
+        with device.streams.use(device.outbound):
+            device.outbound.wait_event(done)
+            for here, there in _pairs(self.state, target):
+                there.copy_(here, non_blocking=True)
+                device.moved_bytes += here.nbytes
+            self.sent = device.outbound.record_event()
 
     def wait(self) -> None:
         """Wait on the host until what this slot asked for, in either direction, has happened."""
         self.device.synchronize(*([self.loaded] if self.loaded else []))
+
+    def _fetch(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> Future:
+        """Queue copies from home. Which of its states is in force is known when its update is over."""
+        device, updated = self.device, self.home.updated
+        # The slot's last use; what was sent home from it, which was after the layer to come was sent to its own home.
+        before = (device.compute.record_event(), self.sent, self.home.landed)
+
+        def work() -> Any:
+            updated.result()
+            with device.streams.use(device.inbound):
+                for event in filter(None, before):
+                    device.inbound.wait_event(event)
+                for here, there in pairs():
+                    here.copy_(there, non_blocking=True)
+                return device.inbound.record_event()
+
+        device.moved_bytes += sum(here.nbytes for here, _ in pairs())
+        return self.copier.submit(work)
 
     def _arrive(self) -> None:
         """Let compute wait for the weights; the launching thread waits only until their copy is queued."""
         if self.loaded is not None:
             self.device.compute.wait_event(self.loaded.result())
             self.loaded = None
+
+
+def _pairs(state: State, other: State) -> list[tuple[Tensor, Tensor]]:
+    """The slabs of two states side by side, weights first."""
+    return [(here, there) for here, there in zip(state, other, strict=True) if here is not None and there is not None]

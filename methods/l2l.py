@@ -6,12 +6,13 @@ backward pass, its gradient goes home, the host updates it; every copy and every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.method import Step, Trained, Training
 from harness.spec import Budget, Plan, Workload
 from methods import _adam
-from methods._plans import describe, streamed_plan
+from methods._placement import placed_plan
+from methods._plans import describe
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class L2L:
     accumulates = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return streamed_plan(workload, num_slots=1, num_resident=0, num_kept=0)
+        plan = placed_plan(workload, "W" * workload.num_layers, window_size=1)
+        # Unlike a window's, the top layer's weights are fetched again at the turn.
+        return replace(plan, moved_bytes=plan.moved_bytes + workload.weight_bytes * workload.layer_params)
 
     def to_build(self) -> str | None:
         return _adam.to_build()
@@ -40,7 +43,7 @@ class L2L:
         from methods._device import Device
         from methods._ends import ResidentEnds
         from methods._home import Home, new_layer
-        from methods._stream import Clip, Slot
+        from methods._stream import Clip, Gradients, Slot
 
         with Device(device) as gpu:
             ends = ResidentEnds(gpu, workload)
@@ -48,6 +51,7 @@ class L2L:
                 Home(gpu, new_layer(workload), f"layers.{i}.", workload, host=True) for i in range(workload.num_layers)
             ]
             slot = Slot(homes[0])
+            slot.gradients = Gradients(homes[0])
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
                 xs, saved = ends.embed(inputs), []
@@ -57,17 +61,18 @@ class L2L:
                     xs, kept = slot.forward(xs)
                     saved.append(kept)
                 loss, dxs = ends.loss(xs, targets)
-                norms = []
+                clip = Clip(gpu, workload.clip_norm)
                 for home in reversed(homes):
                     slot.prefetch(home)
                     slot.wait()
                     dxs = slot.backward(saved.pop(), dxs)
-                    norms.append(slot.norms())
+                    clip.add(slot.norms())
                     slot.offload(home)
                     slot.wait()
                 ends.backward(dxs)
-                clip = Clip([ends.norms(), *reversed(norms)], workload.clip_norm)
-                clip.send_home(gpu)
+                clip.add(ends.norms())
+                clip.finish()
+                clip.send_home()
                 ends.home.update(learning_rate, clip.factor)
                 for home in homes:
                     home.update(learning_rate, clip.on_host())

@@ -1,31 +1,42 @@
 """STRONGHOLD (Sun et al. 2022): a window of layers slides over the model, the host's Adam runs beside the device.
 
 The device holds the layers being computed and the next ones on their way; the others live on the host, which updates
-each of them while the device computes. The bottom layers may stay on the device for good (`resident_layers`). Layers
-leave the window in the order in which they will be needed last, so the turn from forward to backward fetches nothing,
-and the first layers of the next step are brought up to date in their slots as soon as the host has updated them.
+each of them while the device computes. Layers leave the window in the order in which they will be needed last, so the
+turn from forward to backward fetches nothing, and the first layers of the next step are brought up to date in their
+slots as soon as the host has updated them.
 
-Clipping is exact: the update of every layer waits for the global norm and then runs in forward order, under the next
-forward pass. Without clipping it starts as soon as the layer's gradient has landed, during the backward pass.
+Beyond the paper, each layer has a place of its own (_placement.py): for good on the device, all of it or its weights
+alone, or in the window, or in a second one, whose layers bring their states along for the device to update. With
+micro-batches all of them go through a layer at each visit, so it travels no more than for one.
+
+Clipping is exact: an update waits for the global norm. `deferred`, it runs in forward order, under the next forward
+pass. With `speculate` it is made during the backward pass as if nothing were clipped, into spare states, which are put
+in force if so it was, and are worth nothing else; it stops as soon as the norm so far is beyond the limit. Without
+clipping it starts as soon as the layer's gradient has landed.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import cycle
 
 from harness.method import Step, Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods import _adam
-from methods._plans import describe, streamed_plan
+from methods._placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, text_of
+from methods._plans import describe
 
 DEFAULT_WINDOW = 3  # one computed, one loaded, one on its way; more slots buy little, resident layers buy more
+SPARE_ROOM = 9 / 8  # of what speculation needs on the host, before it is chosen: a plan is no measurement
 
 
 @dataclass(frozen=True)
 class Stronghold:
     window_size: int | None = None  # slots of the window; None: chosen by plan()
     resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the budget holds
+    placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
+    clipping: str | None = None  # deferred or speculate; None: chosen by plan()
 
     label = "STRONGHOLD"
     color = "#A05CFF"
@@ -39,19 +50,35 @@ class Stronghold:
         """The widest window, up to the default one, with which both memories suffice: layers that stay on the device
         spare the host, a narrow window leaves room for them. Where none suffices, the narrowest."""
         num_layers = workload.num_layers
+        if self.clipping not in (None, *CLIPPINGS):
+            raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
         windows = [self.window_size] if self.window_size is not None else range(min(DEFAULT_WINDOW, num_layers), 0, -1)
         for window in windows:
             if not 1 <= window <= num_layers:
                 raise ValueError(f"window {window} is beyond the {num_layers} layers: -w takes 1 to {num_layers}")
-            resident = self.resident_layers
-            if resident is None:
-                resident = _most_resident(workload, budget, window)
-            if not 0 <= resident <= num_layers:
-                raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
-            plan = _plan(workload, window, resident)
+            kinds = self._kinds(workload, budget, window)
+            plan = _plan(workload, kinds, window, self.clipping or "deferred")
             if plan.shortfall(budget) is None:
                 break
+        if self.clipping is None and workload.clip_norm and budget.device_bytes and budget.host_bytes:
+            speculating = _plan(workload, kinds, window, "speculate")
+            if SPARE_ROOM * speculating.host_bytes <= budget.host_bytes:
+                return speculating
         return plan
+
+    def _kinds(self, workload: Workload, budget: Budget, window: int) -> str:
+        """A letter a layer."""
+        num_layers, resident = workload.num_layers, self.resident_layers
+        if resident is not None and not 0 <= resident <= num_layers:
+            raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
+        if self.placement is not None:
+            kinds = parse(self.placement, num_layers)
+            if resident not in (None, kinds.count("R")):
+                raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: give one of them")
+            return kinds
+        if resident is None:
+            resident = _most_resident(workload, budget, window)
+        return _bottom_resident(resident, num_layers)
 
     def to_build(self) -> str | None:
         return _adam.to_build()
@@ -60,82 +87,128 @@ class Stronghold:
         _adam.build()
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        adam = f"{_adam.describe(workload.dtype)}; torch's on the device for resident layers and both ends"
-        return describe(workload, "this project", adam)
+        adam = f"{_adam.describe(workload.dtype)}; torch's on the device for resident and streamed layers and both ends"
+        row = describe(workload, "this project", adam)
+        return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods._device import Device
         from methods._ends import ResidentEnds
         from methods._home import Home, new_layer
-        from methods._stream import Clip, Slot
+        from methods._stream import Clip, Gradients, Slot
 
         options = self.plan(workload, Budget()).options
-        num_layers, first = workload.num_layers, options["resident_layers"]
-        window = min(options["window_size"], num_layers - first)
+        kinds, window = parse(options["placement"], workload.num_layers), options["window_size"]
+        layers, (_, streamed) = range(workload.num_layers), rings(kinds, window)
+        above = {i: j for ring in rings(kinds, window) for i, j in ring.above.items()}  # i leaves its slot to j
+        below = {j: i for i, j in above.items()}
+        travels, clips = set(kinds) - {"R"}, workload.clip_norm > 0
+        speculates = bool(travels) and options.get("clipping") == "speculate"
 
         with Device(device, num_workers=_num_workers(device)) as gpu:
-            ends = ResidentEnds(gpu, workload)
-            homes = [
-                Home(gpu, new_layer(workload), f"layers.{i}.", workload, host=i >= first) for i in range(num_layers)
-            ]
-            slots = {i: Slot(homes[i], resident=i < first) for i in range(first + window)}
-            for i in range(first, first + window):
-                slots[i].prefetch(homes[i])
+            ends, homes = ResidentEnds(gpu, workload), []
+            for i in layers:
+                place = {
+                    "host": kinds[i] != "R",
+                    "streamed": kinds[i] == "S",
+                    "spare": speculates and kinds[i] in "PWS",
+                }
+                homes.append(Home(gpu, new_layer(workload), f"layers.{i}.", workload, **place))
+            slots = {i: Slot(homes[i], kinds[i]) for i in layers if i not in below}
+            rooms = cycle([Gradients(homes[0]) for _ in range(num_gradients(kinds, window))])
+            is_ahead = not clips  # the device updates streamed layers in the backward pass
 
+            def move(i: int, to: int) -> None:
+                slots[to] = slots.pop(i)
+                slots[to].prefetch(homes[to])
+
+            def refill() -> None:
+                for i in sorted(slots):
+                    if kinds[i] != "R":
+                        slots[i].prefetch(homes[i])
+
+            refill()
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
-                xs, saved, norms = ends.embed(inputs), [], []
+                xs, saved = ends.embed(inputs), []
 
-                for i in range(num_layers):
+                for i in layers:
+                    slots[i].update_due()
                     xs, kept = slots[i].forward(xs)
                     saved.append(kept)
-                    if first <= i < num_layers - window:
-                        slots[i + window] = slots.pop(i)
-                        slots[i + window].prefetch(homes[i + window])
+                    if i in above:
+                        move(i, above[i])
+                    elif is_ahead and kinds[i] == "S":
+                        slots[i].prefetch_state()
 
                 loss, dxs = ends.loss(xs, targets)
-                for i in reversed(range(num_layers)):
+                clip = Clip(gpu, workload.clip_norm)  # here, for the forward pass has waited for the last one's copies
+                for i in reversed(layers):
+                    if kinds[i] != "R":
+                        slots[i].gradients = next(rooms)
                     dxs = slots[i].backward(saved.pop(), dxs)
-                    norms.append(slots[i].norms())
-                    if i < first:
-                        continue
-                    slots[i].offload(homes[i])
-                    if not workload.clip_norm:
-                        homes[i].update_when_landed(learning_rate, lambda: None)
-                    if i >= first + window:
-                        slots[i - window] = slots.pop(i)
-                        slots[i - window].prefetch(homes[i - window])
-                    elif not workload.clip_norm:
-                        slots[i].prefetch(homes[i])
+                    clip.add(slots[i].norms())
+                    if is_ahead and kinds[i] == "S":
+                        slots[i].update(learning_rate)
+                    if kinds[i] != "R" and (clips or kinds[i] != "S"):
+                        slots[i].offload(homes[i])
+                    if kinds[i] in "PWD" and not clips:
+                        homes[i].update_when_landed(learning_rate, clip)
+                    if kinds[i] in "PW" and speculates:
+                        homes[i].speculate_when_landed(learning_rate, clip.is_within())
+                    if i in below:
+                        move(i, below[i])
+                        if is_ahead and kinds[i] == "S":
+                            slots[below[i]].prefetch_state()
                 ends.backward(dxs)
 
-                clip = Clip([ends.norms(), *reversed(norms)], workload.clip_norm)
-                for home in (ends.home, *homes[:first]):
-                    home.update(learning_rate, clip.factor)
-                if workload.clip_norm and window:
-                    clip.send_home(gpu)
-                    for home in homes[first:]:
-                        home.update_when_landed(learning_rate, clip.on_host)
-                    for i in range(first, first + window):
-                        slots[i].prefetch(homes[i])
+                clip.add(ends.norms())
+                clip.finish()
+                if speculates or travels - {"S"}:
+                    clip.send_home()
+                ends.home.update(learning_rate, clip.factor)
+                for i, home in enumerate(homes):
+                    if kinds[i] == "R":
+                        home.update(learning_rate, clip.factor)
+                    elif kinds[i] == "S" and clips:
+                        home.owe(learning_rate, clip, is_ahead)
+                    elif clips:
+                        home.update_when_landed(learning_rate, clip)
+                refill()
+                is_ahead = not clips or (speculates and "S" in travels and clip.is_one())
                 yield Step(loss, clip.total)
 
+            for i in streamed.layers if clips else ():
+                slots[i].update_due()
+                if i in above:
+                    move(i, above[i])
             gpu.synchronize(*(home.updated for home in homes))
             return Trained((state for home in (ends.home, *homes) for state in home.states()), gpu.moved_bytes)
 
 
-def _plan(workload: Workload, window: int, resident: int) -> Plan:
-    slots = min(window, workload.num_layers - resident)
-    options = {"window_size": window, "resident_layers": resident}
-    return streamed_plan(workload, slots, resident, num_kept=slots, options=options)
+def _plan(workload: Workload, kinds: str, window: int, clipping: str) -> Plan:
+    options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
+    if not workload.clip_norm:
+        return placed_plan(workload, kinds, window, clipping=None, options=options)
+    return placed_plan(workload, kinds, window, clipping, {**options, "clipping": clipping})
+
+
+def _bottom_resident(resident: int, num_layers: int) -> str:
+    return "R" * resident + "W" * (num_layers - resident)
 
 
 def _most_resident(workload: Workload, budget: Budget, window: int) -> int:
     """Bottom layers that fit the device budget beside the window; none where no budget is known."""
     if budget.device_bytes is None:
         return 0
-    room = budget.device_bytes
-    return largest_depth(lambda n: n <= workload.num_layers and _plan(workload, window, n).device_bytes <= room)
+    room, num_layers = budget.device_bytes, workload.num_layers
+
+    def fits(resident: int) -> bool:
+        if resident > num_layers:
+            return False
+        return placed_plan(workload, _bottom_resident(resident, num_layers), window).device_bytes <= room
+
+    return largest_depth(fits)
 
 
 def _num_workers(device: str) -> int:

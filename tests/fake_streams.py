@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.watched_ops import Memories, Memory, Op, tensors
+from tests.watched_ops import Memories, Memory, Op, attributes, tensors
 
 DEVICE = "cpu:0"  # where the watched code trains: plain "cpu" then means the host
 
@@ -200,7 +200,7 @@ class FakeStreams:
 
     def name(self, owner: Any, prefix: str = "") -> None:
         """Name the memories, streams and threads among an object's attributes after them."""
-        for attribute, value in vars(owner).items():
+        for attribute, value in attributes(owner):
             for tensor in tensors(value):
                 memory = self.memories.of(tensor)
                 memory.name = memory.name or prefix + attribute
@@ -263,7 +263,7 @@ def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) 
     """Put the streams in the table; tell host memory from device memory, and name things, where they are made."""
     device, home, stream = (importlib.import_module(f"methods.{name}") for name in ("_device", "_home", "_stream"))
     new_device, new_room = device.Device.__init__, device.Device.room
-    new_home, new_slot, slot_numbers = home.Home.__init__, stream.Slot.__init__, itertools.count()
+    new_home = home.Home.__init__
 
     def make_device(self: Any, *args: Any, **options: Any) -> None:
         new_device(self, *args, **{**options, "num_workers": num_workers})
@@ -274,17 +274,23 @@ def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) 
         streams.memories.of(slab, made_by="room").is_host = host
         return slab
 
-    def make_home(self: Any, *args: Any, host: bool) -> None:
+    def make_home(self: Any, *args: Any, host: bool, **options: Any) -> None:
         with streams.memories.allocating(host=host):
-            new_home(self, *args, host=host)
+            new_home(self, *args, host=host, **options)
         streams.name(self, self.prefix)
 
-    def make_slot(self: Any, *args: Any, **options: Any) -> None:
-        new_slot(self, *args, **options)
-        streams.name(self, f"slot {next(slot_numbers)} ")
+    def numbered(make: Any, name: str) -> Any:
+        numbers = itertools.count()
+
+        def made(self: Any, *args: Any, **options: Any) -> None:
+            make(self, *args, **options)
+            streams.name(self, f"{name} {next(numbers)} ")
+
+        return made
 
     patch.setitem(device.STREAMS, "cpu", streams)
     patch.setattr(device.Device, "__init__", make_device)
     patch.setattr(device.Device, "room", make_room)
     patch.setattr(home.Home, "__init__", make_home)
-    patch.setattr(stream.Slot, "__init__", make_slot)
+    patch.setattr(stream.Slot, "__init__", numbered(stream.Slot.__init__, "slot"))
+    patch.setattr(stream.Gradients, "__init__", numbered(stream.Gradients.__init__, "gradients"))

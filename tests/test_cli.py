@@ -44,6 +44,8 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
         ("-m resident -l 8:2", "'8:2' is no range"),
         ("-m stronghold -l 4 -w 5", "-w takes 1 to 4"),
         ("-m stronghold -l 4 -w 0", "-w takes 1 to 4"),
+        ("-m stronghold -l 4 --placement R2X2", "is no placement: runs of R (resident"),
+        ("-m stronghold -l 4 --placement R2W3", "is of 5 layers, the model has 4"),
         ("-m stronghold --option windows=3", "it has window_size, resident_layers"),
         ("-m stronghold --option 3", "NAME=VALUE"),
         ("-m resident --data /nowhere/corpus", "cannot read the corpus /nowhere/corpus.idx"),
@@ -87,7 +89,9 @@ def test_the_door_explains_itself(words: list[str]) -> None:
 def test_a_run_ends_in_one_closing_line(tmp_path: Path) -> None:
     done = run("-m", "stronghold", *SMALL, "--results", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("stronghold window_size=2 resident_layers=0, 2 layers")
+    assert done.stdout.splitlines()[-1].startswith(
+        "stronghold window_size=2 resident_layers=0 placement=W2 clipping=deferred, 2"
+    )
 
 
 def test_json_is_one_object_a_line(tmp_path: Path) -> None:

@@ -29,26 +29,26 @@ MUTANTS = {
     ),
     "skips one layer's update": (
         "stronghold.py",
-        "for home in homes[first:]:",
-        "for home in homes[first + 1 :]:",
+        "elif clips:\n",
+        "elif clips and i:\n",
         "unchanged",
     ),
     "clips by each layer's own norm": (
         "_home.py",
-        "step, clip())",
+        "step, factor)",
         "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0))",
         "gradient-scale",
     ),
     "drops the schedule on host layers": (
         "stronghold.py",
-        "home.update_when_landed(learning_rate, clip.on_host)",
-        "home.update_when_landed(workload.learning_rate, clip.on_host)",
+        "home.update_when_landed(learning_rate, clip)\n                refill()",
+        "home.update_when_landed(workload.learning_rate, clip)\n                refill()",
         "update-size",
     ),
     "uses last step's weights once": (
         "stronghold.py",
-        "for i in range(first, first + window):\n                        slots[i].prefetch(homes[i])",
-        "for i in range(first + (step == 3), first + window):\n                        slots[i].prefetch(homes[i])",
+        "refill()\n                is_ahead",
+        "[slots[i].prefetch(homes[i]) for i in sorted(slots)[step == 3 :]]\n                is_ahead",
         "loss",
     ),
 }

@@ -175,7 +175,9 @@ def test_no_run_is_given_more_than_there_is_and_a_plan_is(capsys, monkeypatch, v
 def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
     from harness.words import make_jobs
 
-    words = dict.fromkeys(("window_size", "nvme", "device_memory", "host_memory", "disk_memory", "timeout", "link"))
+    words = dict.fromkeys(
+        ("window_size", "placement", "nvme", "device_memory", "host_memory", "disk_memory", "timeout", "link")
+    )
     sizes = {
         "micro_batches": 1,
         "num_layers": [4],

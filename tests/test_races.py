@@ -3,148 +3,30 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from harness.method import ROOT, create, load
+from harness.method import create, load
+from tests.bugs import COMMITTED, LOUD_BUGS, SILENT_BUGS, Bug, planted
 from tests.fake_streams import FakeStreams, Stream, watching
 from tests.races import Race, VectorClock, find_races
 from tests.training import tiny, train, train_resident
 
-
-class Bug(NamedTuple):
-    """One change to a file of methods/, and the memory that it endangers in a training of five layers."""
-
-    symptom: str
-    file: str
-    old: str
-    new: str
-    endangered: str
-    clip_norm: float = 1.0
-    method: str = "stronghold"
-
-
-UPDATE_ALL = """\
-                    for home in homes[first:]:
-                        home.update_when_landed(learning_rate, clip.on_host)
-"""
-REFILL_WINDOW = """\
-                    for i in range(first, first + window):
-                        slots[i].prefetch(homes[i])
-"""
-
-# Waits between streams and threads that a CPU, which does one thing after another, can do without.
-SILENT_BUGS = [
-    Bug("weights_overwritten_while_in_use", "_stream", "device.inbound.wait_event(used)", "pass", "slot 1 weights"),
-    Bug(
-        "weights_overwritten_after_waiting_for_the_wrong_stream",
-        "_stream",
-        "home.updated, self.device.compute.record_event()",
-        "home.updated, self.device.inbound.record_event()",
-        "slot 1 weights",
-    ),
-    Bug(
-        "layer_computed_before_its_weights_arrive",
-        "_stream",
-        "self.device.compute.wait_event(self.loaded.result())",
-        "self.loaded.result()",
-        "slot 1 weights",
-    ),
-    Bug(
-        "gradient_sent_home_before_it_is_computed",
-        "_stream",
-        "device.outbound.wait_event(done)\n            home.grads",
-        "home.grads",
-        "slot 1 grads",
-    ),
-    Bug(
-        "gradient_overwritten_while_going_home",
-        "_stream",
-        "self.device.compute.wait_event(self.drained)",
-        "pass",
-        "slot 1 grads",
-    ),
-    Bug(
-        "layer_updated_before_its_gradient_lands",
-        "_home",
-        "            landed.synchronize()",
-        "            pass",
-        "layers.2.grads",
-        clip_norm=0.0,
-    ),
-    Bug(
-        "clip_factor_sent_home_before_it_is_computed",
-        "_stream",
-        "device.outbound.wait_event(done)\n            self.host_factor",
-        "self.host_factor",
-        "what clamp made",
-    ),
-    Bug("clip_factor_used_before_it_lands", "_stream", "self.landed.synchronize()", "pass", "what clone made"),
-    Bug(
-        "l2l_updates_before_the_gradient_lands",
-        "l2l",
-        "slot.offload(home)\n                    slot.wait()",
-        "slot.offload(home)",
-        "layers.0.grads",  # the others are waited for with the next layer's weights
-        clip_norm=0.0,
-        method="l2l",
-    ),
-]
-# Orders between threads, or of calls: on a CPU the losses are wrong now and then, or always.
-LOUD_BUGS = [
-    Bug(
-        "weights_fetched_before_their_update",
-        "_stream",
-        "            updated.result()",
-        "            pass",
-        "layers.2.weights",
-    ),
-    Bug(
-        "window_refilled_before_the_updates_are_queued",
-        "stronghold",
-        UPDATE_ALL + REFILL_WINDOW,
-        REFILL_WINDOW + UPDATE_ALL,
-        "layers.1.weights",
-    ),
-    Bug(
-        "training_returns_before_the_last_update",
-        "stronghold",
-        "gpu.synchronize(*(home.updated for home in homes))",
-        "gpu.synchronize()",
-        "layers.2.exp_avg",
-    ),
+PLACED: list[dict] = [
+    {},
+    {"clip_norm": 0.0, "window_size": 1},
+    {"clipping": "speculate", "clip_norm": COMMITTED},
+    {"clipping": "speculate", "dtype": "bf16"},
+    {"dtype": "bf16", "micro_batches": 2},
 ]
 
 
 def by_symptom(bugs: list[Bug]) -> list:
     return [pytest.param(bug, id=bug.symptom) for bug in bugs]
-
-
-@contextmanager
-def planted(bug: Bug) -> Iterator[None]:
-    """Load what is in methods/ afresh, with the bug in it, as what a method will import."""
-    with pytest.MonkeyPatch.context() as patch:
-        for file in ("_device", "_home", "_stream", "_ends", bug.method):
-            path = ROOT / "methods" / f"{file}.py"
-            source = path.read_text()
-            if file == bug.file:
-                assert source.count(bug.old) == 1, f"{path} does not hold this once: {bug.old}"
-                source = source.replace(bug.old, bug.new)
-            module = ModuleType(f"methods.{file}")
-            patch.setitem(sys.modules, module.__name__, module)
-            exec(compile(source, path, "exec"), vars(module))
-        yield
-
-
-def window_of(method: str) -> dict[str, int]:
-    return {"window_size": 2} if method == "stronghold" else {}
 
 
 def stronghold_runs() -> list:
@@ -168,6 +50,14 @@ def test_no_race_in_stronghold_with_every_layer_resident() -> None:
     assert find_races(create("stronghold", {"resident_layers": 4}), tiny(num_layers=4)) == []
 
 
+@pytest.mark.parametrize("changes", PLACED, ids=str)
+@pytest.mark.parametrize("placement", ["P5", "S5", "R1P1W2S1", "S2W1P2"])
+def test_no_race_in_a_placement(placement: str, changes: dict) -> None:
+    options = {"placement": placement, "clipping": changes.get("clipping"), "window_size": changes.get("window_size")}
+    workload = tiny(num_layers=5, **{name: value for name, value in changes.items() if name not in options})
+    assert find_races(create("stronghold", options), workload) == []
+
+
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"dropout": 0.1}], ids=str)
 def test_no_race_in_any_method(method_name: str, folders: tuple[Path, ...], changes: dict) -> None:
     if "methods._stream" not in inspect.getsource(load(method_name, folders)):
@@ -178,7 +68,7 @@ def test_no_race_in_any_method(method_name: str, folders: tuple[Path, ...], chan
 @pytest.mark.parametrize("bug", by_symptom(SILENT_BUGS + LOUD_BUGS))
 def test_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug):
-        races = find_races(create(bug.method, window_of(bug.method)), tiny(num_layers=5, clip_norm=bug.clip_norm))
+        races = find_races(create(bug.method, bug.options), tiny(num_layers=5, clip_norm=bug.clip_norm))
     assert bug.endangered in {race.memory for race in races}
 
 
@@ -186,7 +76,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 def test_losses_on_a_cpu_do_not_show_the_bug(bug: Bug) -> None:
     workload = tiny(num_layers=5, clip_norm=bug.clip_norm)
     with planted(bug):
-        losses = train(bug.method, workload, 3, **window_of(bug.method)).losses
+        losses = train(bug.method, workload, 3, **bug.options).losses
     assert losses == train_resident(workload, 3).losses
 
 

@@ -16,7 +16,7 @@ from harness.model import Layer, initial
 from harness.spec import Budget, Workload
 from methods._device import Device
 from methods._home import Home, Layout, new_layer
-from methods._stream import Slot
+from methods._stream import Gradients, Slot
 from methods._update import joined, keep_
 from tests.training import tiny, train
 
@@ -109,15 +109,15 @@ def test_update_changes_every_element(device: Device) -> None:
 def test_update_leaves_the_padding_at_zero(device: Device) -> None:
     home = Home(device, Odd(), "odd.", tiny(), host=True)
     update_at_home(home, None)
-    for view in home.layout.views(home.weights):
+    for view in home.layout.views(home.state.weights):
         view.zero_()
-    assert not home.weights.any()
+    assert not home.state.weights.any()
 
 
 def test_bf16_weights_are_the_rounded_master(device: Device) -> None:
     home = odd_home(device, "bf16")
     update_at_home(home, None)
-    assert torch.equal(home.weights, joined(home.state).bfloat16())
+    assert torch.equal(home.state.weights, joined(home.state).bfloat16())
 
 
 def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) -> None:
@@ -126,7 +126,9 @@ def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) ->
     home.grads.fill_(1.0)
     for _ in range(100):
         home.update(1e-4, None)
-    torch.testing.assert_close(home.layout.views(home.weights)[0].float(), torch.tensor([0.99]), rtol=4e-3, atol=0)
+    torch.testing.assert_close(
+        home.layout.views(home.state.weights)[0].float(), torch.tensor([0.99]), rtol=4e-3, atol=0
+    )
 
 
 @pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
@@ -169,37 +171,43 @@ def layer_home(device: Device, workload: Workload, index: int = 1) -> Home:
     return Home(device, new_layer(workload), f"layers.{index}.", workload, host=True)
 
 
+def slot_for(home: Home) -> Slot:
+    slot = Slot(home)
+    slot.gradients = Gradients(home)
+    return slot
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> None:
     workload = tiny(dropout=dropout)
-    home, slot = layer_home(device, workload), Slot(layer_home(device, workload, index=0))
+    home, slot = layer_home(device, workload), slot_for(layer_home(device, workload, index=0))
     x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
-    slot.grads.fill_(7)  # what another layer left there
+    slot.gradients.slab.fill_(7)  # what another layer left there
     slot.prefetch(home)
     torch.manual_seed(3)
     ys, saved = slot.forward([x])
     torch.rand(5)  # what the layers above draw
-    ours = [*ys, *slot.backward(saved, [dy]), *home.layout.views(slot.grads)]
+    ours = [*ys, *slot.backward(saved, [dy]), *home.layout.views(slot.gradients.slab)]
     assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
 
 
 def test_layer_has_the_same_bits_where_it_comes_back_to_another_slot(device: Device) -> None:
     workload = tiny()
     home, other = layer_home(device, workload), layer_home(device, workload, index=0)
-    first, second = Slot(home), Slot(other)
+    first, second = slot_for(home), slot_for(other)
     x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
     first.prefetch(home)
     ys, saved = first.forward([x])
     first.prefetch(other)
     first.forward(ys)
     second.prefetch(home)
-    ours = [*ys, *second.backward(saved, [dy]), *home.layout.views(second.grads)]
+    ours = [*ys, *second.backward(saved, [dy]), *home.layout.views(second.gradients.slab)]
     assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
 
 
 def test_recompute_leaves_the_random_state_where_the_pass_above_left_it(device: Device) -> None:
     home = layer_home(device, tiny(dropout=0.5))
-    slot = Slot(home)
+    slot = slot_for(home)
     slot.prefetch(home)
     _, saved = slot.forward([random((2, 16, 36), seed=1)])
     torch.rand(5)
@@ -210,11 +218,11 @@ def test_recompute_leaves_the_random_state_where_the_pass_above_left_it(device: 
 
 def test_gradient_arrives_home_as_it_left(device: Device) -> None:
     home = layer_home(device, ALIGNED)
-    slot = Slot(home)
-    slot.grads.copy_(random(slot.grads.shape, seed=1))
+    slot = slot_for(home)
+    slot.gradients.slab.copy_(random(slot.gradients.slab.shape, seed=1))
     slot.offload(home)
     slot.wait()
-    assert torch.equal(home.grads, slot.grads)
+    assert torch.equal(home.grads, slot.gradients.slab)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])

@@ -132,6 +132,16 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 
 
+def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """An object's attributes by name; of a state each slab by its own, after "spare" in the spare one."""
+    for attribute, value in vars(owner).items():
+        if not hasattr(value, "_asdict"):
+            yield attribute, value
+            continue
+        for name, slab in value._asdict().items():
+            yield name if attribute == "state" else f"{attribute} {name}", slab
+
+
 @functools.cache
 def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
     """The names of an overload's arguments, and of those that it writes."""

@@ -1,0 +1,244 @@
+"""Ordering bugs to plant in methods/: each takes one wait away, or turns two calls round."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from harness.method import ROOT
+
+COMMITTED = 100.0  # a limit that no gradient of these trainings reaches
+
+
+class Bug(NamedTuple):
+    """One change to a file of methods/, and the memory that it endangers in a training of five layers."""
+
+    symptom: str
+    file: str
+    old: str
+    new: str
+    endangered: str
+    clip_norm: float = 1.0
+    method: str = "stronghold"
+    placement: str = "W5"
+    clipping: str = "deferred"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        if self.method != "stronghold":
+            return {}
+        return {"window_size": 2, "placement": self.placement, "clipping": self.clipping}
+
+
+FETCH_WAITS = "(device.compute.record_event(), self.sent, self.home.landed)"
+UPDATE_ALL = """\
+                    elif clips:
+                        home.update_when_landed(learning_rate, clip)
+"""
+REFILL = """\
+                refill()
+"""
+UPDATE_LATER = """\
+                for home in homes:
+                    home.update_when_landed(learning_rate, clip)
+"""
+
+# Waits between streams and threads that a CPU, which does one thing after another, can do without.
+SILENT_BUGS = [
+    Bug(
+        "weights_overwritten_while_in_use",
+        "_stream",
+        FETCH_WAITS,
+        "(self.sent, self.home.landed)",
+        "slot 1 weights",
+    ),
+    Bug(
+        "weights_overwritten_after_waiting_for_the_wrong_stream",
+        "_stream",
+        FETCH_WAITS,
+        "(device.inbound.record_event(), self.sent, self.home.landed)",
+        "slot 1 weights",
+    ),
+    Bug(
+        "parked_weights_overwritten_while_in_use",
+        "_stream",
+        FETCH_WAITS,
+        "(self.sent, self.home.landed)",
+        "slot 2 weights",
+        placement="P5",
+    ),
+    Bug(
+        "state_overwritten_while_going_home",
+        "_stream",
+        FETCH_WAITS,
+        "(device.compute.record_event(), self.home.landed)",
+        "slot 1 exp_avg",
+        placement="S5",
+    ),
+    Bug(
+        "gradient_fetched_before_it_has_come_home",
+        "_stream",
+        FETCH_WAITS,
+        "(device.compute.record_event(), self.sent)",
+        "layers.0.grads",
+        placement="S5",
+    ),
+    Bug(
+        "layer_computed_before_its_weights_arrive",
+        "_stream",
+        "self.device.compute.wait_event(self.loaded.result())",
+        "self.loaded.result()",
+        "slot 1 weights",
+    ),
+    Bug(
+        "device_updates_before_the_state_arrives",
+        "_stream",
+        "device.compute.wait_event(self.completed.result())",
+        "self.completed.result()",
+        "slot 1 exp_avg",
+        placement="S5",
+    ),
+    Bug(
+        "device_updates_ahead_before_the_state_arrives",
+        "_stream",
+        "device.compute.wait_event(self.completed.result())",
+        "self.completed.result()",
+        "slot 1 exp_avg",
+        clip_norm=0.0,
+        placement="S5",
+    ),
+    Bug(
+        "state_sent_home_before_it_is_updated",
+        "_stream",
+        "device.outbound.wait_event(done)\n            for here",
+        "for here",
+        "slot 1 exp_avg",
+        placement="S5",
+    ),
+    Bug(
+        "gradient_sent_home_before_it_is_computed",
+        "_stream",
+        "device.outbound.wait_event(done)\n            home.grads",
+        "home.grads",
+        "gradients 1 slab",
+    ),
+    Bug(
+        "gradient_overwritten_while_going_home",
+        "_stream",
+        "self.device.compute.wait_event(self.gradients.drained)",
+        "pass",
+        "gradients 1 slab",
+    ),
+    Bug(
+        "layer_updated_before_its_gradient_lands",
+        "_home",
+        "landed.synchronize()\n            factor",
+        "factor",
+        "layers.2.grads",
+        clip_norm=0.0,
+    ),
+    Bug(
+        "layer_updated_ahead_before_its_gradient_lands",
+        "_home",
+        "landed.synchronize()\n            if skipped or not is_within():",
+        "if skipped:",
+        "layers.2.grads",
+        clip_norm=COMMITTED,
+        clipping="speculate",
+    ),
+    Bug(
+        "clip_factor_sent_home_before_it_is_computed",
+        "_stream",
+        "device.outbound.wait_event(done)\n            here = value",
+        "here = value",
+        "what clamp made",
+    ),
+    Bug(
+        "norm_so_far_sent_home_before_it_is_computed",
+        "_stream",
+        "device.outbound.wait_event(done)\n            here = value",
+        "here = value",
+        "what sum made",
+        clipping="speculate",
+    ),
+    Bug("clip_factor_used_before_it_lands", "_stream", "self.landed.synchronize()", "pass", "what clone made"),
+    Bug(
+        "norm_so_far_used_before_it_lands",
+        "_stream",
+        "            landed.synchronize()\n            return float(here)",
+        "            return float(here)",
+        "what clone made",
+        clipping="speculate",
+    ),
+    Bug(
+        "l2l_updates_before_the_gradient_lands",
+        "l2l",
+        "slot.offload(home)\n                    slot.wait()",
+        "slot.offload(home)",
+        "layers.0.grads",  # the others are waited for with the next layer's weights
+        clip_norm=0.0,
+        method="l2l",
+    ),
+]
+# Orders between threads, or of calls: on a CPU the losses are wrong now and then, or always.
+LOUD_BUGS = [
+    Bug(
+        "weights_fetched_before_their_update",
+        "_stream",
+        "            updated.result()",
+        "            pass",
+        "layers.2.weights",
+    ),
+    Bug(
+        "parked_weights_fetched_before_their_update",
+        "_stream",
+        "            updated.result()",
+        "            pass",
+        "layers.2.weights",
+        placement="P5",
+    ),
+    Bug(
+        "update_committed_before_it_is_through",
+        "_home",
+        "                ahead.done.result()\n",
+        "",
+        "layers.2.spare weights",
+        clip_norm=COMMITTED,
+        clipping="speculate",
+    ),
+    Bug(
+        "window_refilled_before_the_updates_are_queued",
+        "stronghold",
+        UPDATE_ALL + REFILL,
+        REFILL + UPDATE_LATER,
+        "layers.1.weights",
+    ),
+    Bug(
+        "training_returns_before_the_last_update",
+        "stronghold",
+        "gpu.synchronize(*(home.updated for home in homes))",
+        "gpu.synchronize()",
+        "layers.2.exp_avg",
+    ),
+]
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    """Load what is in methods/ afresh, with the bug in it, as what a method will import."""
+    with pytest.MonkeyPatch.context() as patch:
+        for file in ("_device", "_home", "_stream", "_ends", bug.method):
+            path = ROOT / "methods" / f"{file}.py"
+            source = path.read_text()
+            if file == bug.file:
+                assert source.count(bug.old) == 1, f"{path} does not hold this once: {bug.old}"
+                source = source.replace(bug.old, bug.new)
+            module = ModuleType(f"methods.{file}")
+            patch.setitem(sys.modules, module.__name__, module)
+            exec(compile(source, path, "exec"), vars(module))
+        yield
