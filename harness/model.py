@@ -12,13 +12,14 @@ import hashlib
 import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.spec import Workload
+from harness.spec import NUM_LOGITS, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INIT_STD = 0.02
@@ -68,8 +69,55 @@ class Ends(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy over all tokens, in fp32; the head is the token embedding."""
-        logits = F.linear(self.lnf(x), self.wte.weight).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        mean: Tensor = HeadLoss.apply(self.lnf(x).flatten(0, 1), self.wte.weight, targets.flatten())  # type: ignore[no-untyped-call]
+        return mean
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of a linear head, a block of tokens after the other: the logits of all tokens, which would be
+    the largest tensor of most models, never are. Both gradients are computed with the loss, while a block's logits are
+    there, so nothing is computed twice.
+
+    x: (N, D) hidden states of N tokens; weight: (V, D); targets: (N,).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        num_tokens, total = len(x), torch.zeros((), device=x.device)
+        dx, dweight = torch.empty_like(x), None
+        for start in range(0, num_tokens, tokens_at_once(len(weight))):
+            block = slice(start, start + tokens_at_once(len(weight)))
+            loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens)
+            total += loss
+            dx[block] = dlogits @ weight
+            dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
+            del dlogits  # before the next block's
+        ctx.gradients = dx, dweight
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *dloss: Tensor) -> Any:
+        (dx, dweight), ctx.gradients = ctx.gradients, None  # held by nothing else: autograd keeps them without a copy
+        return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """These tokens' share of the mean over `num_tokens`, in fp32, and its gradient in the dtype of the logits, whose
+    memory it takes if that is fp32.
+
+    logits: (N, V); targets: (N,).
+    """
+    dtype, wanted, logits = logits.dtype, targets.unsqueeze(1), logits.float()
+    right, largest = logits.gather(1, wanted), logits.amax(1, keepdim=True)
+    sums = logits.sub_(largest).exp_().sum(1, keepdim=True)
+    loss = (sums.log() + largest - right).sum() / num_tokens
+    dlogits = logits.div_(sums * num_tokens).scatter_add_(1, wanted, torch.full_like(sums, -1 / num_tokens))
+    return loss, dlogits.to(dtype)
+
+
+def tokens_at_once(vocab_size: int) -> int:
+    """Tokens whose logits are there at once."""
+    return max(1, NUM_LOGITS // vocab_size)
 
 
 class GPT(nn.Module):

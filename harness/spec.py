@@ -24,6 +24,8 @@ WEIGHT_DECAY = 0.01
 MIN_LEARNING_RATE = 1e-5
 LR_WARMUP_STEPS = 3200
 LR_DECAY_STEPS = 320_000
+# The loss is computed in blocks of tokens with so many logits (harness/model.py): 128 MiB in fp32.
+NUM_LOGITS = 2**25
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,12 @@ class Workload:
 
     @property
     def head_bytes(self) -> int:
-        """Largest transient of a micro-batch's loss and its backward pass: three fp32 tensors of the logits' size
-        (softmax, and the gradients of loss and softmax), or, later, the gradients of logits and embedding."""
-        logits = self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
+        """Largest transient of a micro-batch's loss and its gradients: a block of logits in fp32, its gradient in the
+        dtype of the weights, and the gradient of the embedding."""
+        logits = min(NUM_LOGITS, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size)
         embedding = self.vocab_size * self.hidden_size
-        return 3 * self.boundary_bytes // self.micro_batches + max(
-            12 * logits, self.weight_bytes * (logits + embedding)
-        )
+        boundaries = 3 * self.boundary_bytes // self.micro_batches
+        return boundaries + (4 if self.weight_bytes == 4 else 6) * logits + self.weight_bytes * embedding
 
     @property
     def layer_bytes(self) -> int:
@@ -141,7 +142,8 @@ class Workload:
     @property
     def working_bytes(self) -> int:
         """Largest transient of a step beside what is kept of every layer. Held against twin.py's predictions."""
-        return max(self.head_bytes, self.layer_bytes)
+        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # what others leave and get
+        return max(self.head_bytes, self.layer_bytes + waiting)
 
     def learning_rate_at(self, step: int) -> float:
         """The published schedule; `step` counts from 1. Iterations 10 and 50 give 4.687e-07 and 2.344e-06."""

@@ -121,8 +121,7 @@ class Hydra:
         device = {"buffers": min(1 + self.double_buffer, len(lengths)) * max(shards)}
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 11 * boundary)
-            logits = 4 * workload.batch_size * workload.seq_len * workload.vocab_size
-            activations = SAVED_BOUNDARIES * workload.num_layers * boundary + 3 * boundary + 2 * logits
+            activations = (SAVED_BOUNDARIES * workload.num_layers + 3) * boundary
         else:
             device["activations"] = workload.working_bytes + (lengths[-1] + 1) * boundary
             activations = inputs * boundary

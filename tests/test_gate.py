@@ -94,7 +94,7 @@ def test_wrong_training_fails_for_its_named_reason(text: str, tmp_path: Path) ->
 
 
 def test_stale_weights_that_move_no_loss_are_seen_in_the_weights(tmp_path: Path) -> None:
-    verdict = verdict_on("uses last step's weights once", tmp_path, 98, learning_rate=1.5e-4)
+    verdict = verdict_on("uses last step's weights once", tmp_path, 98, learning_rate=1e-5)
     assert (verdict.verdict, verdict.reason) == ("failed", "weights")
 
 

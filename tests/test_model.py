@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness import model, spec
 from harness.model import GPT, build, decays, initial
 from harness.spec import Workload
 from tests.training import plain_loss, plain_weights, tiny, token_batches
@@ -146,3 +147,18 @@ def test_loss_of_the_bf16_model_is_near_that_of_the_fp32_one() -> None:
 
 def test_loss_of_the_bf16_model_is_fp32() -> None:
     assert build(tiny(dtype="bf16"))(*token_batches(tiny(), 1)[0]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("num_logits", [spec.NUM_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"])
+def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(num_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "NUM_LOGITS", num_logits)
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(size, generator=generator).requires_grad_() for size in ((32, 36), (101, 36)))
+    targets = torch.randint(0, 101, (32,), generator=generator)
+
+    def loss_and_gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        return [loss, *torch.autograd.grad(3 * loss, (x, weight))]
+
+    ours = loss_and_gradients(model.HeadLoss.apply(x, weight, targets))
+    theirs = loss_and_gradients(torch.nn.functional.cross_entropy(x @ weight.t(), targets))
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)

