@@ -8,6 +8,8 @@ op is charged by the machine's rates (tests/overlap.py). Nothing here was measur
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +19,13 @@ from harness import method, profiles
 from harness.method import ROOT
 from harness.rates import Rates
 from harness.spec import Plan, Workload
+from methods._placement import parse
 from methods._planner import forecast, rows
 from tests.overlap import model_machine, scale_model, virtual_rates, virtual_run
 
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
+CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}
 STEPS = 4  # the first finds an idle machine
 
 
@@ -40,38 +44,31 @@ class Point(NamedTuple):
         return self.bound / self.schedule
 
 
-def point(machine: str, num_layers: int, clip_norm: float) -> Point | str:
+def point(machine: str, num_layers: int, clipping: str | None) -> Point | str:
     """Plan and time it; a line that says why not where it does not fit."""
-    workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=clip_norm)
+    workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
     budget = profiles.load(machine).budget
     assert budget.rates is not None
     rates = virtual_rates(workload, budget.rates)
-    plan = method.create(NAME, {}).plan(workload, budget)
-    shortfall = plan.shortfall(budget)
-    if shortfall:
-        return shortfall
-    return timed(workload, rates, plan, bool(clip_norm))
+    budget = dataclasses.replace(budget, rates=rates)
+    plan = method.create(NAME, {"clipping": clipping}).plan(workload, budget)
+    return plan.shortfall(budget) or timed(workload, rates, plan, clipping)
 
 
-def timed(workload: Workload, rates: Rates, plan: Plan, deferred: bool) -> Point:
-    counts = counts_of(workload, plan)
-    found = rows(workload, rates, deferred)
+def timed(workload: Workload, rates: Rates, plan: Plan, clipping: str | None) -> Point:
+    """Nothing is clipped where updates are made ahead: what was made ahead is committed."""
+    counts = Counter(parse(plan.options["placement"], workload.num_layers))
+    found = rows(workload, rates, clipping)
     bound, resident = forecast(found, counts), forecast(found, {"R": workload.num_layers})
-    machine = model_machine(workload, rates, counts, deferred)
-    run = virtual_run(method.create(NAME, plan.options), scale_model(workload), machine, STEPS)
-    placement = "".join(f"{kind}{count}" for kind, count in counts.items() if count)
-    return Point(placement, bound.seconds, bound.binds, run.step_seconds, resident.seconds)
+    machine = model_machine(workload, rates, counts, clipping)
+    model = dataclasses.replace(scale_model(workload), clip_norm=CLIP_NORMS[clipping])
+    run = virtual_run(method.create(NAME, plan.options), model, machine, STEPS)
+    return Point(plan.options["placement"], bound.seconds, bound.binds, run.last_step_seconds, resident.seconds)
 
 
-def counts_of(workload: Workload, plan: Plan) -> dict[str, int]:
-    """Layers of each kind."""
-    resident = plan.options["resident_layers"]
-    return {"R": resident, "W": workload.num_layers - resident}
-
-
-def line(machine: str, num_layers: int, clip_norm: float) -> str:
-    found = point(machine, num_layers, clip_norm)
-    title = f"| {machine} {DTYPES[machine]} | {num_layers} | {'deferred' if clip_norm else 'none'} |"
+def line(machine: str, num_layers: int, clipping: str | None) -> str:
+    found = point(machine, num_layers, clipping)
+    title = f"| {machine} {DTYPES[machine]} | {num_layers} | {clipping or 'none'} |"
     if isinstance(found, str):
         return f"{title} | {found} | | | |"
     return (
@@ -98,8 +95,8 @@ def main(machines: tuple[str, ...], layers: str, out: Path) -> None:
     ]
     for name in machines:
         for num_layers in map(int, layers.split(",")):
-            for clip_norm in (0.0, 1.0):
-                lines.append(line(name, num_layers, clip_norm))
+            for clipping in CLIP_NORMS:
+                lines.append(line(name, num_layers, clipping))
                 print(lines[-1], flush=True)
     out.write_text("\n".join(lines) + "\n")
 

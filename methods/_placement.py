@@ -23,14 +23,20 @@ CLIPPINGS = ("deferred", "speculate")
 
 
 def parse(text: str, num_layers: int) -> str:
-    """A letter a layer, bottom first. The last run may leave its length out: it takes the layers that are left.
+    """A letter a layer, bottom first. The last run may leave its length out: it takes the layers that are left. `~S2`
+    at the end spreads two streamed layers among those that are not resident.
 
     Raises ValueError where the text is no placement of so many layers.
     """
+    spreads = re.fullmatch(r"(.*)~S(\d+)", text)
+    if spreads and int(spreads[2]) < num_layers:
+        others = parse(spreads[1], num_layers - int(spreads[2]))
+        resident = len(others) - len(others.lstrip("R"))
+        return others[:resident] + spread(others[resident:], int(spreads[2]))
     runs = re.findall(r"([A-Z])(\d*)", text)
     if not runs or "".join(map("".join, runs)) != text or not {letter for letter, _ in runs} <= set(KINDS):
         known = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
-        raise ValueError(f"{text!r} is no placement: runs of {known}, bottom first, as R2W5S1 or R2W")
+        raise ValueError(f"{text!r} is no placement: runs of {known}, bottom first, as R2W5S1, R2W or R2W4~S2")
     placed = sum(int(length or 1) for _, length in runs)
     if runs[-1][1] == "" and placed < num_layers:
         runs[-1] = (runs[-1][0], str(1 + num_layers - placed))
@@ -40,8 +46,25 @@ def parse(text: str, num_layers: int) -> str:
 
 
 def text_of(kinds: str) -> str:
-    """The placement as it is written: RRWWW to R2W3."""
+    """The placement as it is written: RRWWW to R2W3, RRSWS to R2W1~S2."""
+    resident = len(kinds) - len(kinds.lstrip("R"))
+    rest = kinds[resident:].replace("S", "")
+    num_streamed = len(kinds) - resident - len(rest)
+    if rest and num_streamed and spread(rest, num_streamed) == kinds[resident:]:
+        return f"{_runs(kinds[:resident] + rest)}~S{num_streamed}"
+    return _runs(kinds)
+
+
+def _runs(kinds: str) -> str:
     return "".join(f"{kind}{len(list(run))}" for kind, run in groupby(kinds))
+
+
+def spread(kinds: str, num_streamed: int) -> str:
+    """So many streamed layers evenly among others: their states load the link as steadily as the others' updates load
+    the host."""
+    total, others = len(kinds) + num_streamed, iter(kinds)
+    at = [i * num_streamed // total for i in range(total + 1)] if total else []
+    return "".join("S" if at[i + 1] > at[i] else next(others) for i in range(total))
 
 
 class Ring(NamedTuple):

@@ -11,8 +11,9 @@ number of layers of each kind:
     Q            as P, but its states come to the device for the update: a bound only, the schedule has no such kind
     D on disk    as W, the states on the disk
 
-Where updates need not wait for the norm of the whole gradient there is one pool of time. With exact clipping by a
-deferred update there are two: the backward pass, then update and next forward pass.
+Where updates need not wait for the norm of the whole gradient there is one pool of time: without clipping, and where
+they are made ahead of it (`speculate`). With `deferred` ones there are two: the backward pass, then update and next
+forward pass. `clipping` is None, or one of these two.
 
 Source of the idea: Jiang et al. 2025 (GreedySnake) choose their overlap by a linear program, too.
 """
@@ -21,18 +22,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from harness.rates import Rates
 from harness.spec import Budget, Plan, Workload
+from methods._placement import spread
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
 ADAM_BYTES = {"fp32": 28, "bf16": 26}  # a parameter's update in the host's memory: read 16, written 12; split master
 STATE_BYTES = 12  # of a parameter: moments and the fp32 master, which holds the weights
-SLACK = 0.01  # of the time: less than the rates are known by, and worth giving for fewer copies
+SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
 MEMORIES = ("device", "host", "disk")
 Counts = Mapping[str, float]  # layers of each kind
+PlanOf = Callable[[Workload, dict[str, int]], Plan]  # what so many layers of each kind need
 
 
 class Row(NamedTuple):
@@ -61,17 +65,18 @@ class Carried(NamedTuple):
     outbound: tuple[float, float]
 
 
-def carried(weight_bytes: int, deferred: bool) -> dict[str, Carried]:
+def carried(weight_bytes: int, clipping: str | None) -> dict[str, Carried]:
     """What each kind's layers carry over the link; a gradient is as large as its weight. A deferred update of the
-    device's needs the gradient back that went home for the norm."""
+    device's needs the gradient back that went home; one that was made ahead may turn out to."""
     size, states, rest = weight_bytes, STATE_BYTES, STATE_BYTES - weight_bytes
-    if not deferred:
+    kept = size if clipping else 0
+    if clipping != "deferred":
         return {
             "R": Carried((0, 0), (0, 0)),
             "P": Carried((size, 0), (size, 0)),
             "W": Carried((2 * size, 0), (size, 0)),
-            "S": Carried((size + states, 0), (states, 0)),
-            "Q": Carried((rest, 0), (rest, 0)),
+            "S": Carried((size + states, 0), (states + kept, 0)),
+            "Q": Carried((rest, 0), (rest + kept, 0)),
             "D": Carried((2 * size, 0), (size, 0)),
         }
     return {
@@ -84,8 +89,9 @@ def carried(weight_bytes: int, deferred: bool) -> dict[str, Carried]:
     }
 
 
-def rows(workload: Workload, rates: Rates, deferred: bool) -> list[Row]:
+def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     """All that bounds a step."""
+    deferred = clipping == "deferred"
     params, adam = workload.layer_params, ADAM_BYTES[workload.dtype]
     compute = workload.flops_per_step / rates.device_flops_per_second
     on_device = params * adam / rates.device_bytes_per_second
@@ -101,12 +107,12 @@ def rows(workload: Workload, rates: Rates, deferred: bool) -> list[Row]:
     found.append(Row("disk reads", last, 0.0, {"D": params * STATE_BYTES / rates.disk_read_bytes_per_second}))
     found.append(Row("disk writes", last, 0.0, {"D": params * STATE_BYTES / rates.disk_write_bytes_per_second}))
     for pool in range(last + 1):
-        found += _link_rows(workload, rates, deferred, pool, adam if pool == last else 0)
+        found += _link_rows(workload, rates, clipping, pool, adam if pool == last else 0)
     return found
 
 
-def _link_rows(workload: Workload, rates: Rates, deferred: bool, pool: int, adam: int) -> list[Row]:
-    table = carried(workload.weight_bytes, deferred)
+def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, adam: int) -> list[Row]:
+    table = carried(workload.weight_bytes, clipping)
     inbound = {kind: workload.layer_params * table[kind].inbound[pool] for kind in KINDS}
     outbound = {kind: workload.layer_params * table[kind].outbound[pool] for kind in KINDS}
     both = {kind: inbound[kind] + outbound[kind] for kind in KINDS}
@@ -137,15 +143,15 @@ def least_seconds(
     needs: Mapping[str, Mapping[str, float]],
     room: Mapping[str, float],
     *,
-    deferred: bool,
+    clipping: str | None,
     kinds: str = KINDS,
 ) -> tuple[float, dict[str, float]] | None:
     """The bound over all placements, and the layers of each kind in the one of those within SLACK that carries least;
     None where no placement fits. `needs` are bytes a layer by memory and kind, `room` what there is for the layers."""
     from scipy.optimize import linprog  # heavy: only who plans by rates pays for it
 
-    found = rows(workload, rates, deferred)
-    num_pools = 2 if deferred else 1
+    found = rows(workload, rates, clipping)
+    num_pools = 2 if clipping == "deferred" else 1
     upper = [[row.per_layer.get(kind, 0.0) for kind in kinds] + _pools(row.pool, num_pools) for row in found]
     limits = [-row.seconds for row in found]
     for memory, size in room.items():
@@ -156,7 +162,7 @@ def least_seconds(
     fastest = linprog(time, A_ub=upper, b_ub=limits, A_eq=whole, b_eq=[workload.num_layers])
     if fastest.status:
         return None
-    table = carried(workload.weight_bytes, deferred)
+    table = carried(workload.weight_bytes, clipping)
     moved = [float(sum(table[kind].inbound) + sum(table[kind].outbound)) for kind in kinds] + [0.0] * num_pools
     least = linprog(
         moved, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], A_eq=whole, b_eq=[workload.num_layers]
@@ -170,17 +176,17 @@ def _pools(pool: int, num_pools: int) -> list[float]:
 
 
 def choose(
-    workload: Workload, budget: Budget, plan_of: Callable[[Workload, dict[str, int]], Plan], kinds: str, deferred: bool
+    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str, clipping: str | None
 ) -> dict[str, int] | None:
     """Layers of each kind that fit the budget with the shortest step by its rates; among those within SLACK of it the
     ones that carry least. None where no placement fits. `plan_of` says what so many layers of each kind need."""
     assert budget.rates is not None
-    found = rows(workload, budget.rates, deferred)
+    found = rows(workload, budget.rates, clipping)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
     optional = kinds.replace("R", "")  # what a kind sets up costs memory however few layers are of it
     for number in range(len(optional) + 1):
         for used in itertools.combinations(optional, number):
-            for counts in _whole(workload, budget, plan_of, "R" + "".join(used), deferred):
+            for counts in _whole(workload, budget, plan_of, "R" + "".join(used), clipping):
                 plan = plan_of(workload, dict.fromkeys(kinds, 0) | counts)
                 if plan.shortfall(budget) is None:
                     key = tuple(counts.get(kind, 0) for kind in kinds)
@@ -194,16 +200,12 @@ def choose(
 
 
 def _whole(
-    workload: Workload,
-    budget: Budget,
-    plan_of: Callable[[Workload, dict[str, int]], Plan],
-    kinds: str,
-    deferred: bool,
+    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str, clipping: str | None
 ) -> Iterator[dict[str, int]]:
     """Whole layers of each kind around the program's solution."""
     assert budget.rates is not None
     needs, room = _linear(workload, budget, plan_of, kinds)
-    solution = least_seconds(workload, budget.rates, needs, room, deferred=deferred, kinds=kinds)
+    solution = least_seconds(workload, budget.rates, needs, room, clipping=clipping, kinds=kinds)
     if solution is None:
         return
     ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()]
@@ -213,7 +215,7 @@ def _whole(
 
 
 def _linear(
-    workload: Workload, budget: Budget, plan_of: Callable[[Workload, dict[str, int]], Plan], kinds: str
+    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """What a layer more of each kind needs, by memory, and the room for layers beside what does not grow with them."""
     several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more than there are slots
@@ -228,3 +230,17 @@ def _linear(
         fixed = getattr(base, size) - 4 * sum(needs[memory].values())
         room[memory] = float(getattr(budget, size) - fixed)
     return needs, room
+
+
+def arranged(counts: Counts) -> str:
+    """A letter a layer, bottom first. Resident layers at the bottom: what the host updates is then needed late."""
+    rest = "".join(kind * int(counts.get(kind, 0)) for kind in "PWD")
+    return "R" * int(counts.get("R", 0)) + spread(rest, int(counts.get("S", 0)))
+
+
+def with_forecast(plan: Plan, workload: Workload, budget: Budget, counts: Counts, clipping: str | None) -> Plan:
+    """The plan with the time that its step takes at least, where the budget has rates."""
+    if budget.rates is None:
+        return plan
+    found = forecast(rows(workload, budget.rates, clipping), counts)
+    return replace(plan, step_seconds=found.seconds, binds=found.binds)

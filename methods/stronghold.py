@@ -18,13 +18,16 @@ clipping it starts as soon as the layer's gradient has landed.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 from harness.method import Step, Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods import _adam
 from methods._placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, text_of
+from methods._planner import SLACK, Counts, arranged, choose, with_forecast
 from methods._plans import describe
 
 DEFAULT_WINDOW = 3  # one computed, one loaded, one on its way; more slots buy little, resident layers buy more
@@ -47,15 +50,53 @@ class Stronghold:
     accumulates = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        """The widest window, up to the default one, with which both memories suffice: layers that stay on the device
-        spare the host, a narrow window leaves room for them. Where none suffices, the narrowest."""
-        num_layers = workload.num_layers
+        """The widest window, up to the default one, with which both memories suffice, and in it the fastest placement,
+        where the budget has rates to tell by; else as many resident layers as fit."""
         if self.clipping not in (None, *CLIPPINGS):
             raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
-        windows = [self.window_size] if self.window_size is not None else range(min(DEFAULT_WINDOW, num_layers), 0, -1)
-        for window in windows:
+        plan = self._fastest(workload, budget) or self._most_resident(workload, budget)
+        counts = Counter(parse(plan.options["placement"], workload.num_layers))
+        return with_forecast(plan, workload, budget, counts, plan.options.get("clipping"))
+
+    def _windows(self, num_layers: int) -> Iterator[int]:
+        """Sizes to try, the widest first."""
+        most = min(DEFAULT_WINDOW, num_layers)
+        for window in [self.window_size] if self.window_size is not None else range(most, 0, -1):
             if not 1 <= window <= num_layers:
                 raise ValueError(f"window {window} is beyond the {num_layers} layers: -w takes 1 to {num_layers}")
+            yield window
+
+    def _fastest(self, workload: Workload, budget: Budget) -> Plan | None:
+        """By the budget's rates. None without any, where the placement is given, and where nothing fits."""
+        if (
+            budget.rates is None
+            or budget.device_bytes is None
+            or (self.placement, self.resident_layers) != (None, None)
+        ):
+            return None
+        clippings = CLIPPINGS if self.clipping is None and budget.host_bytes else (self.clipping or "deferred",)
+        for window in self._windows(workload.num_layers):
+            plans = []
+            for clipping in clippings if workload.clip_norm else (None,):
+                spare = SPARE_ROOM if (clipping, self.clipping) == ("speculate", None) else 1
+                room = replace(budget, host_bytes=budget.host_bytes and int(budget.host_bytes / spare))
+
+                def plan_of(
+                    load: Workload, counts: Counts, clipping: str | None = clipping, window: int = window
+                ) -> Plan:
+                    return _plan(load, arranged(counts), window, clipping)
+
+                counts = choose(workload, room, plan_of, "RPWS", clipping)
+                if counts:
+                    plans.append(with_forecast(plan_of(workload, counts), workload, budget, counts, clipping))
+            if plans:  # deferred before speculate, which is no faster where gradients are clipped
+                return min(plans, key=lambda plan: (plan.step_seconds or 0.0) * (1 + SLACK * plans.index(plan)))
+        return None
+
+    def _most_resident(self, workload: Workload, budget: Budget) -> Plan:
+        """Layers that stay on the device spare the host, a narrow window leaves room for them. Where none suffices, the
+        narrowest."""
+        for window in self._windows(workload.num_layers):
             kinds = self._kinds(workload, budget, window)
             plan = _plan(workload, kinds, window, self.clipping or "deferred")
             if plan.shortfall(budget) is None:
@@ -77,7 +118,7 @@ class Stronghold:
                 raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: give one of them")
             return kinds
         if resident is None:
-            resident = _most_resident(workload, budget, window)
+            resident = _num_resident(workload, budget, window)
         return _bottom_resident(resident, num_layers)
 
     def to_build(self) -> str | None:
@@ -186,7 +227,7 @@ class Stronghold:
             return Trained((state for home in (ends.home, *homes) for state in home.states()), gpu.moved_bytes)
 
 
-def _plan(workload: Workload, kinds: str, window: int, clipping: str) -> Plan:
+def _plan(workload: Workload, kinds: str, window: int, clipping: str | None) -> Plan:
     options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
     if not workload.clip_norm:
         return placed_plan(workload, kinds, window, clipping=None, options=options)
@@ -197,7 +238,7 @@ def _bottom_resident(resident: int, num_layers: int) -> str:
     return "R" * resident + "W" * (num_layers - resident)
 
 
-def _most_resident(workload: Workload, budget: Budget, window: int) -> int:
+def _num_resident(workload: Workload, budget: Budget, window: int) -> int:
     """Bottom layers that fit the device budget beside the window; none where no budget is known."""
     if budget.device_bytes is None:
         return 0

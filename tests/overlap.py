@@ -65,6 +65,11 @@ class VirtualRun:
         """Mean of the steps after the first, which found an idle machine."""
         return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
+    @property
+    def last_step_seconds(self) -> float:
+        """When all that is done ahead is done so."""
+        return self.step_ends[-1] - self.step_ends[-2]
+
 
 class VirtualTime:
     """An agent's `now`: the time in seconds at which it is free."""
@@ -204,7 +209,7 @@ def scale_model(workload: Workload) -> Workload:
     )
 
 
-def model_machine(workload: Workload, rates: Rates, counts: Counts, deferred: bool) -> Machine:
+def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> Machine:
     """The machine on which the scale model takes as long as the workload on one of these rates.
 
     What the host's memory carries in the pool of the updates, copies included, is charged to the updates.
@@ -212,7 +217,7 @@ def model_machine(workload: Workload, rates: Rates, counts: Counts, deferred: bo
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
-    carried = [row for row in rows(workload, rates, deferred) if row.name == "host memory"][-1].total(counts)
+    carried = [row for row in rows(workload, rates, clipping) if row.name == "host memory"][-1].total(counts)
     host_seconds = max(1 / rates.host_adam_params_per_second, carried / on_host if on_host else 0.0)
     return Machine(
         device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,

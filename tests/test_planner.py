@@ -28,10 +28,10 @@ BOUNDS = {
 ROOM = {"v100": (30256183705, 91536064512), "h200": (31078533529, 124151185408), "4090": (22488598937, 55302166528)}
 
 
-def bound(machine: str, num_layers: int, deferred: bool, kinds: str) -> tuple[float, dict[str, float]] | None:
+def bound(machine: str, num_layers: int, clipping: str | None, kinds: str) -> tuple[float, dict[str, float]] | None:
     dtype, rates = MACHINES[machine]
     workload = Workload(num_layers=num_layers, dtype=dtype)
-    size, gradient = workload.weight_bytes, workload.weight_bytes if deferred else 0
+    size, gradient = workload.weight_bytes, workload.weight_bytes if clipping else 0
     whole, params = 12 + gradient, workload.layer_params
     device, host = ROOM[machine]
     needs = {
@@ -39,16 +39,15 @@ def bound(machine: str, num_layers: int, deferred: bool, kinds: str) -> tuple[fl
         "host": {"P": whole * params, "W": whole * params, "S": whole * params, "Q": (whole - size) * params},
     }
     room = {"device": device - num_layers * workload.boundary_bytes - gradient * workload.end_params, "host": host}
-    return least_seconds(workload, rates, needs, room, deferred=deferred, kinds=kinds)
+    return least_seconds(workload, rates, needs, room, clipping=clipping, kinds=kinds)
 
 
 @pytest.mark.parametrize("num_layers", [16, 32, 48, 78, 100])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_bound_is_the_other_programs(machine: str, num_layers: int) -> None:
-    for deferred in (False, True):
-        found = bound(machine, num_layers, deferred, "RPWSQ")
-        assert found is not None
-        assert 1e3 * found[0] == pytest.approx(BOUNDS[machine][num_layers][deferred], rel=0.005)
+    for clipping, milliseconds in zip((None, "deferred"), BOUNDS[machine][num_layers], strict=True):
+        found = bound(machine, num_layers, clipping, "RPWSQ")
+        assert found is not None and 1e3 * found[0] == pytest.approx(milliseconds, rel=0.005)
 
 
 def plan_of(workload: Workload, counts: dict[str, int]) -> Plan:
@@ -63,12 +62,12 @@ def plan_of(workload: Workload, counts: dict[str, int]) -> Plan:
     )
 
 
-def chosen(num_layers: int, device_layers: float, host_layers: float, deferred: bool = True) -> dict[str, int] | None:
+def chosen(num_layers: int, device_layers: float, host_layers: float) -> dict[str, int] | None:
     """On the V100's machine with room for so many whole layers."""
     workload = Workload(num_layers=num_layers)
     layer = 16 * workload.layer_params
     room = (int((device_layers + 1.5) * layer), int(host_layers * layer))
-    return choose(workload, Budget(*room, rates=MACHINES["v100"][1]), plan_of, "RPW", deferred)
+    return choose(workload, Budget(*room, rates=MACHINES["v100"][1]), plan_of, "RPW", "deferred")
 
 
 def test_all_layers_are_resident_where_they_fit() -> None:
@@ -91,9 +90,9 @@ def test_no_placement_of_few_layers_is_faster_than_the_chosen_one() -> None:
     workload = Workload(num_layers=10, dtype=dtype)
     layer = 16 * workload.layer_params
     budget = Budget(int(4.5 * layer), 10 * layer, rates=rates)
-    for deferred in (False, True):
-        found = rows(workload, rates, deferred)
-        counts = choose(workload, budget, plan_of, "RPW", deferred)
+    for clipping in (None, "deferred"):
+        found = rows(workload, rates, clipping)
+        counts = choose(workload, budget, plan_of, "RPW", clipping)
         assert counts is not None
         every = [{"R": r, "P": p, "W": 10 - r - p} for r in range(11) for p in range(11 - r)]
         fitting = [each for each in every if plan_of(workload, each).shortfall(budget) is None]
@@ -106,6 +105,6 @@ def test_what_binds_is_named_with_its_time() -> None:
     dtype, rates = MACHINES["v100"]
     workload = Workload(num_layers=50, dtype=dtype)
     backward = (1 - rates.forward_share) * workload.flops_per_step / rates.device_flops_per_second
-    found = forecast(rows(workload, rates, True), {"W": 50})
+    found = forecast(rows(workload, rates, "deferred"), {"W": 50})
     assert found.binds == "compute then host cores"
     assert found.seconds == pytest.approx(backward + 50 * workload.layer_params / 0.41067e9)
