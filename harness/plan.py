@@ -66,6 +66,7 @@ def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
         "disk_bytes": plan.disk_bytes,
         "moved_bytes": plan.moved_bytes,
         "least_step_seconds": plan.step_seconds or least_step_seconds(workload, plan, budget.rates),
+        "time_binds": plan.binds,
         "fits": shortfall is None,
         "shortfall": shortfall,
         "largest_layers": depth,
@@ -139,6 +140,8 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
         _console().print(table)
     for row in planned:
         options = ", ".join(f"{name}={value}" for name, value in row["options"].items() if value not in (None, False))
+        if row["time_binds"]:
+            options += f"; {row['least_step_seconds']:.3g} s a step, bound by {row['time_binds']}"
         if options:
             print(f"{row['method']}, {row['num_layers']} layers: {options}")
     print("binds: the memory that one layer more than the largest would pass.")

@@ -55,9 +55,10 @@ class _Lines:
             self.steps = event["job"].steps
             plan, job = event["plan"], event["job"]
             options = "".join(f" {name}={value}" for name, value in job.options.items())
+            seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
             self.write(
                 f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
-                f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}"
+                f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{seconds}"
             )
         elif kind == "recorded":
             self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")

@@ -147,8 +147,12 @@ def least_seconds(
     kinds: str = KINDS,
 ) -> tuple[float, dict[str, float]] | None:
     """The bound over all placements, and the layers of each kind in the one of those within SLACK that carries least;
-    None where no placement fits. `needs` are bytes a layer by memory and kind, `room` what there is for the layers."""
-    from scipy.optimize import linprog  # heavy: only who plans by rates pays for it
+    None where no placement fits, or scipy is missing. `needs` are bytes a layer by memory and kind, `room` what there
+    is for the layers."""
+    try:
+        from scipy.optimize import linprog  # heavy: only who plans by rates pays for it
+    except ImportError:
+        return None
 
     found = rows(workload, rates, clipping)
     num_pools = 2 if clipping == "deferred" else 1

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
+from harness.method import create
 from harness.rates import Rates
 from harness.spec import Budget, Plan, Workload
+from methods._placement import parse, text_of
 from methods._planner import choose, forecast, least_seconds, rows
 
 GB = 1e9
@@ -108,3 +113,46 @@ def test_what_binds_is_named_with_its_time() -> None:
     found = forecast(rows(workload, rates, "deferred"), {"W": 50})
     assert found.binds == "compute then host cores"
     assert found.seconds == pytest.approx(backward + 50 * workload.layer_params / 0.41067e9)
+
+
+@pytest.mark.parametrize(("text", "kinds"), [("R2W4~S2", "RRWWSWWS"), ("P1W1~S4", "PSSWSS"), ("R1S2", "RSS")])
+def test_streamed_layers_are_spread_evenly_among_the_others(text: str, kinds: str) -> None:
+    assert parse(text, len(kinds)) == kinds and text_of(kinds) == text
+
+
+def test_rates_decide_where_layers_live_and_how_long_a_step_takes() -> None:
+    """The host's Adam cannot keep up with this device, so some layers bring their states along."""
+    dtype, rates = MACHINES["h200"]
+    workload = Workload(num_layers=60, dtype=dtype, clip_norm=0.0)
+    budget = Budget(20 * 2**30, 100 * 2**30, rates=rates)
+    planned = create("stronghold", {}).plan(workload, budget)
+    kinds = Counter(parse(planned.options["placement"], 60))
+    found = forecast(rows(workload, rates, None), kinds)
+    assert planned.shortfall(budget) is None and kinds["S"] > 0
+    assert (planned.step_seconds, planned.binds) == (found.seconds, "host memory")
+    ruled = create("stronghold", {}).plan(workload, replace(budget, rates=None))
+    without = Counter(parse(ruled.options["placement"], 60))
+    assert set(without) == {"R", "W"} and ruled.step_seconds is None
+    assert found.seconds < 0.95 * forecast(rows(workload, rates, None), without).seconds
+
+
+def test_a_placement_that_is_given_is_kept_and_timed() -> None:
+    budget = Budget(20 * 2**30, 100 * 2**30, rates=MACHINES["h200"][1])
+    for options in ({"placement": "R4W20"}, {"resident_layers": 4}):
+        planned = create("stronghold", options).plan(Workload(num_layers=24, dtype="bf16"), budget)
+        assert planned.options["placement"] == "R4W20" and planned.step_seconds
+
+
+def test_updates_are_made_ahead_where_that_is_worth_the_memory() -> None:
+    """The host binds; without room for a second state the update waits for the norm."""
+    workload = Workload(num_layers=60, dtype="bf16")
+    for host_gib, clipping in ((200, "speculate"), (40, "deferred")):
+        budget = Budget(20 * 2**30, host_gib * 2**30, rates=MACHINES["h200"][1])
+        planned = create("stronghold", {}).plan(workload, budget)
+        assert planned.options["clipping"] == clipping and planned.shortfall(budget) is None
+
+
+def test_where_nothing_fits_the_plan_says_what_is_short() -> None:
+    budget = Budget(4 * 2**30, 2**30, rates=MACHINES["h200"][1])
+    planned = create("stronghold", {}).plan(Workload(num_layers=60, dtype="bf16"), budget)
+    assert "host memory" in str(planned.shortfall(replace(budget, device_bytes=None)))
