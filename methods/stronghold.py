@@ -103,7 +103,7 @@ class Stronghold:
                 break
         if self.clipping is None and workload.clip_norm and budget.device_bytes and budget.host_bytes:
             speculating = _plan(workload, kinds, window, "speculate")
-            if SPARE_ROOM * speculating.host_bytes <= budget.host_bytes:
+            if plan.host_bytes and SPARE_ROOM * speculating.host_bytes <= budget.host_bytes:
                 return speculating
         return plan
 

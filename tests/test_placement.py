@@ -156,8 +156,7 @@ def test_a_committed_step_of_streamed_layers_moves_no_gradient_in() -> None:
     assert three - two == create("stronghold", options).plan(workload, Budget()).moved_bytes
 
 
-@pytest.mark.parametrize("clipping", ["deferred", "speculate"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "clipping"), [("fp32", "deferred"), ("bf16", "speculate")])
 @pytest.mark.parametrize("placement", ["P4", "S4", "S1P1W1R1"])
 def test_the_plan_is_within_a_tenth_of_the_twin_in_both_memories(placement: str, dtype: str, clipping: str) -> None:
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype)
@@ -190,6 +189,7 @@ def test_speculation_is_chosen_where_both_memories_are_known_and_the_host_has_ro
     assert chosen(GIB, 4 * needed) == "speculate"
     assert chosen(GIB, needed) == chosen(None, 4 * needed) == chosen(GIB, None) == "deferred"
     assert chosen(GIB, 4 * needed, tiny(**SMALL, clip_norm=0.0)) is None
+    assert create("stronghold", {"placement": "R"}).plan(workload, Budget(GIB, GIB)).options["clipping"] == "deferred"
 
 
 def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:
