@@ -218,7 +218,7 @@ def test_a_run_without_its_verdict_is_still_to_be_attended_to(tmp_path: Path) ->
     """Killed between the end of a run and its judgement: the record is there, and the point is not done."""
     missing = []
     for gate in (Gate(), Gate("exact"), Gate("untested", "no-reference")):
-        job = DEMO.job("stronghold", 6, window_size=2, resident_layers=0)
+        job = Campaign([4], DEMO, tmp_path).points()[0].job  # with all the options that the plan settles
         found = record(job, key=case.key(job), gate=gate)
         found.write(tmp_path / "log_1.json")
         points = Campaign([4], DEMO, tmp_path).points()
