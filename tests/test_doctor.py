@@ -81,10 +81,18 @@ def test_a_real_calibration_makes_rates_and_is_shown(capsys, monkeypatch, tmp_pa
     found = calibrate.measure(SMALL, "cpu", tmp_path)
     rates = calibrate.rates_of(found, SMALL, "cpu")
     computed = {"batch_size": 2, "seq_len": 32}
-    sizes = {"hidden_size": 64, "batch_size": 2, "seq_len": 32, "date": "today", "computed": computed}
+    sizes = {
+        "hidden_size": 64,
+        "batch_size": 2,
+        "seq_len": 32,
+        "date": "today",
+        "load_average": 1000.0,
+        "computed": computed,
+    }
     machine.keep_calibration({**entry(SMALL, 1), **sizes, "measured": found, "rates": dataclasses.asdict(rates)})
     doctor(monkeypatch, "--device", "cpu")
-    assert "64 wide, 2 x 32 tokens" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "64 wide, 2 x 32 tokens" in told and "the machine was busy" in told
     assert machine.budget(Budget(), "sim", SMALL).rates == rates
 
 
