@@ -88,6 +88,29 @@ def test_what_has_not_landed_holds_up_nothing_that_has(one_worker: Workers) -> N
     assert order == [1, 0]
 
 
+def test_where_nothing_has_landed_what_was_asked_for_first_is_waited_for(one_worker: Workers) -> None:
+    """Else a thread would sit in an update that waits for the norm, while gradients land."""
+    order: list[int] = []
+    gate, landings = threading.Event(), [Landing(landed=False), Landing(landed=False)]
+    one_worker.update(0, Landing(), 1, lambda first, last: gate.wait(SECONDS) and None)
+    while one_worker._waiting:
+        time.sleep(0.001)
+
+    def work(place: int) -> None:
+        landings[place].happened.wait(SECONDS)
+        order.append(place)
+
+    updates = [one_worker.update(5 + i, landings[i], 1, lambda first, last, i=i: work(i)) for i in range(2)]
+    gate.set()
+    while len(one_worker._waiting) > 1:
+        time.sleep(0.001)
+    landings[0].happened.set()
+    updates[0].result(SECONDS)
+    landings[1].happened.set()
+    updates[1].result(SECONDS)
+    assert order == [0, 1]
+
+
 def test_threads_share_one_update() -> None:
     """Each of three threads waits in its chunk for the other two."""
     pool, together = Workers(ThreadPoolExecutor(3), 3), threading.Barrier(3)
