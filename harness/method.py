@@ -48,10 +48,12 @@ class TensorState(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a method leaves behind for the gate, and the bytes it moved between memories."""
+    """What a method leaves behind for the gate, the bytes it moved between memories and, of several models that took
+    turns, their number as `num_models` and how the turns went; the tensors are then the first model's."""
 
     tensors: Iterable[TensorState]
     moved_bytes: int = 0
+    schedule: dict[str, Any] = {}  # noqa: RUF012  nobody changes it
 
 
 Training = Generator[Step, None, Trained]

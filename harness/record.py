@@ -68,6 +68,7 @@ class Record:
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0
+    schedule: dict[str, Any] = field(default_factory=dict)  # of several models: num_models, makespan, bound, use
     data_sha256: str = ""
     kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
@@ -92,10 +93,15 @@ class Record:
         return statistics.median(self.timed_seconds) if self.timed_seconds else None
 
     @property
+    def samples_per_step(self) -> int:
+        """Of all models, where several took a step."""
+        return self.job.workload.batch_size * self.schedule.get("num_models", 1)
+
+    @property
     def samples_per_second(self) -> float | None:
         """None where the gate did not pass: a method that does not train has no throughput."""
         seconds = self.median_step_seconds
-        return self.job.workload.batch_size / seconds if self.status == "ok" and self.gate.passed and seconds else None
+        return self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
 
     @property
     def first_step_seconds(self) -> float | None:

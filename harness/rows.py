@@ -21,7 +21,7 @@ Metric = Callable[[Record], float | None]
 METRICS: dict[str, Metric] = {
     "params": lambda record: float(record.job.workload.num_params),
     "samples_per_second": lambda record: (
-        record.job.workload.batch_size / record.median_step_seconds if record.median_step_seconds else None
+        record.samples_per_step / record.median_step_seconds if record.median_step_seconds else None
     ),
     "step_seconds": lambda record: record.median_step_seconds,
 }

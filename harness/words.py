@@ -123,6 +123,7 @@ def job_options(command: Any) -> Any:
         click.option("--steps", type=int, default=20),
         click.option("--warmup", type=int, help="Steps left out of the median; default 5, or fewer of few steps."),
         click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
+        click.option("--models", "num_models", type=int, help="Models that take turns, for methods that have this."),
         click.option("--nvme", metavar="DIR", help="Folder on the disk, for methods that use one."),
         click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
                      help="sim: a CPU with a device memory of its own; auto takes it where --device-memory is given."),
@@ -142,7 +143,7 @@ def job_options(command: Any) -> Any:
 
 
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
-    """Every combination, methods slowest; -w and --nvme are only given to methods that have such an option."""
+    """Every combination, methods slowest; -w and its like only for methods that have such an option."""
     if not words["method_names"]:
         raise ValueError(f"-m is missing: choose one of all, {', '.join(method.names(folders))}")
     names = words["method_names"].split(",")
@@ -182,7 +183,8 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     for name, num_layers, hidden_size, batch_size, window in grid:
         workload = Workload(num_layers=num_layers, hidden_size=hidden_size, batch_size=batch_size, **fixed)
         known = method.option_names(method.load(name, folders))
-        asked = {"window_size": window, "placement": words["placement"], "nvme": words["nvme"]}
+        asked = {"window_size": window, "placement": words["placement"], "num_models": words.get("num_models"),
+                 "nvme": words["nvme"]}  # fmt: skip
         chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
         jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]

@@ -113,7 +113,7 @@ class Run:
             training.close()
         self.clock.synchronize()
         self._collect(wait=True)
-        self.measured["moved_bytes"] = trained.moved_bytes
+        self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
         self.enter("inspect")
         self.measured["tensors"] = inspect(trained, job)
         self.enter("done")

@@ -37,17 +37,21 @@ class Turned(NamedTuple):
 
 
 class Here:
-    """The device of this process. `waits`: start() returns when the unit is done, and reply() may be its traceback;
-    else it may only be queued then, as a single model wants it, and what fails is raised."""
+    """The device of this process. `waits`: a unit is done when start() returns, not only queued. `catches`: reply() is
+    the traceback of one that failed; else that is raised."""
 
     connection = None
 
-    def __init__(self, worker: Worker, *, waits: bool = True) -> None:
-        self.worker, self.waits = worker, waits
+    def __init__(self, worker: Worker, *, waits: bool = True, catches: bool = False) -> None:
+        self.worker, self.waits, self.catches = worker, waits, catches
 
     def start(self, unit: Unit, following: Unit | None) -> None:
         started = time.perf_counter()
-        left = run_unit(self.worker, unit, following) if self.waits else self.worker.run(unit, following)
+        if self.catches:
+            left: Result | str = run_unit(self.worker, unit, following)
+        else:
+            left = self.worker.run(unit, following)
+            left = self.worker.finished(left) if self.waits else left
         self.done = left, time.perf_counter() - started
 
     def reply(self) -> tuple[Result | str, float]:
@@ -116,8 +120,13 @@ def run_unit(worker: Any, unit: Unit, following: Unit | None) -> Result | str:
 class Dispatcher:
     """Tasks, devices, a rule; and what has run."""
 
-    def __init__(self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", seed: int = 0) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, keeps_step: bool = False,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         self.tasks, self.devices, self.key = tasks, list(devices), key_of(policy)
+        self.keeps_step = keeps_step  # no model starts its next minibatch before all have finished this one
+        self.stepped: list[Task] = []
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.draw, self.arrivals = random.Random(seed).random, count()
         self.waiting: dict[Task, tuple[int, float]] = {}
@@ -145,10 +154,20 @@ class Dispatcher:
                 step = self._take(device, task, started)
                 if device in self.devices:
                     idle.append(device)
-                if step is not None:
-                    yield task, step
-                    task.start()
-                self._wait(task)
+                if step is None:
+                    self._wait(task)
+                    continue
+                self.stepped.append(task)
+                yield task, step
+                if self.all_have_stepped or not self.keeps_step:
+                    for each in self.stepped:
+                        each.start()
+                        self._wait(each)
+                    self.stepped = []
+
+    @property
+    def all_have_stepped(self) -> bool:
+        return len(self.stepped) == len(self.tasks)
 
     def _wait(self, task: Task) -> None:
         if task.next_unit is not None:
@@ -200,8 +219,9 @@ class Dispatcher:
         return task.advance(left, seconds)
 
     def summary(self) -> dict[str, float]:
-        """Makespan, the bound below which no schedule of these units can be, their ratio, and the devices' use."""
-        if not self.timeline:
+        """Makespan, the bound below which no schedule of these units can be, their ratio, and the devices' use; nothing
+        of a single model, or where units were only queued."""
+        if len({turned.model for turned in self.timeline}) < 2:
             return {}
         chains: dict[int, list[float]] = {}
         for turned in self.timeline:

@@ -6,14 +6,18 @@ Shapes: B batch, T tokens, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.model import DTYPES, Ends, Layer, decays
+from harness.method import TensorState
+from harness.model import DTYPES, Ends, Layer, decays, initialize
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
-from methods._shards import NamedLayer
+from methods._device import Device
+from methods._shards import NamedLayer, Shard, cut
+from methods._travel import MASTER
 
 
 class Embedding(nn.Module):
@@ -65,3 +69,24 @@ def adamw(parameters: list[nn.Parameter]) -> Any:
     others = [parameter for parameter in parameters if not decays(parameter)]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=True)
+
+
+def at_home(workload: Workload, lengths: Sequence[int], device: Device) -> list[Shard]:
+    """The seeded model on the host, cut into shards of so many layers each."""
+    shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
+    for shard in shards:
+        shard.settle(lambda num_bytes: device.room(num_bytes, torch.uint8, host=True))
+        weights = [shard.at_home(name) for name in shard.own]
+        masters = [shard.states(shard.slabs["states"], name).get(MASTER) for name in shard.own]
+        drawn = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
+        initialize(zip(shard.own, drawn, strict=True), workload)
+        for weight, start in zip(weights, drawn, strict=True):
+            weight.copy_(start)
+    return shards
+
+
+def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState]:
+    """What training left behind, in this order of names."""
+    states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
+    weights = {name: shard.at_home(name) for shard in shards for name in shard.own}
+    return [TensorState(name, states[name].get(MASTER, weights[name]), states[name]["exp_avg"]) for name in ordered]

@@ -171,7 +171,7 @@ class ModelOrchestrator:
         tasks = [self._task(number, task) for number, task in enumerate(self.tasks)]
         if len(self.devices) == 1:
             with Device(self.devices[0]) as device:
-                dispatcher = Dispatcher(tasks, [Here(self._worker(device))], self.policy)
+                dispatcher = Dispatcher(tasks, [Here(self._worker(device), catches=True)], self.policy)
                 self._follow(dispatcher)
         else:
             options = {"double_buffer": self.double_buffer, "intermediates": self.intermediates}

@@ -11,13 +11,18 @@ is part of the backward unit, as in the paper.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from itertools import tee
 
 from harness.method import Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods._partition import adamw_bytes, gpt_tensors, longest_runs, shard_bytes
 from methods._plans import describe
+from methods._scheduler import key_of
 
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that the norm of a gradient takes on a device; and what else is as small
+NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
 SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; held against the twin
 
 
@@ -35,6 +40,8 @@ class Hydra:
     shard_layers: int | None = None  # a shard is as large as so many layers, or as an end; None: as large as fits
     double_buffer: bool = True  # a second slot, for what comes next
     intermediates: str = "checkpointed"  # layers are recomputed; or "saved": activations go to the host
+    num_models: int = 1  # each with a learning rate of its own; the first one's is the workload's
+    policy: str = "lrtf"  # longest remaining time first; or srtf, fifo, random
 
     label = "Hydra"
     color = "#2E8B57"
@@ -47,6 +54,9 @@ class Hydra:
         """The longest shards that fit the device; where no budget of it is known, one layer each."""
         if self.intermediates not in ("checkpointed", "saved"):
             raise ValueError(f"intermediates are checkpointed or saved, not {self.intermediates!r}")
+        if self.num_models < 1:
+            raise ValueError(f"num_models must be at least 1, not {self.num_models}")
+        key_of(self.policy)
         asked = self.shard_layers
         if asked is not None and not 1 <= asked <= workload.num_layers:
             raise ValueError(f"shard_layers={asked} is beyond the {workload.num_layers} layers: 1 to them are")
@@ -63,47 +73,42 @@ class Hydra:
         return row | ({"recompute": "none: activations on the host"} if self.intermediates == "saved" else {})
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        import torch
-
-        from harness.method import TensorState
-        from harness.model import initialize
         from methods import _gpt
         from methods._device import Device
         from methods._dispatch import Dispatcher, Here
-        from methods._shards import cut
-        from methods._travel import MASTER
         from methods._turns import Task
         from methods._worker import Worker
 
-        mixed, random = workload.dtype != "fp32", workload.dropout > 0
         lengths = self._lengths(workload, self.plan(workload, Budget()).options["shard_layers"])
+        names, update = _gpt.names(workload), "later" if workload.clip_norm else "now"
+        rates = [workload.learning_rate / 2 ** (number % NUM_RATES) for number in range(self.num_models)]
         with Device(device) as gpu:
-            shards = cut(_gpt.layers(workload), lengths, _gpt.adamw, mixed=mixed)
-            for shard in shards:
-                shard.settle(lambda num_bytes: gpu.room(num_bytes, torch.uint8, host=True))
-                masters = [shard.states(shard.slabs["states"], name).get(MASTER) for name in shard.trained]
-                weights = [shard.at_home(name) for name in shard.own]
-                started = [w if m is None else m for w, m in zip(weights, masters, strict=True)]
-                initialize(zip(shard.own, started, strict=True), workload)
-                for weight, start in zip(weights, started, strict=True):
-                    weight.copy_(start)
+            models = [_gpt.at_home(workload, lengths, gpu) for _ in rates]
             worker = Worker(
-                gpu, [shards], double_buffer=self.double_buffer, intermediates=self.intermediates, keeps_random=random
-            )
-            task = Task(
-                0, shards, _gpt.names(workload), batches, None, max_norm=workload.clip_norm,
-                update="later" if workload.clip_norm else "now", learning_rate_at=workload.learning_rate_at,
-                random_state=worker.random_state(),
+                gpu, models, double_buffer=self.double_buffer, intermediates=self.intermediates,
+                keeps_random=workload.dropout > 0,
             )  # fmt: skip
-            for _, step in Dispatcher([task], [Here(worker, waits=False)]).run():
-                yield step
+            tasks = [
+                Task(
+                    number, models[number], names, shared, None, max_norm=workload.clip_norm, update=update,
+                    learning_rate_at=dataclasses.replace(workload, learning_rate=rate).learning_rate_at,
+                    random_state=worker.random_state(), keeps_graphs=self.intermediates == "saved",
+                )
+                for number, (rate, shared) in enumerate(zip(rates, tee(batches, len(rates)), strict=True))
+            ]  # fmt: skip
+            # Of several models each unit is waited for: the rule goes by what units take.
+            dispatcher = Dispatcher(tasks, [Here(worker, waits=len(tasks) > 1)], self.policy, keeps_step=True)
+            steps = {}
+            for task, step in dispatcher.run():
+                steps[task.model] = step
+                if dispatcher.all_have_stepped:
+                    yield steps[0]
             gpu.synchronize()
-            states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
-            final = {name: shard.at_home(name) for shard in shards for name in shard.own}
-            tensors = [
-                TensorState(name, states[name].get(MASTER, final[name]), states[name]["exp_avg"]) for name in task.names
-            ]
-            return Trained(tensors, gpu.moved_bytes)
+            schedule = {}
+            if len(tasks) > 1:
+                last = [float(steps[task.model].loss) for task in tasks]
+                schedule = {"num_models": len(tasks), "learning_rates": rates, "last_losses": last}
+            return Trained(_gpt.tensors(models[0], names), gpu.moved_bytes, schedule | dispatcher.summary())
 
     def _lengths(self, workload: Workload, num_layers: int) -> list[int]:
         """Layers of each shard, the ends counted as layers: as many as fit where `num_layers` blocks do."""
@@ -130,11 +135,13 @@ class Hydra:
         updated = 8 * max(numel for layer in layers for numel in layer.values())
         if size < 4:
             updated += max(shard_bytes([{n: 4 * e for n, e in layer.items()} for layer in layers], lengths))
-        device["activations"] = max(device["activations"], updated)
+        norms = self.num_models * len({name for layer in layers for name in layer}) + SCALARS
+        device["activations"] = max(device["activations"], updated) + ALLOCATOR_UNIT * norms
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
-        options = {"shard_layers": num_layers, "double_buffer": self.double_buffer, "intermediates": self.intermediates}
-        moved = self._moved_bytes(workload, whole, len(lengths))
-        return Plan(device, {**host, "activations": int(activations)}, moved_bytes=moved, options=options)
+        host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
+        moved = self.num_models * self._moved_bytes(workload, whole, len(lengths))
+        options = {**dataclasses.asdict(self), "shard_layers": num_layers}
+        return Plan(device, host, moved_bytes=moved, options=options)
 
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
         """Of shards of equal size. All weights come for the forward pass and for the backward pass, and gradients with

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,10 +155,37 @@ def test_a_budget_is_filled_by_the_longest_shards_that_fit(gib: int) -> None:
     assert longer > 12 or create("hydra", {"shard_layers": longer}).plan(workload, budget).shortfall(budget)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> None:
+    """The budget is drawn from one layer a shard to the whole model; the training's own peak is the twin's."""
+    rng = random.Random(seed)
+    workload = tiny(num_layers=3, vocab_size=rng.choice([64, 1500]), dtype=rng.choice(["fp32", "bf16"]))
+    choice = {"num_models": 1 + seed % 2, "double_buffer": seed > 0}
+    edges = [create("hydra", {**choice, "shard_layers": n}).plan(workload, Budget()).device_bytes for n in (1, 3)]
+    budget = Budget(device_bytes=rng.randint(*edges) if seed else edges[0])
+    plan = create("hydra", choice).plan(workload, budget)
+    assert plan.shortfall(budget) is None
+    assert predict(create("hydra", plan.options), workload).device_bytes <= plan.device_bytes
+
+
+def test_several_models_end_where_each_would_alone() -> None:
+    workload = tiny(num_layers=3, dropout=0.1)
+    result = train("hydra", workload, STEPS, num_models=3)
+    assert difference(result, train_resident(workload, STEPS)) == ""
+    schedule = result.trained.schedule
+    rates = [workload.learning_rate / 2**number for number in range(3)]
+    alone = [train_resident(dataclasses.replace(workload, learning_rate=rate), STEPS).losses[-1] for rate in rates]
+    assert (schedule["num_models"], schedule["learning_rates"]) == (3, rates)
+    assert schedule["last_losses"] == alone
+    assert 1 <= schedule["ratio"] < 2
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"shard_layers": 13}, "shard_layers=13 is beyond the 12 layers"),
+        ({"num_models": 0}, "num_models must be at least 1, not 0"),
+        ({"policy": "longest"}, "no policy 'longest': choose one of lrtf, srtf, fifo, random"),
         ({"intermediates": "kept"}, "checkpointed or saved, not 'kept'"),
     ],
 )
