@@ -125,7 +125,7 @@ class Hydra:
         boundary, inputs = workload.boundary_bytes, workload.num_layers + 3
         device = {"buffers": min(1 + self.double_buffer, len(lengths)) * max(shards)}
         if self.intermediates == "saved":
-            device["activations"] = max(workload.head_bytes, workload.layer_bytes - 11 * boundary)
+            device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
             activations = (SAVED_BOUNDARIES * workload.num_layers + 3) * boundary
         else:
             device["activations"] = workload.working_bytes + (lengths[-1] + 1) * boundary
@@ -136,7 +136,7 @@ class Hydra:
         if size < 4:
             updated += max(shard_bytes([{n: 4 * e for n, e in layer.items()} for layer in layers], lengths))
         norms = self.num_models * len({name for layer in layers for name in layer}) + SCALARS
-        device["activations"] = max(device["activations"], updated) + ALLOCATOR_UNIT * norms
+        device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
         host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
         moved = self.num_models * self._moved_bytes(workload, whole, len(lengths))
