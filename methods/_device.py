@@ -110,6 +110,7 @@ class Device:
         # What is parked comes back in a thread of its own: it waits for updates, what travels must not wait behind it.
         self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
         self.workers = self.streams.workers(num_workers)
+        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # who waits comes after whom it waits for
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # of a home, in the order of the forward pass
         self._page_locked: list[Tensor] = []
@@ -118,12 +119,17 @@ class Device:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for pool in (self.copier, self.returner, self.workers):
-            pool.shutdown(cancel_futures=True)
+        for pool in reversed(self._threads):
+            pool.shutdown(cancel_futures=exc[0] is not None)  # what is still to be written, is, unless the run failed
         if self._page_locked:
             torch.cuda.synchronize()
         for slab in self._page_locked:
             torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+
+    def threads(self, num_threads: int) -> Any:
+        """More threads of the host, as long as the device."""
+        self._threads.append(self.streams.pool(num_threads))
+        return self._threads[-1]
 
     def room(self, numel: int, dtype: torch.dtype, *, host: bool) -> Tensor:
         """A zeroed slab, exactly as large as asked; on the host of a CUDA device it is page-locked.

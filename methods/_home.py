@@ -17,6 +17,7 @@ from methods._plans import BLOCK, CHUNK
 from methods._update import AdamStep, Piece, State, chunks, joined, keep_, update
 
 if TYPE_CHECKING:
+    from methods._disk import Shelf
     from methods._stream import Clip
 
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that every tensor of a slab starts where an allocation would
@@ -58,7 +59,8 @@ class Home:
     forward pass needs them.
 
     A spare state takes an update that is made ahead of the clip factor; a commit exchanges it for the one in force. A
-    streamed home lies on the host and is updated by the device, in a slot.
+    streamed home lies on the host and is updated by the device, in a slot. With a shelf, the state but for the weights
+    lies on the disk.
     """
 
     def __init__(
@@ -71,13 +73,15 @@ class Home:
         host: bool,
         spare: bool = False,
         streamed: bool = False,
+        shelf: Shelf | None = None,
     ) -> None:
         self.device, self.module, self.layout, self.prefix = device, module, Layout(module), prefix
         self.has_dropout = workload.dropout > 0
         self.deadline = device.next_place()
         dtype, numel = DTYPES[workload.dtype], self.layout.numel
-        self.state = _room_for_state(device, numel, dtype, host=host)
-        self.spare = _room_for_state(device, numel, dtype, host=host) if spare else None
+        kept = kept_dtypes(workload, host=host)
+        self.shelf, self.state = shelf, _room_for_state(device, numel, dtype, [] if shelf else kept, host=host)
+        self.spare = _room_for_state(device, numel, dtype, kept, host=host) if spare else None
         self.grads = device.room(numel, dtype, host=host)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
@@ -87,11 +91,17 @@ class Home:
         self.speculation: Speculation | None = None
         self.due: tuple[AdamStep, Tensor | None] | None = None  # an update that the device owes, and its clip factor
         self.landed: Any = None  # the gradient is here
-        self._draw(workload)
+        if shelf is None:
+            self._draw(workload, self.state)
+        else:
+            shelf.visit(lambda kept: self._draw(workload, self.state_of(kept))).result()
 
-    def _draw(self, workload: Workload) -> None:
+    def state_of(self, kept: list[Tensor]) -> State:
+        """The state in force, with what AdamW keeps besides the weights in these slabs, which may be longer."""
+        return _state(self.state.weights, [slab[: self.layout.numel] for slab in kept])
+
+    def _draw(self, workload: Workload, state: State) -> Future:
         """Starting values, drawn where they stay or, to be split, where the first moment will be."""
-        state = self.state
         drawn = state.exp_avg if state.is_split else joined(state)
         named = [self.prefix + name for name in self.layout.names]
         initialize(zip(named, self.layout.views(drawn), strict=True), workload)
@@ -99,6 +109,7 @@ class Home:
             keep_(state.cut(start, start + CHUNK), drawn[start : start + CHUNK])
         if state.is_split:
             drawn.zero_()
+        return self.updated
 
     def bind(self, weights: Tensor) -> None:
         """Make the module's parameters views of a slab on the device."""
@@ -123,22 +134,28 @@ class Home:
     def update_when_landed(self, learning_rate: float, clip: Clip) -> None:
         """Queue the update on the host's threads: it waits for the gradient and for the clip factor, nothing waits
         for it but the next prefetch of this layer. A speculation that is whole is committed where the factor is 1."""
-        landed, state, spare, ahead = self.landed, self.state, self.spare, self.speculation
+        landed, spare, ahead = self.landed, self.spare, self.speculation
         step = ahead.step if ahead else self.next_step(learning_rate)
 
-        def work(first: int, last: int) -> None:
-            landed.synchronize()
-            factor = clip.on_host()
-            if ahead is not None and spare is not None:
-                ahead.done.result()
-                if not ahead.skipped and clip.is_one():
-                    self.state, self.spare = spare, state  # every chunk comes to the same end
-                    return
-            update(self.grads, state, state, self.chunks[first:last], step, factor)
+        def begin(state: State) -> Future:
+            def work(first: int, last: int) -> None:
+                landed.synchronize()
+                factor = clip.on_host()
+                if ahead is not None and spare is not None:
+                    ahead.done.result()
+                    if not ahead.skipped and clip.is_one():
+                        self.state, self.spare = spare, state  # every chunk comes to the same end
+                        return
+                update(self.grads, state, state, self.chunks[first:last], step, factor)
+
+            # What waits for the factor shall not keep a thread from what need not.
+            return self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
 
         self.speculation = None
-        # What waits for the factor shall not keep a thread from what need not.
-        self.updated = self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
+        if self.shelf is None:
+            self.updated = begin(self.state)
+        else:
+            self.updated = self.shelf.visit(lambda kept: begin(self.state_of(kept)))
 
     def speculate_when_landed(self, learning_rate: float, is_within: Callable[[], bool]) -> None:
         """Queue an update into the spare state as if the clip factor were 1, as long as the norm so far allows it."""
@@ -175,16 +192,27 @@ class Home:
         return AdamStep(learning_rate, self.num_updates, self.steps.fill_(self.num_updates))
 
     def states(self) -> Iterator[TensorState]:
-        columns = (self.layout.views(joined(self.state)), self.layout.views(self.state.exp_avg))
+        state = self.state if self.shelf is None else self.state_of(self.shelf.read())
+        columns = (self.layout.views(joined(state)), self.layout.views(state.exp_avg))
         for name, weight, exp_avg in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, weight, exp_avg)
 
 
-def _room_for_state(device: Device, numel: int, dtype: torch.dtype, *, host: bool) -> State:
-    half = torch.int16 if host else torch.float32
-    master = None if dtype == torch.float32 else device.room(numel, half, host=host)
+def kept_dtypes(workload: Workload, *, host: bool) -> list[torch.dtype]:
+    """Of what AdamW keeps besides the weights: the master (none in fp32), two moments."""
+    master = [] if workload.dtype == "fp32" else [torch.int16 if host else torch.float32]
+    return [*master, torch.float32, torch.float32]
+
+
+def _state(weights: Tensor, kept: list[Tensor]) -> State:
+    return State(weights, kept[0] if len(kept) == 3 else None, *kept[-2:])
+
+
+def _room_for_state(device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool) -> State:
+    """On the disk nothing is kept here but the weights."""
     weights = device.room(numel, dtype, host=host)
-    return State(weights, master, *(device.room(numel, torch.float32, host=host) for _ in range(2)))
+    rooms = [device.room(numel, each, host=host) for each in kept]
+    return _state(weights, rooms or [torch.empty(0), torch.empty(0)])
 
 
 def new_layer(workload: Workload) -> Layer:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from harness.spec import Plan, Workload
-from methods._plans import BLOCK, CHUNK, state_bytes
+from methods._plans import BLOCK, CHUNK, NUM_BUFFERS, state_bytes, stored_numel
 
 KINDS = {
     "R": "resident, all of it on the device",
@@ -118,7 +118,10 @@ def placed_plan(
     device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes + others
 
     host = {kind: each * hosted * layer for kind, each in at_home.items()}
+    on_disk = at_home["optimizer"] * stored_numel(layer)
     host["optimizer"] -= at_home["optimizer"] * count["D"] * layer
+    if count["D"]:
+        host["buffers"] = min(NUM_BUFFERS, count["D"]) * on_disk
     if clipping == "speculate":
         host["optimizer"] += states * (hosted - count["D"]) * layer
     if workload.dtype != "fp32":
@@ -136,7 +139,7 @@ def placed_plan(
     return Plan(
         device=device,
         host=host,
-        disk={"optimizer": at_home["optimizer"] * count["D"] * layer} if count["D"] else {},
+        disk={"optimizer": count["D"] * on_disk} if count["D"] else {},
         moved_bytes=moved * layer,
         options=options or {},
     )

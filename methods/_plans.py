@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 from harness.spec import Plan, Workload
 
 CHUNK = 2**18  # elements of a layer that a thread of the host updates at once: few, so that all threads end together
 BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in mixed precision
+
+NUM_BUFFERS = 3  # layers' states of the disk on the host at once: one read, one updated, one written
+
+
+def stored_numel(numel: int) -> int:
+    """Elements of a layer on the disk: whole pages of whatever dtype, to be read past the system's cache."""
+    return -(-numel // 2048) * 2048
+
+
+def writable(nvme: str | None) -> Path:
+    """The folder that was named, or the system's temporary one. Raises ValueError where nothing can be written."""
+    folder = Path(nvme or tempfile.gettempdir())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"cannot write to the folder {folder}: name another with --nvme DIR")
+    return folder
 
 
 def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:

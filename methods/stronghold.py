@@ -22,13 +22,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
+from typing import Any
 
 from harness.method import Step, Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods import _adam
 from methods._placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, text_of
 from methods._planner import SLACK, Counts, arranged, choose, with_forecast
-from methods._plans import describe
+from methods._plans import describe, writable
 
 DEFAULT_WINDOW = 3  # one computed, one loaded, one on its way; more slots buy little, resident layers buy more
 SPARE_ROOM = 9 / 8  # of what speculation needs on the host, before it is chosen: a plan is no measurement
@@ -40,6 +41,7 @@ class Stronghold:
     resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the budget holds
     placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
     clipping: str | None = None  # deferred or speculate; None: chosen by plan()
+    nvme: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
 
     label = "STRONGHOLD"
     color = "#A05CFF"
@@ -84,7 +86,7 @@ class Stronghold:
                 def plan_of(
                     load: Workload, counts: Counts, clipping: str | None = clipping, window: int = window
                 ) -> Plan:
-                    return _plan(load, arranged(counts), window, clipping)
+                    return self._plan(load, arranged(counts), window, clipping)
 
                 counts = choose(workload, room, plan_of, "RPWS", clipping)
                 if counts:
@@ -98,11 +100,11 @@ class Stronghold:
         narrowest."""
         for window in self._windows(workload.num_layers):
             kinds = self._kinds(workload, budget, window)
-            plan = _plan(workload, kinds, window, self.clipping or "deferred")
+            plan = self._plan(workload, kinds, window, self.clipping or "deferred")
             if plan.shortfall(budget) is None:
                 break
         if self.clipping is None and workload.clip_norm and budget.device_bytes and budget.host_bytes:
-            speculating = _plan(workload, kinds, window, "speculate")
+            speculating = self._plan(workload, kinds, window, "speculate")
             if plan.host_bytes and SPARE_ROOM * speculating.host_bytes <= budget.host_bytes:
                 return speculating
         return plan
@@ -119,7 +121,18 @@ class Stronghold:
             return kinds
         if resident is None:
             resident = _num_resident(workload, budget, window)
-        return _bottom_resident(resident, num_layers)
+        kinds = _bottom_resident(resident, num_layers)
+        while self.nvme and budget.host_bytes and "W" in kinds and not _fits_host(workload, kinds, window, budget):
+            kinds = "D".join(kinds.rsplit("W", 1))  # from the top: what is needed last has the longest time
+        return kinds
+
+    def _plan(self, workload: Workload, kinds: str, window: int, clipping: str | None) -> Plan:
+        options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
+        if "D" in kinds:
+            options["nvme"] = str(writable(self.nvme))
+        if not workload.clip_norm:
+            return placed_plan(workload, kinds, window, clipping=None, options=options)
+        return placed_plan(workload, kinds, window, clipping, {**options, "clipping": clipping})
 
     def to_build(self) -> str | None:
         return _adam.to_build()
@@ -134,6 +147,7 @@ class Stronghold:
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods._device import Device
+        from methods._disk import shelves
         from methods._ends import ResidentEnds
         from methods._home import Home, new_layer
         from methods._stream import Clip, Gradients, Slot
@@ -148,11 +162,13 @@ class Stronghold:
 
         with Device(device, num_workers=_num_workers(device)) as gpu:
             ends, homes = ResidentEnds(gpu, workload), []
+            on_disk = shelves(gpu, kinds.count("D"), self.nvme, workload)
             for i in layers:
-                place = {
+                place: dict[str, Any] = {
                     "host": kinds[i] != "R",
                     "streamed": kinds[i] == "S",
                     "spare": speculates and kinds[i] in "PWS",
+                    "shelf": next(on_disk) if kinds[i] == "D" else None,
                 }
                 homes.append(Home(gpu, new_layer(workload), f"layers.{i}.", workload, **place))
             slots = {i: Slot(homes[i], kinds[i]) for i in layers if i not in below}
@@ -227,11 +243,8 @@ class Stronghold:
             return Trained((state for home in (ends.home, *homes) for state in home.states()), gpu.moved_bytes)
 
 
-def _plan(workload: Workload, kinds: str, window: int, clipping: str | None) -> Plan:
-    options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
-    if not workload.clip_norm:
-        return placed_plan(workload, kinds, window, clipping=None, options=options)
-    return placed_plan(workload, kinds, window, clipping, {**options, "clipping": clipping})
+def _fits_host(workload: Workload, kinds: str, window: int, budget: Budget) -> bool:
+    return budget.host_bytes is None or placed_plan(workload, kinds, window).host_bytes <= budget.host_bytes
 
 
 def _bottom_resident(resident: int, num_layers: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from harness.method import Training, Unavailable
 from harness.spec import Budget, Plan, Workload, gib
 from methods import _zero
+from methods._plans import writable
 
 PREFIX = "harness-nvme-"
 
@@ -34,9 +34,7 @@ class ZeroInfinityNvme:
     world_size = 1
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        folder = Path(self.nvme or tempfile.gettempdir())
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ValueError(f"cannot write to the folder {folder}: name another with --nvme DIR")
+        folder = writable(self.nvme)
         plans = [self._plan(workload, str(folder), pipelined) for pipelined in (True, False)]
         if self.pipelined is not None:
             return plans[not self.pipelined]
@@ -73,7 +71,7 @@ class ZeroInfinityNvme:
 
         plan = self.plan(workload, Budget())
         need, pipelined = plan.disk_bytes, plan.options["pipelined"]
-        with swap_folder(Path(self.nvme or tempfile.gettempdir()), need) as folder:
+        with swap_folder(writable(self.nvme), need) as folder:
             if not _zero.is_built("async_io"):
                 raise Unavailable(
                     "DeepSpeed's asynchronous I/O is not built: apt-get install libaio-dev g++, and again"

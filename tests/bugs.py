@@ -137,7 +137,7 @@ SILENT_BUGS = [
     Bug(
         "layer_updated_before_its_gradient_lands",
         "_home",
-        "landed.synchronize()\n            factor",
+        "landed.synchronize()\n                factor",
         "factor",
         "layers.2.grads",
         clip_norm=0.0,
@@ -205,11 +205,36 @@ LOUD_BUGS = [
     Bug(
         "update_committed_before_it_is_through",
         "_home",
-        "                ahead.done.result()\n",
+        "                    ahead.done.result()\n",
         "",
         "layers.2.spare weights",
         clip_norm=COMMITTED,
         clipping="speculate",
+    ),
+    Bug(
+        "state_read_from_the_disk_before_it_is_written",
+        "_disk",
+        "{self.last, disk.visits[turn]}",
+        "{disk.visits[turn]}",
+        "shelf 4 state",
+        clip_norm=0.0,
+        placement="D5",
+    ),
+    Bug(
+        "state_read_where_another_is_not_yet_written_from",
+        "_disk",
+        "{self.last, disk.visits[turn]}",
+        "{self.last}",
+        "what room made",
+        placement="D5",
+    ),
+    Bug(
+        "state_written_before_it_is_updated",
+        "_disk",
+        "update(buffer).result()",
+        "update(buffer)",
+        "what room made",
+        placement="D5",
     ),
     Bug(
         "window_refilled_before_the_updates_are_queued",
@@ -232,7 +257,7 @@ LOUD_BUGS = [
 def planted(bug: Bug) -> Iterator[None]:
     """Load what is in methods/ afresh, with the bug in it, as what a method will import."""
     with pytest.MonkeyPatch.context() as patch:
-        for file in ("_device", "_home", "_stream", "_ends", bug.method):
+        for file in ("_device", "_home", "_disk", "_stream", "_ends", bug.method):
             path = ROOT / "methods" / f"{file}.py"
             source = path.read_text()
             if file == bug.file:

@@ -261,7 +261,8 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 
 def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) -> None:
     """Put the streams in the table; tell host memory from device memory, and name things, where they are made."""
-    device, home, stream = (importlib.import_module(f"methods.{name}") for name in ("_device", "_home", "_stream"))
+    names = ("_device", "_home", "_disk", "_stream")
+    device, home, disk, stream = (importlib.import_module(f"methods.{name}") for name in names)
     new_device, new_room = device.Device.__init__, device.Device.room
     new_home = home.Home.__init__
 
@@ -284,6 +285,8 @@ def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) 
 
         def made(self: Any, *args: Any, **options: Any) -> None:
             make(self, *args, **options)
+            for file in self.state if name == "shelf" else []:
+                streams.memories.of(file).is_host = True
             streams.name(self, f"{name} {next(numbers)} ")
 
         return made
@@ -292,5 +295,6 @@ def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) 
     patch.setattr(device.Device, "__init__", make_device)
     patch.setattr(device.Device, "room", make_room)
     patch.setattr(home.Home, "__init__", make_home)
+    patch.setattr(disk.Shelf, "__init__", numbered(disk.Shelf.__init__, "shelf"))
     patch.setattr(stream.Slot, "__init__", numbered(stream.Slot.__init__, "slot"))
     patch.setattr(stream.Gradients, "__init__", numbered(stream.Gradients.__init__, "gradients"))

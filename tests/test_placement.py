@@ -16,7 +16,7 @@ from tests.bugs import COMMITTED
 from tests.test_agree import difference
 from tests.training import tiny, train, train_resident
 
-MIXTURES = ["P5", "S5", "R1P1W2S1", "S2W1P1R1", "W1S1W1S1W1"]
+MIXTURES = ["P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
 SMALL = {"num_layers": 5, "hidden_size": 32, "num_heads": 2}
 STEPS = 6
 SOMETIMES = 2.7  # a limit that the norm is within at some of these steps, and beyond at others
@@ -157,7 +157,7 @@ def test_a_committed_step_of_streamed_layers_moves_no_gradient_in() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "clipping"), [("fp32", "deferred"), ("bf16", "speculate")])
-@pytest.mark.parametrize("placement", ["P4", "S4", "S1P1W1R1"])
+@pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
 def test_the_plan_is_within_a_tenth_of_the_twin_in_both_memories(placement: str, dtype: str, clipping: str) -> None:
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype)
     stronghold = create("stronghold", {"placement": placement, "clipping": clipping})

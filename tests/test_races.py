@@ -51,7 +51,7 @@ def test_no_race_in_stronghold_with_every_layer_resident() -> None:
 
 
 @pytest.mark.parametrize("changes", PLACED, ids=str)
-@pytest.mark.parametrize("placement", ["P5", "S5", "R1P1W2S1", "S2W1P2"])
+@pytest.mark.parametrize("placement", ["P5", "S5", "D5", "R1P1W2S1", "S2W1D2"])
 def test_no_race_in_a_placement(placement: str, changes: dict) -> None:
     options = {"placement": placement, "clipping": changes.get("clipping"), "window_size": changes.get("window_size")}
     workload = tiny(num_layers=5, **{name: value for name, value in changes.items() if name not in options})
