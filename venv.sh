@@ -26,7 +26,7 @@ stamp_is() {  # whether what is installed are the present pins, with at least th
 set_up() {
     local base dependencies
     base=$(base_python) || return 2
-    echo "Setting up .venv with $base: once, some minutes, 1.2 GB without CUDA." >&2
+    echo "Setting up .venv with $base: once, some minutes, 1.6 GB without CUDA." >&2
     rm -f "$root/.venv/.stamp"
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         "$base" -m venv --clear "$root/.venv" >&2 || return 2

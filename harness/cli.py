@@ -160,6 +160,8 @@ def case(**words: Any) -> None:
 
     if words["only"] is None:
         check_writable(words["results"])
+    if words["out"]:
+        check_writable(words["out"], "--out")
     sys.exit(exit_code(campaign.main(**words), is_sweep=True))
 
 

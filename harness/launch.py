@@ -37,13 +37,23 @@ ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 Report = Callable[[dict[str, Any]], None]
 
 
-def launch(job: Job, key: str, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None) -> Path:
+def launch(
+    job: Job,
+    key: str,
+    results: Path,
+    folders: tuple[Path, ...] = (),
+    report: Report | None = None,
+    recorded: Callable[[], Path | None] = lambda: None,
+) -> Path:
     """Run the job in a process of its own; returns the path of its record. The log has the same stem.
 
+    `recorded` is asked when the device is free: whoever had it may have made the record meanwhile.
     A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
     """
     report = report or (lambda event: None)
     with turn(job, report) as lock:
+        if found := recorded():
+            return found
         stem = new_stem(results, job)
         path = Path(f"{stem}.json")
         with open(f"{stem}.txt", "w") as log:

@@ -192,6 +192,7 @@ def show_published(found: list[dict[str, Any]]) -> None:
         depths = (row["published_layers"], seconds, row["device"], row["device_as_reserved"], row["host"] or "-")
         table.add_row(row["method"], *map(str, depths), row["verdict"])
     _console().print(table)
+    print("Of the engines that were published; the rows above are of those that run here.")
 
 
 def _console() -> Console:

@@ -5,6 +5,7 @@ Each job is followed by the gate. The reference it needs is a job like any other
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -130,6 +131,9 @@ class Sweep:
         if missing:
             self.report({"event": "build", "text": f"building {missing}"})
             build(job, self.results, self.folders)
+            if method.create(job.method, job.options, self.folders).to_build():
+                log = self.results / published.BUILD_LOG.format(job.method)
+                self.report({"event": "warning", "text": f"that failed, {log} says why"})
         if job.device == "sim" and sim.to_build():
             self.report({"event": "build", "text": f"building {sim.to_build()}"})
             build_sim(self.results)
@@ -137,9 +141,20 @@ class Sweep:
     def _launch(self, job: Job, key: str) -> Path:
         self.measured_now.add(key)
         self.prepare(job)
-        path = launch(job, key, self.results, self.folders, self.report)
+        path = launch(job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(key))
         self.records[path] = Record.read(path)
         return path
+
+    def _made_meanwhile(self, key: str) -> Path | None:
+        """A result of this job that another call has put into the folder since this one read it."""
+        if self.rerun:
+            return None
+        for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
+            with contextlib.suppress(ValueError):
+                record = Record.read(path)
+                if record.key == key and record.is_result:
+                    return path
+        return None
 
     def _refuse(self, job: Job, key: str, shortfall: str) -> Path:
         self.measured_now.add(key)

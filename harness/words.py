@@ -224,13 +224,13 @@ def check_corpus(workload: Workload) -> None:
         data.corpus(workload)
 
 
-def check_writable(results: Path) -> None:
+def check_writable(folder: Path, word: str = "--results") -> None:
     try:
-        results.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=results):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"cannot write to {results}: {error.strerror}; name another folder with --results") from error
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; name another folder with {word}") from error
 
 
 def command(job: Job) -> str:

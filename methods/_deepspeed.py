@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.method import Step, TensorState, Trained, Training, Unavailable
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
-from methods._zero import EXTENSIONS, is_built, missing, versions
+from methods._zero import EXTENSIONS, NEEDS, is_built, versions
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
@@ -53,6 +53,8 @@ def train(
 ) -> Training:
     """Train by deepspeed.initialize's engine; `reentrant` chooses torch's older recompute, `extra` adds to the
     configuration."""
+    if adam == "deepspeed" and not is_built("cpu_adam"):
+        raise Unavailable("DeepSpeed's Adam is not built: apt-get install g++, then ./run.sh setup")
     deepspeed = import_deepspeed(device)
     import torch
     import torch.distributed as dist
@@ -93,7 +95,7 @@ def import_deepspeed(device: str) -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise Unavailable(f"this method {missing() or error}") from error
+        raise Unavailable(f"this method {NEEDS} ({error})") from error
     if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "sim":

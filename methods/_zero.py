@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from harness import compiler
 from harness.method import ROOT
 from harness.spec import Plan, Workload
 
@@ -18,12 +19,13 @@ BUCKET_PARAMS = 50_000_000
 # Whose Adam steps on the host: torch's fused kernel; DeepSpeed's own, equally fast, but compiled; or op by op, as
 # in the published artifact. The first is the default: one call is the same job on every machine.
 ADAMS = ("fused", "deepspeed", "published")
+NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
 BUILD_SECONDS = {"cpu_adam": 80, "async_io": 280}  # 2-core EPYC
 
 
 def missing() -> str | None:
     """What the DeepSpeed methods lack, and what helps."""
-    return None if find_spec("deepspeed") else "needs deepspeed: pip install deepspeed==0.19.8"
+    return None if find_spec("deepspeed") else NEEDS
 
 
 def check_adam(adam: str) -> None:
@@ -47,7 +49,9 @@ def versions() -> str:
 
 
 def to_build(*kernels: str) -> str | None:
-    """What has to be compiled, for people; None when all is there."""
+    """What has to be compiled, for people; None when all is there, or there is nothing to compile it with."""
+    if not compiler.find():
+        return None
     missing = [kernel for kernel in kernels if not is_built(kernel)]
     seconds = sum(BUILD_SECONDS[kernel] for kernel in missing)
     return f"DeepSpeed's {' and '.join(missing)}, once, about {seconds} seconds on two cores" if missing else None

@@ -51,6 +51,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
         ("-m resident --data /nowhere/corpus", "cannot read the corpus /nowhere/corpus.idx"),
         ("-m resident --results /proc/results", "name another folder with --results"),
         ("-m resident --results /dev/null", "--results"),
+        ("case 4 --profile demo --results /tmp --out /proc/figures", "name another folder with --out"),
         ("-m resident --dtype fp64", "fp32 or bf16"),
         ("-m resident --dropout 1", "dropout must be"),
         ("-m resident --clip -1", "clip must be"),

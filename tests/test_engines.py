@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.method import ROOT
+from harness import compiler
+from harness.method import ROOT, Unavailable, create
 from harness.record import Record
 from harness.spec import Job, Workload
 from harness.sweep import Sweep, resolve
+from methods import _deepspeed, _zero
 
 # Large enough that parameters really leave memory: at 4 layers x 256 the wrong gradients below do not show.
 LARGE = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=64, batch_size=2, vocab_size=8192)
@@ -164,3 +166,12 @@ def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(tmp_path
             cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         )  # fmt: skip
         assert done.returncode == 7 and command in done.stdout.splitlines()[-1], done.stdout
+
+
+def test_without_a_compiler_a_method_that_needs_one_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "find", lambda: None)
+    for module in (_zero, _deepspeed):
+        monkeypatch.setattr(module, "is_built", lambda kernel: False)
+    assert create("zenflow", {}).to_build() is None
+    with pytest.raises(Unavailable, match="apt-get install g\\+\\+"):
+        next(create("zenflow", {}).train(SMALL, iter(()), "cpu"))

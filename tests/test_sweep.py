@@ -35,6 +35,13 @@ def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path) -> None:
     assert starts(events) == ["stronghold"]
 
 
+def test_what_another_call_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path)  # has read the folder before
+    Sweep(tmp_path).run(jobs("resident"))
+    assert [record.status for record in sweep.run(jobs("resident"))] == ["ok"]
+    assert len(list(tmp_path.glob("log_*.json"))) == 1
+
+
 def test_what_did_not_end_well_is_run_again(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path)
     sweep.run(jobs("resident"))
