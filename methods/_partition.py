@@ -6,7 +6,8 @@ by the parameter's name: a parameter that several layers of a run share is count
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from harness.spec import Workload, gib
 
@@ -40,30 +41,53 @@ def longest_runs(layers: Sequence[Sizes], room: int, names: Sequence[str] = ()) 
     return lengths
 
 
-def shard_bytes(layers: Sequence[Sizes], lengths: Sequence[int]) -> list[int]:
-    """What each shard of such a cut takes."""
-    found, start = [], 0
-    for length in lengths:
-        held: Sizes = {}
-        for sizes in layers[start : start + length]:
-            held |= sizes
-        found.append(sum(held.values()))
-        start += length
-    return found
+class GptShard(NamedTuple):
+    """A run of the harness's GPT; both ends share the token embedding."""
+
+    has_embedding: bool
+    num_blocks: int
+    has_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        """The ends counted as layers."""
+        return self.has_embedding + self.num_blocks + self.has_head
+
+    def num_bytes(self, workload: Workload, bytes_of: Callable[[int], int]) -> int:
+        """By the bytes that a parameter of so many elements takes."""
+        embedding, block, head = gpt_tensors(workload)
+        ends = (embedding if self.has_embedding else {}) | (head if self.has_head else {})
+        blocks = self.num_blocks * sum(map(bytes_of, block.values())) if self.num_blocks else 0
+        return blocks + sum(map(bytes_of, ends.values()))
 
 
-def gpt_tensors(workload: Workload) -> list[dict[str, int]]:
-    """The harness's GPT as an ordered list of layers, by parameter name the number of its elements; both ends share
-    the token embedding."""
+def gpt_shards(workload: Workload, num_blocks: int, bytes_of: Callable[[int], int]) -> list[tuple[int, GptShard]]:
+    """longest_runs() of the harness's GPT by arithmetic, whatever its depth: how many of each kind of shard, in order.
+    A shard has room for `num_blocks` blocks, and for an end."""
+    block = GptShard(False, 1, False).num_bytes(workload, bytes_of)
+    ends = [GptShard(*kind).num_bytes(workload, bytes_of) for kind in ((True, 0, False), (False, 0, True))]
+    room = max(num_blocks * block, *ends)
+    first = min(workload.num_layers, (room - ends[0]) // block)
+    num_whole, rest = divmod(workload.num_layers - first, room // block)
+    found = [(1, GptShard(True, first, False)), (num_whole, GptShard(False, room // block, False))]
+    found = [(count, shard) for count, shard in (*found, (1, GptShard(False, rest, False))) if count * shard.num_layers]
+    count, last = found.pop()
+    joined = last._replace(has_head=True)
+    if joined.num_bytes(workload, bytes_of) > room:
+        return [*found, (count, last), (1, GptShard(False, 0, True))]
+    return [*found, *([(count - 1, last)] if count > 1 else []), (1, joined)]
+
+
+def gpt_tensors(workload: Workload) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Of the harness's GPT the embedding, a block and the head: by parameter name the number of its elements."""
     size, vocab = workload.hidden_size, workload.vocab_size
     matrices = {"qkv": 3 * size, "proj": size, "fc1": 4 * size}
-    layer = {f"{name}.weight": rows * size for name, rows in matrices.items()} | {"fc2.weight": 4 * size * size}
-    layer |= {f"{name}.bias": rows for name, rows in {**matrices, "fc2": size}.items()}
-    layer |= {f"{norm}.{kind}": size for norm in ("ln1", "ln2") for kind in ("weight", "bias")}
-    layers = [{f"layers.{i}.{name}": numel for name, numel in layer.items()} for i in range(workload.num_layers)]
+    block = {f"{name}.weight": rows * size for name, rows in matrices.items()} | {"fc2.weight": 4 * size * size}
+    block |= {f"{name}.bias": rows for name, rows in {**matrices, "fc2": size}.items()}
+    block |= {f"{norm}.{kind}": size for norm in ("ln1", "ln2") for kind in ("weight", "bias")}
     embedding = {"ends.wte.weight": vocab * size, "ends.wpe.weight": workload.seq_len * size}
     head = {"ends.wte.weight": vocab * size, "ends.lnf.weight": size, "ends.lnf.bias": size}
-    return [embedding, *layers, head]
+    return embedding, block, head
 
 
 def adamw_bytes(numel: int, weight_bytes: int) -> int:

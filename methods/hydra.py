@@ -12,12 +12,13 @@ is part of the backward unit, as in the paper.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import tee
 
 from harness.method import Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
-from methods._partition import adamw_bytes, gpt_tensors, longest_runs, shard_bytes
+from methods._partition import GptShard, adamw_bytes, gpt_shards, gpt_tensors
 from methods._plans import describe
 from methods._scheduler import key_of
 
@@ -112,34 +113,31 @@ class Hydra:
 
     def _lengths(self, workload: Workload, num_layers: int) -> list[int]:
         """Layers of each shard, the ends counted as layers: as many as fit where `num_layers` blocks do."""
-        layers = gpt_tensors(workload)
-        sizes = [{name: adamw_bytes(n, workload.weight_bytes) for name, n in layer.items()} for layer in layers]
-        room = max(num_layers * sum(sizes[1].values()), *(sum(layer.values()) for layer in sizes))
-        return longest_runs(sizes, room)
+        return [shard.num_layers for count, shard in _cut(workload, num_layers) for _ in range(count)]
 
     def _plan(self, workload: Workload, num_layers: int) -> Plan:
-        size, layers = workload.weight_bytes, gpt_tensors(workload)
-        lengths = self._lengths(workload, num_layers)
-        shards = shard_bytes([{n: adamw_bytes(e, size) for n, e in layer.items()} for layer in layers], lengths)
-        whole = sum({name: numel for layer in layers for name, numel in layer.items()}.values())
+        size, whole, tensors = workload.weight_bytes, workload.num_params, gpt_tensors(workload)
+        shards = _cut(workload, num_layers)
+        num_shards, largest = sum(count for count, _ in shards), _largest(workload, shards, adamw_bytes)
         boundary, inputs = workload.boundary_bytes, workload.num_layers + 3
-        device = {"buffers": min(1 + self.double_buffer, len(lengths)) * max(shards)}
+        device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
             activations = (SAVED_BOUNDARIES * workload.num_layers + 3) * boundary
         else:
-            device["activations"] = workload.working_bytes + (lengths[-1] + 1) * boundary
+            device["activations"] = workload.working_bytes + (shards[-1][1].num_layers + 1) * boundary
             activations = inputs * boundary
         # What an update needs when the activations are gone: the first makes a parameter's moments, mixed precision
         # takes fp32 gradients of a shard.
-        updated = 8 * max(numel for layer in layers for numel in layer.values())
+        updated = 8 * max(numel for part in tensors for numel in part.values())
         if size < 4:
-            updated += max(shard_bytes([{n: 4 * e for n, e in layer.items()} for layer in layers], lengths))
-        norms = self.num_models * len({name for layer in layers for name in layer}) + SCALARS
+            updated += _largest(workload, shards, lambda numel, _: 4 * numel)
+        embedding, block, head = tensors
+        norms = self.num_models * (len(embedding | head) + workload.num_layers * len(block)) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
         host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
-        moved = self.num_models * self._moved_bytes(workload, whole, len(lengths))
+        moved = self.num_models * self._moved_bytes(workload, whole, num_shards)
         options = {**dataclasses.asdict(self), "shard_layers": num_layers}
         return Plan(device, host, moved_bytes=moved, options=options)
 
@@ -155,3 +153,13 @@ class Hydra:
         size = workload.weight_bytes
         states = 2 * (8 if size == 4 else 12) * num_params
         return states + size * num_params * (fetched + home * num_shards) // num_shards
+
+
+def _cut(workload: Workload, num_blocks: int) -> list[tuple[int, GptShard]]:
+    return gpt_shards(workload, num_blocks, lambda numel: adamw_bytes(numel, workload.weight_bytes))
+
+
+def _largest(workload: Workload, shards: list[tuple[int, GptShard]], bytes_of: Callable[[int, int], int]) -> int:
+    """Bytes of the largest shard, by what a parameter takes: of its elements and of the bytes of a weight."""
+    size = workload.weight_bytes
+    return max(shard.num_bytes(workload, lambda numel: bytes_of(numel, size)) for _, shard in shards)
