@@ -12,12 +12,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from harness.method import Unavailable
 from methods._pool import Workers
+
+PART_BYTES = 32 * 2**20  # of host memory that one core takes at once
 
 
 class HostStream:
@@ -145,6 +148,7 @@ class Device:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
+        _take(pages)
         slab = torch.frombuffer(pages, dtype=dtype)
         if self.name.type == "cuda":
             code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
@@ -159,6 +163,13 @@ class Device:
             future.result()
         for stream in (self.inbound, self.compute, self.outbound):
             stream.synchronize()
+
+
+def _take(pages: mmap.mmap) -> None:
+    """Have the system give every page now, by all cores, and not by one in the first step."""
+    whole = np.frombuffer(pages, dtype=np.uint8)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
 
 
 def join_alone(device: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
 import threading
 from collections.abc import Iterator
 from itertools import chain
@@ -264,6 +266,14 @@ def test_plan_foretells_what_one_more_step_moves(method: str, options: dict[str,
     workload = tiny(hidden_size=32, num_heads=2, num_layers=5, dtype=dtype)
     one, two = (train(method, workload, num_steps, **options).trained.moved_bytes for num_steps in (1, 2))
     assert create(method, options).plan(workload, Budget()).moved_bytes == two - one
+
+
+def test_a_slab_of_the_host_has_its_pages_before_it_is_used(device: Device) -> None:
+    slab = device.room(2**22, torch.float32, host=True)
+    assert slab.untyped_storage().nbytes() == 2**24  # exactly as large as asked
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    slab.fill_(1.0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 2**24 // mmap.PAGESIZE // 100
 
 
 def test_hosts_single_threads_leave_compute_its_own() -> None:
