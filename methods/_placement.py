@@ -116,6 +116,9 @@ def placed_plan(
     # Of all micro-batches but the one at work the gradients that come to a layer, and that leave it, are kept.
     others = 2 * (workload.boundary_bytes - workload.boundary_bytes // workload.micro_batches)
     device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes + others
+    # Small, but it fills the last of a device: norms of gradients, in units of 512 bytes, and what attention keeps.
+    device["activations"] += 12 * 512 * workload.num_layers
+    device["activations"] += 8 * workload.batch_size * workload.num_heads * workload.seq_len
 
     host = {kind: each * hosted * layer for kind, each in at_home.items()}
     on_disk = at_home["optimizer"] * stored_numel(layer)
