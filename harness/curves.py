@@ -119,7 +119,7 @@ def compare(record: Record, other: Record) -> Gate:
         return Gate("failed", "no-learning", f"{text} by {fall:.3g}", evidence)
     step = (worst + 1) * record.interval_steps
     text = (
-        f"loss {record.losses[worst]:.4g} instead of {other.losses[worst]:.4g} at step {step}: {here}"
+        f"loss {record.losses[worst]:.4g} instead of {other.losses[worst]:.4g} at step {step}: off by {here}"
         f" ({allowed:.1%} allowed)"
     )
     if fall < LEAST_TELLING_FALL * other.losses[0]:
