@@ -7,6 +7,7 @@ published sizes as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cases import _published
@@ -35,7 +36,8 @@ def table(records: Sequence[Record], used: Profile) -> list[Row]:
     rows = []
     for name in METHODS:
         largest, failed = case.largest(name, records)
-        rows += [row("params", part) for part in (largest, failed) if part]
+        is_final = case.is_searched(name, records)
+        rows += [replace(row("params", part), is_final=is_final) for part in (largest, failed) if part]
     return rows
 
 

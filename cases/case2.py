@@ -7,6 +7,7 @@ STRONGHOLD is not run at it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cases import _published
@@ -43,6 +44,8 @@ def table(records: Sequence[Record], used: Profile) -> list[Row]:
         largest, _ = case.largest(name, records)
         if largest and not any(row.method == name for row in rows):  # its gate did not pass
             rows.append(row("samples_per_second", largest))
+    still_searched = {name for name in BASELINES if not case.is_searched(name, records)}
+    rows = [replace(row, is_final=row.method not in still_searched) for row in rows]
     return sorted(rows, key=lambda row: METHODS.index(row.method))
 
 

@@ -128,23 +128,60 @@ def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[Ro
 def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """What a search's records say: those of the largest depth that trained with no failure at it or below, and one of
     the smallest that failed with no success at it or above. Either may be empty."""
-    probes = [
-        record
-        for record in records
-        if record.job.method == name and (record.job.steps, record.job.warmup) == (PROBE["steps"], PROBE["warmup"])
-    ]
-    results = [record for record in probes if record.is_result and record.phase != "plan"]
-    depths: dict[int, list[Record]] = {}
-    for record in results:
-        depths.setdefault(record.job.workload.num_layers, []).append(record)
+    probes = _probes(name, records)
+    depths = _by_depth(probes)
     trained = {depth: [record for record in found if record.status == "ok"] for depth, found in depths.items()}
-    trials = [Trial(depth, Outcome(bool(found))) for depth, found in trained.items()]
-    answer = Answer(trials=trials)
+    answer = _answer(depths)
     best = trained.get(answer.largest, [])
     failed = depths[answer.failed_above][-1:] if answer.failed_above else []
-    if not results:
+    if not depths:
         failed = probes[-1:]  # why there is no answer
     return repeats(best[-1].job, best) if best else [], failed
+
+
+def is_searched(name: str, records: Sequence[Record]) -> bool:
+    """Whether a search's records show the edge from both sides: all up to the largest size trained, and the next depth
+    failed, or was not run because its plan would exhaust the machine."""
+    depths = _by_depth(_probes(name, records))
+    answer = _answer(depths)
+    if answer.failed_above is None:
+        best = depths.get(answer.largest)
+        return best is not None and _is_refused_beyond(best[-1])
+    return answer.first_failing == answer.largest + 1 and answer.failed_above == answer.last_passing + 1
+
+
+def _probes(name: str, records: Sequence[Record]) -> list[Record]:
+    length = PROBE["steps"], PROBE["warmup"]
+    return [
+        record for record in records if record.job.method == name and (record.job.steps, record.job.warmup) == length
+    ]
+
+
+def _by_depth(probes: Sequence[Record]) -> dict[int, list[Record]]:
+    """What was really run to its end, by number of layers."""
+    depths: dict[int, list[Record]] = {}
+    for record in probes:
+        if record.is_result and record.phase != "plan":
+            depths.setdefault(record.job.workload.num_layers, []).append(record)
+    return depths
+
+
+def _answer(depths: dict[int, list[Record]]) -> Answer:
+    passed = {depth: any(record.status == "ok" for record in found) for depth, found in depths.items()}
+    return Answer(trials=[Trial(depth, Outcome(each)) for depth, each in passed.items()])
+
+
+def _is_refused_beyond(record: Record) -> bool:
+    """Whether one more layer would, by plan, take more host memory than the machine of the record has."""
+    job, have = record.job, record.machine.get("host_bytes")
+    if have is None or job.method not in method.names():
+        return False
+    try:
+        deeper = job.workload.at_depth(job.workload.num_layers + 1)
+        plan = method.create(job.method, job.options).plan(deeper, job.budget)
+    except ValueError:  # options of another state of the code
+        return False
+    return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have
 
 
 def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
@@ -215,4 +252,11 @@ def _row(line: dict[str, str]) -> Row:
     values: dict[str, Any] = {name: line[name] for name in COLUMNS}
     for name, kind in kinds.items():
         values[name] = kind(line[name]) if line[name] else None
-    return Row(**{**values, "valid": line["valid"] == "True", "keys": tuple(line["keys"].split())})
+    return Row(
+        **{
+            **values,
+            "valid": line["valid"] == "True",
+            "is_final": line["is_final"] == "True",
+            "keys": tuple(line["keys"].split()),
+        }
+    )

@@ -24,6 +24,7 @@ FIGURE_INCHES = (7.6, 2.9)
 BAR_WIDTH = 0.4
 TICK_DEGREES = 20
 EDGE, CROSS = "#4A4A4A", "#B00020"
+DARK = 510  # red, green and blue together: what is less carries white ink
 NOTE_COLUMNS = 190
 STYLE = {
     "font.family": "DejaVu Sans", "font.size": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
@@ -83,26 +84,50 @@ def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[Row]]]]) -> N
 
 
 def _stack(axes: Axes, x: float, stack: Sequence[Row], scale: float, top: float) -> None:
-    """A bar, crosses where a size failed, and the number above them: the bar's, else the failed size's."""
-    told, peak = None, 0.0
-    for row in sorted(stack, key=has_number):
+    """A bar, crosses where a size failed. The bar's number stands above it, under a cross inside of it; that of a cross
+    without a bar is in the cross's color."""
+    crosses, bars = ([row for row in stack if has_number(row) is drawn] for drawn in (False, True))
+    for row in crosses:
+        height = row.value / scale if row.value else 0.03 * top
+        axes.plot([x], [height], "x", color=CROSS, markeredgewidth=1.3)
+        if row.value and not bars:
+            _above(axes, x, height + 0.04 * top, number(height), CROSS)
+    for row in bars:
         height = (row.value or 0.0) / scale
-        if has_number(row):
-            edge = EDGE if row.valid else _mixed(method.load(row.method).color, EDGE)
-            axes.bar(
-                x, height, BAR_WIDTH * 0.9, linewidth=0.8, linestyle="-" if row.valid else "--", edgecolor=edge,
-                facecolor=method.load(row.method).color if row.valid else "none",
-                hatch="////" if row.origin == "published" else None,
-            )  # fmt: skip
-            _error(axes, x, row, scale)
-            told, height = height, (row.high or row.value or 0.0) / scale
+        edge = EDGE if row.valid else _mixed(method.load(row.method).color, EDGE)
+        axes.bar(
+            x, height, BAR_WIDTH * 0.9, linewidth=0.8, linestyle="-" if row.valid else "--", edgecolor=edge,
+            facecolor=method.load(row.method).color if row.valid else "none",
+            hatch="////" if row.origin == "published" else None,
+        )  # fmt: skip
+        _error(axes, x, row, scale)
+        if crosses:
+            _inside(axes, x, height, top, row)
         else:
-            height = height if row.value else 0.03 * top
-            axes.plot([x], [height], "x", color=CROSS, markeredgewidth=1.3)
-            told, height = row.value and row.value / scale, height + 0.02 * top
-        peak = max(peak, height)
-    if told:
-        axes.text(x, peak + 0.02 * top, number(told), ha="center", va="bottom", fontsize=5.8, color=EDGE)
+            _above(axes, x, (row.high or row.value or 0.0) / scale + 0.02 * top, _told(row, height), EDGE)
+
+
+def _above(axes: Axes, x: float, y: float, text: str, color: str) -> None:
+    axes.text(x, y, text, ha="center", va="bottom", fontsize=5.8, color=color)
+
+
+def _told(row: Row, height: float) -> str:
+    """The number of a bar; of one that may still grow, that it is at least so large."""
+    is_least = row.metric == "params" and not row.is_final
+    return f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
+
+
+def _inside(axes: Axes, x: float, height: float, top: float, row: Row) -> None:
+    """The number of a bar that has a cross above it: inside at its top, or beside a bar too short for that."""
+    if height > 0.16 * top:
+        color = method.load(row.method).color
+        is_dark = row.valid and sum(int(color[i : i + 2], 16) for i in (1, 3, 5)) < DARK
+        axes.text(
+            x, height - 0.04 * top, _told(row, height), ha="center", va="top", fontsize=5,
+            color="white" if is_dark else "black",
+        )  # fmt: skip
+    else:
+        axes.text(x - BAR_WIDTH / 2, height / 2, _told(row, height), ha="right", va="center", fontsize=5.4, color=EDGE)
 
 
 def has_number(row: Row) -> bool:
@@ -176,7 +201,10 @@ def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
             f"measured: {note}; {ours[0].machine}; clock {CLOCKS.get(ours[0].clock, ours[0].clock)}{_windows(ours)};"
             f" median of {' or '.join(map(str, runs)) or 'no'} process{'' if runs == [1] else 'es'} a point; "
             + ("error bars: 95 % interval of the mean over processes" if several else "no intervals below 3 processes")
+            + _scatter(ours)
         )
+        searched = dict.fromkeys(method.load(row.method).label for row in ours if not row.is_final)
+        texts += [f"{', '.join(searched)}: search not finished"] if searched else []
         hollow = {method.load(row.method).label: row.reason for row in ours if has_number(row) and not row.valid}
         texts += [f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1] for name, reason in hollow.items()][:2]
     if published:
@@ -185,6 +213,13 @@ def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
             " from the artifact's logs, judged by their losses"
         )
     return "\n".join(line for text in texts for line in textwrap.wrap(text, NOTE_COLUMNS, subsequent_indent="    "))
+
+
+def _scatter(rows: Sequence[Row]) -> str:
+    """How noisy the machine was, of times that have no interval to say so."""
+    known = [row.scatter for row in rows if has_number(row) and row.metric != "params" and row.low is None]
+    worst = max((scatter for scatter in known if scatter is not None), default=None)
+    return "" if worst is None else f"; steps scatter up to {worst:.0%}"
 
 
 def _windows(rows: Sequence[Row]) -> str:

@@ -49,6 +49,7 @@ class Row:
     machine: str = ""
     clock: str = ""
     keys: tuple[str, ...] = ()  # of the records behind it
+    is_final: bool = True  # False of a largest size whose search has not found the edge yet
 
 
 def row(metric: str, repeats: Sequence[Record]) -> Row:

@@ -178,3 +178,9 @@ def _shrunk(factor: int, memories: Budget) -> tuple[Workload, Budget]:
 
 def _named(name: str, on: str | None) -> str:
     return f"{name}_{on}" if on else name
+
+
+def call(number: int | str, profile: str) -> str:
+    """What runs a case in a profile: fit_v100-vm is fit on that machine."""
+    kind, _, on = profile.partition("_")
+    return f"./run.sh case {number} --profile {kind}" + (f" --machine {on}" if on else "")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness import noise
+from harness import noise, scaled
 from harness.claims import PAPER_MACHINE, Claim, Exponent, Order, Plateau, Point, Ratio, Value
 from harness.rows import CONFIDENCE, Row
 
@@ -57,8 +57,9 @@ def judge(claim: Claim, tables: dict[str, list[Row]], is_there: Callable[[Claim,
             return _judge(claim, profile, chosen)
     if found:
         profile, chosen = next(iter(found.items()))
-        machine = next(row.machine or "an unnamed machine" for row in chosen if not is_there(claim, row))
-        note = f"said of {' and '.join(claim.machines)}; measured on {machine}"
+        row = next(row for row in chosen if not is_there(claim, row))
+        nameless = "an unnamed machine" if row.origin == "run" else "an unnamed machine, which --machine may name"
+        note = f"said of {' and '.join(claim.machines)}; measured on {row.machine or nameless}"
         return Finding(claim, OTHER_MACHINE, note=note, profile=profile, rests_on=tuple(chosen))
     untrained = _all_untrained(claim, tables, is_there)
     if untrained:
@@ -73,16 +74,25 @@ def _all_untrained(claim: Claim, tables: dict[str, list[Row]], is_there: Callabl
     for rows in tables.values():
         for point in claim.expected.points:
             found = _matching(point, [row for row in rows if row.metric == claim.metric])
-            bad = [row for row in found if not row.valid and row.status not in NO_RESULT and is_there(claim, row)]
+            bad = [row for row in found if _is_decided(row) and not row.valid and is_there(claim, row)]
             if bad and len(bad) == len(found):
                 return bad
     return []
+
+
+def _is_decided(row: Row) -> bool:
+    """Whether to run the case again would change nothing. What imported logs lack is missing, and has not failed."""
+    return row.status not in NO_RESULT and row.is_final and row.origin != "imported"
 
 
 def _judge(claim: Claim, profile: str, rows: list[Row]) -> Finding:
     ended = next((row for row in rows if row.status in NO_RESULT), None)
     if ended is not None:
         note = f"{claim.command} ({label(ended)} ended as {ended.status}: {ended.reason})"
+        return Finding(claim, NOT_TESTED, note=note, profile=profile, rests_on=tuple(rows))
+    searched = [label(row) for row in rows if not row.is_final]
+    if searched:
+        note = f"{scaled.call(claim.case, profile)} (search not finished: {_some(searched)})"
         return Finding(claim, NOT_TESTED, note=note, profile=profile, rests_on=tuple(rows))
     silent = [row for row in rows if not noise.has_number(row)]
     numbers, seen, how = ("", "no number", "") if silent else EXAMINE[type(claim.expected)](claim.expected, rows)

@@ -251,3 +251,33 @@ def results(folder: Path) -> dict[Path, str]:
 
 def test_probes_have_the_steps_that_a_search_needs() -> None:
     assert PROBE["steps"] >= FEWEST_STEPS
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_searched"),
+    [
+        ({7: "ok", 8: "oom-host"}, True),
+        ({7: "ok"}, False),  # nothing failed yet
+        ({7: "ok", 9: "oom-host"}, False),  # 8 is open
+        ({9: "oom-host"}, False),  # nothing trained yet
+        ({1: "oom-host"}, True),  # nothing trains
+        ({7: "ok", 8: "timeout"}, False),  # a timeout is no failure by size
+    ],
+)
+def test_a_search_is_finished_where_both_sides_of_the_edge_are_on_record(
+    outcomes: dict[int, str], is_searched: bool
+) -> None:
+    records = [record(DEMO.probe("l2l", depth), status=status) for depth, status in outcomes.items()]
+    assert case.is_searched("l2l", records) == is_searched
+    assert {row.is_final for row in case.load(1).table(records, DEMO)} == {is_searched}
+
+
+def test_a_search_ends_where_one_more_layer_would_take_more_than_the_machine_has() -> None:
+    small, large = ({**FACTS, "host_bytes": size} for size in (2**20, 2**40))
+    found = [case.is_searched("l2l", [record(DEMO.probe("l2l", 7), machine=facts)]) for facts in (small, large)]
+    assert found == [True, False]
+
+
+def test_a_csv_keeps_that_a_search_is_not_finished(tmp_path: Path) -> None:
+    path = case.extract(1, DEMO, [record(DEMO.probe("l2l", 7))], tmp_path)
+    assert [row.is_final for row in case.read_csv(path)[0] if row.origin == "run"] == [False]

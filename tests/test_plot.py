@@ -39,6 +39,27 @@ def test_a_size_that_failed_is_a_cross_and_no_bar() -> None:
     assert [(line.get_marker(), line.get_ydata()[0]) for line in axes.lines] == [("x", 1.0)]
 
 
+def test_the_number_of_a_bar_stands_inside_of_it_where_a_larger_size_failed() -> None:
+    failed = ours(status="oom-device", valid=False, value=1.2e6)
+    texts = list(drawn(1, ours() + failed)[0].texts)
+    assert [text.get_text() for text in texts] == ["1"] and texts[0].get_position()[1] < 1
+    (alone,) = drawn(1, failed)[0].texts
+    assert (alone.get_text(), alone.get_color()) == ("1.2", plot.CROSS) and alone.get_position()[1] > 1.2
+
+
+def test_a_search_that_is_not_finished_is_told_on_the_bar_and_below() -> None:
+    rows = ours(is_final=False)
+    assert [text.get_text() for text in drawn(1, rows)[0].texts] == ["\N{GREATER-THAN OR EQUAL TO} 1"]
+    assert "L2L: search not finished" in plot.caption(rows, [], "")
+    assert "search not finished" not in plot.caption(ours(), [], "")
+
+
+def test_the_small_line_tells_the_worst_scatter_of_times_without_an_interval() -> None:
+    rows = [*ours("step_seconds", scatter=0.32), *ours("step_seconds", scatter=0.1)]
+    assert "steps scatter up to 32%" in plot.caption(rows, [], "")
+    assert "scatter" not in plot.caption(ours("step_seconds", scatter=0.32, low=1.0, high=2.0, num_runs=3), [], "")
+
+
 def test_published_bars_are_hatched_and_ours_are_not() -> None:
     left, right = drawn(1, ours())
     assert {bar.get_hatch() for bar in left.patches} == {None}

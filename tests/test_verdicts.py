@@ -134,6 +134,22 @@ def test_where_a_baseline_never_trained_the_claim_fails_for_no_run_will_change_t
     assert found.verdict == "FAIL" and "l2l, 8 layers (learns nothing)" in found.note
 
 
+def test_a_size_whose_search_goes_on_is_not_judged_and_names_the_call_that_goes_on() -> None:
+    sizes = {"metric": "params", "valid": True}
+    rows = [row("stronghold", 1000.0, is_final=False, **sizes), row("l2l", 2000.0, **sizes)]
+    tables = {"fit_v100-vm": rows}
+    found = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
+    assert (found.verdict, found.note) == (
+        "NOT TESTED", "./run.sh case 3 --profile fit --machine v100-vm (search not finished: stronghold, 4 layers)",
+    )  # fmt: skip
+
+
+def test_what_imported_logs_lack_is_not_tested() -> None:
+    rows = [row("l2l", 1.0, valid=False, reason="learns nothing", origin="imported")]
+    found = judge(TWICE, rows)
+    assert (found.verdict, "no row of stronghold" in found.note) == ("NOT TESTED", True)
+
+
 def test_speeds_are_compared_at_the_largest_size_that_both_have() -> None:
     rows = [row("stronghold", 9.0, num_layers=2), row("stronghold", 3.0), row("stronghold", 0.1, num_layers=8),
             row("l2l", 1.0, num_layers=2), row("l2l", 1.0)]  # fmt: skip
