@@ -98,10 +98,10 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     machines = sorted({machine_of(record) for record in records if record.origin == "run"})
     for name in machines or (None,):
         part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""
-        chosen = verify.of_one_machine(records, name)
+        chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in report.tables(chosen):
             case.draw(number, case.extract(number, used, chosen, stage / "figures" / part))
-        report.write(stage, stage / "report" / part / report.PAGE, None, name)
+        report.write(stage, stage / "report" / part / report.PAGE, None, name if part else None)
     (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
 
 

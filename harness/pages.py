@@ -22,6 +22,7 @@ LOOKS = {
     verdicts.NOT_TESTED: OPEN, verdicts.OTHER_MACHINE: OPEN,
 }  # fmt: skip
 TENSORS, FAILED = "tensors", "failed"
+LOG = "imported log"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Entry:
     @property
     def title(self) -> str:
         load = self.record.job.workload
-        return f"{self.record.job.method}, {load.num_layers} layers, {params_text(load.num_params)} parameters"
+        size = f"{load.num_layers} layers, {params_text(load.num_params)} parameters"
+        return f"{self.record.job.method}, {size}" + ("" if self.record.origin == "run" else f" ({LOG})")
 
     @property
     def when(self) -> str:
@@ -147,8 +149,8 @@ def outcome(record: Record) -> str:
 
 def record_table(entries: Sequence[Entry]) -> Table:
     columns = (
-        "record", "method", "options", "layers", "hidden", "batch", "clock", "trained?", "why", "samples/s",
-        "device peak", "host peak", "started",
+        "record", "method", "options", "layers", "hidden", "batch", "clock", "trained?", "samples/s", "device peak",
+        "host peak", "why", "started",
     )  # fmt: skip
     return Table("Every record, oldest first", columns, [_record_row(entry) for entry in entries])
 
@@ -160,17 +162,17 @@ def _record_row(entry: Entry) -> list[Cell]:
     why = record.reason if record.status != "ok" else gate
     return [
         Cell("", entry.number, links=(entry.number,)),
-        Cell(record.job.method),
+        Cell(record.job.method, more="" if record.origin == "run" else LOG),
         Cell(options(record)),
         Cell(str(load.num_layers), load.num_layers),
         Cell(str(load.hidden_size), load.hidden_size),
         Cell(str(load.batch_size), load.batch_size),
-        Cell(record.clock + (f" ({record.origin})" if record.origin != "run" else "")),
+        Cell(record.clock),
         trained(record),
-        Cell(why),
         Cell("" if speed is None else f"{speed:.4g}", speed),
         Cell("" if device is None else gib(device), device),
         Cell(gib(record.host_peak_bytes), record.host_peak_bytes) if record.host_peak_bytes else Cell(),
+        Cell(why),
         Cell(entry.when, record.started),
     ]
 
@@ -187,12 +189,15 @@ def _row(row: Row, entries: Sequence[Entry]) -> list[Cell]:
     has_ended = row.status != "ok"
     size = f"failed at {verdicts.value_text(row)}" if row.metric == "params" and row.value else ""
     word = f"ended: {row.status}" if has_ended else "passed" if row.valid else "FAILED THE GATE"
+    searched = "" if row.is_final else "search not finished"
     return [
         Cell(row.method),
         Cell(str(row.num_layers), row.num_layers),
         Cell(str(row.hidden_size), row.hidden_size),
         Cell(str(row.window_size or ""), row.window_size),
-        Cell(size if has_ended else verdicts.value_text(row), row.value, look="" if row.valid else DOUBT),
+        Cell(
+            size if has_ended else verdicts.value_text(row), row.value, look="" if row.valid else DOUBT, more=searched
+        ),
         Cell(bounds, row.low),
         Cell(str(row.num_runs), row.num_runs),
         Cell(word, look=OPEN if has_ended else GOOD if row.valid else BAD),
@@ -208,7 +213,8 @@ def numbers_of(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[int, ...]
 
 def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> Table:
     """Each claim as found here, and as the original's own numbers have it."""
-    columns = ("claim", "said", "expected", "here", "seen here", "records", "published", "seen there")
+    where = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
+    columns = ("claim", "said", "expected", *where, "records", "published", "seen there")
     there = {finding.claim.id: finding for finding in published}
     rows = []
     for finding in here:

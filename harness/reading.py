@@ -76,6 +76,8 @@ def verify(results: Path, against: str | None, machine: str | None, folder: Path
     from harness import claims
     from harness import verify as judging
 
+    if against is None and not results.is_dir():
+        raise ValueError(f"no folder {results}: --results takes a folder of records, as ./run.sh case all writes it")
     found = judging.findings(results, against, machine, folder or claims.FOLDER)
     judging.show(found, as_json)
     sys.exit(CLAIM_FAILED if judging.failed(found) else 0)

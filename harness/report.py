@@ -83,7 +83,10 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "entries": entries,
         "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
         "others": len(found) - len(entries),
-        "ends": Counter(pages.outcome(record) for record in records),
+        "ends": Counter(pages.outcome(record) for record in runs),
+        "log_ends": Counter(pages.outcome(record) for record in records if record.origin == verify.IMPORTED),
+        "untrained": untrained(entries),
+        "of_logs": verify.is_of_logs(here),
         "doubts": doubts(records),
         "commands": [*(["./run.sh import LOGS..."] if len(runs) < len(records) else []), *commands(runs, sections)],
         "untested": [finding for finding in here if finding.verdict == verdicts.NOT_TESTED],
@@ -115,7 +118,7 @@ def figures(entries: Sequence[Entry], wanted: str | None) -> Iterator[Section]:
         raise ValueError(f"no profile {wanted!r}: choose one of {', '.join(names)}")
     there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
     if wanted is not None and not there:
-        raise ValueError(f"no record of profile {wanted}: ./run.sh case all --profile {_words(wanted)} runs it")
+        raise ValueError(f"no record of profile {wanted}: {scaled.call('all', wanted)} runs it")
     for used, number, rows in there:
         yield _section(number, used, rows, entries)
 
@@ -160,6 +163,13 @@ def tally(found: Sequence[Finding]) -> dict[str, int]:
     return {word: count for word in WORDS if (count := sum(finding.verdict == word for finding in found))}
 
 
+def untrained(entries: Sequence[Entry]) -> list[Entry]:
+    """What crashed or failed the gate, less what was broken off and ran to its end later."""
+    ended = {entry.record.key for entry in entries if entry.record.is_result}
+    bad = [entry for entry in entries if entry.verdict.look == pages.BAD]
+    return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
+
+
 def doubts(records: Sequence[Record]) -> list[str]:
     """What a reader should know before believing a number."""
     told = []
@@ -174,7 +184,9 @@ def doubts(records: Sequence[Record]) -> list[str]:
         told.append("A commit with a + had files that differ from it.")
     imported = len(records) - len(runs)
     if imported:
-        told.append(f"{imported} records were read from logs and not measured here: the gate had their losses alone.")
+        told.append(f"{imported} records were read from logs and not measured here: the gate had their losses alone."
+                    + (" The claims are judged by what was measured here, without them." if runs else
+                       " The claims are judged by these."))  # fmt: skip
     told.append(f"A point of fewer than {FEWEST_FOR_INTERVAL} processes has no interval.")
     return told
 
@@ -182,7 +194,7 @@ def doubts(records: Sequence[Record]) -> list[str]:
 def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
     """What runs the same again: the cases by profile, then every job of no case, but not the references, which are run
     unasked."""
-    cases = _each(f"./run.sh case all --profile {_words(section.profile)}" for section in sections)
+    cases = _each(scaled.call("all", section.profile) for section in sections)
     used = list(_profiles(runs))
     references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
     loose = _each(
@@ -191,12 +203,6 @@ def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
         if record.key not in references and not any(each.is_of(record.job) for each in used)
     )
     return [*cases, *loose, "./run.sh verify", "./run.sh report"]
-
-
-def _words(name: str) -> str:
-    """A profile's name as words of a call: fit_v100-vm is fit on that machine."""
-    kind, _, on = name.partition("_")
-    return f"{kind} --machine {on}" if on else kind
 
 
 def _machine(record: Record) -> str:

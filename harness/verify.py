@@ -27,7 +27,8 @@ PAPER_BUDGET = profiles.load(claims.PAPER_MACHINE).budget
 
 
 def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
-    """The rows of a case by profile, the nearest to the claims first: the one seam between records and claims."""
+    """The rows of a case by profile, the nearest to the claims first: the one seam between records and claims. Logs
+    of others are no measurement of ours: they count where there is nothing else."""
     tables = {}
     runs = [record for record in records if record.origin == "run"]
     if runs:
@@ -37,7 +38,7 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
             except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
                 continue
             tables[used.name] = case.load(number).table(case.select(used, runs), used)
-    return {**tables, IMPORTED: _imported(number, records)}
+    return tables if runs else {IMPORTED: _imported(number, records)}
 
 
 def published_rows(number: int) -> list[Row]:
@@ -71,6 +72,12 @@ def findings(results: Path, against: str | None, machine: str | None, folder: Pa
     for complaint in complaints:
         print(f"left out: {complaint}", file=sys.stderr)
     records = of_one_machine(list(found.values()), machine)
+    logs = sum(record.origin == IMPORTED for record in records)
+    if 0 < logs < len(records):
+        print(
+            f"{logs} imported logs are not judged beside what was measured here: import them into a folder of their"
+            " own, and name it with --results", file=sys.stderr,
+        )  # fmt: skip
     emulated = {record.key for record in records if _has_paper_budget(record)}
     tables = {case: rows_of(case, records) for case in {claim.case for claim in told}}
     if machine:  # the logs of the original name no machine: the user's word stands
@@ -78,6 +85,11 @@ def findings(results: Path, against: str | None, machine: str | None, folder: Pa
             for profile, rows in profiles.items():
                 profiles[profile] = [row if row.machine else dataclasses.replace(row, machine=machine) for row in rows]
     return [verdicts.judge(claim, tables[claim.case], partial(_holds_there, emulated)) for claim in told]
+
+
+def is_of_logs(found: Sequence[Finding]) -> bool:
+    """Whether imported logs are what was judged."""
+    return any(finding.profile == IMPORTED for finding in found)
 
 
 def _holds_there(emulated: set[str], claim: Claim, row: Row) -> bool:
@@ -122,8 +134,11 @@ def show(found: list[Finding], as_json: bool) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
-    table = Table(show_lines=True)
-    for column, width in (("claim", 27), ("verdict", 19), ("seen", 38), ("expected", 38), ("rests on, and why", 70)):
+    of_logs = is_of_logs(found)
+    title = "Judged by imported logs: nothing of this was measured here" if of_logs else None
+    table = Table(show_lines=True, title=title, title_justify="left", title_style="bold")
+    seen = "seen in the logs" if of_logs else "seen"
+    for column, width in (("claim", 27), ("verdict", 19), (seen, 38), ("expected", 38), ("rests on, and why", 70)):
         table.add_column(column, overflow="fold", max_width=width)
     for finding in found:
         limits = f"\n{finding.claim.expected.text}" if finding.seen else ""

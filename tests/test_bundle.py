@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import bundle
+from harness import bundle, report
 from harness.method import ROOT
 from harness.record import Gate, Record, read_all
 from harness.redact import ADDRESS, HOST, USER, Names, here
@@ -146,6 +146,15 @@ def test_records_of_two_machines_have_a_report_each(tmp_path: Path) -> None:
     with tarfile.open(bundle.write(put(tmp_path, [RECORDS[0], other]))) as tar:
         pages = [name for name in tar.getnames() if name.endswith(".html")]
     assert pages == [f"{bundle.FOLDER}/report/{name}/index.html" for name in ("NVIDIA-H100-80", "Some-CPU")]
+
+
+def test_the_report_of_an_archive_with_imported_logs_says_what_the_report_here_says(tmp_path: Path) -> None:
+    log = dataclasses.replace(RECORDS[1], key="log", origin="imported", machine={}, clock="cuda")
+    results = put(tmp_path / "results", [RECORDS[0], log])
+    _, review = report.write(results, tmp_path / "here" / "index.html")
+    with tarfile.open(bundle.write(results, tmp_path / "b.tar.gz", Names())) as tar:
+        member = tar.extractfile(f"{bundle.FOLDER}/report/review.md")
+        assert member is not None and member.read().decode() == review.read_text()
 
 
 def test_no_record_is_one_line_and_no_archive(tmp_path: Path) -> None:

@@ -210,6 +210,18 @@ def test_imported_logs_are_judged_at_the_points_that_were_published(tmp_path: Pa
     assert unnamed["8a.megatron-32"].verdict == "N/A"
 
 
+def test_imported_logs_do_not_count_where_something_was_measured_here(tmp_path: Path) -> None:
+    """The same log passes alone, and is neither passed nor failed beside a run of ours."""
+    log = record("megatron-lm", 5.34, "")
+    ours = dataclasses.replace(record("l2l", 1.0, "H200"), origin="run")
+    alone = run("verify", "--results", str(write(tmp_path, log)), "--machine", "v100-vm")
+    assert "Judged by imported logs: nothing of this was measured here" in alone.stdout
+    assert "seen in the logs" in alone.stdout and "PASS: 2 of 37: 6a.megatron, 8a.megatron-32" in alone.stdout
+    beside = run("verify", "--results", str(write(tmp_path, log, ours)))
+    assert "NOT TESTED: 37 of 37" in beside.stdout and "imported logs" not in beside.stdout
+    assert beside.stderr.startswith("1 imported logs are not judged") and len(beside.stderr.splitlines()) == 1
+
+
 def test_runs_under_the_papers_budgets_are_found_by_its_name() -> None:
     plain = dataclasses.replace(record("l2l", 1.0, "H200"), origin="run")
     capped = dataclasses.replace(plain, job=dataclasses.replace(plain.job, budget=verify.PAPER_BUDGET))
@@ -222,6 +234,7 @@ def test_runs_under_the_papers_budgets_are_found_by_its_name() -> None:
     [
         ("--machine TPU", "no record of machine 'TPU': --machine takes one of ['A100', 'H200']"),
         ("", "runs of 2 machines are not judged together: --machine takes one of ['A100', 'H200']"),
+        ("--results /nowhere", "no folder /nowhere: --results takes a folder of records"),
         ("--claims /nowhere", "/nowhere holds no claims"),
         ("--against nothing", "'nothing' is not 'published'"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness import case, report, verify
+from harness import case, pages, report, verify
 from harness.record import Gate, Record
 from harness.spec import Job, Workload
 from tests import browser
@@ -212,6 +212,34 @@ def test_the_verb_says_where_it_wrote(tmp_path: Path) -> None:
     done = run("report", "--results", str(put(tmp_path, RECORDS[:2])), "--profile", "demo")
     assert done.stdout.split() == [str(tmp_path / "report" / name) for name in ("index.html", "review.md")]
     assert done.returncode == 0 and all(Path(path).exists() for path in done.stdout.split())
+
+
+LOG = dataclasses.replace(RECORDS[0], key="k9", origin="imported", machine={}, gate=Gate("tolerance"))
+
+
+def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
+    page, review = report.write(put(tmp_path, [*RECORDS, LOG]))
+    told = Page(page.read_text())
+    assert [pages.LOG in text for text in told.column(ALL, "method")] == [False] * 5 + [True]
+    assert "6 records: 5 measured here, 1 read from logs</h1>" in page.read_text()
+    assert "<b>1</b> imported: trained and passed the gate" in page.read_text()
+    assert "5 of them measured here" in review.read_text() and "1 read from logs" in review.read_text()
+
+
+def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
+    page, review = report.write(put(tmp_path, [LOG]))
+    log = dataclasses.replace(LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda")
+    assert "imported logs" not in Page(page.read_text()).tables[CLAIMS][0]  # of a size that nothing is said of
+    page, review = report.write(put(tmp_path, [log]))
+    assert "imported logs" in Page(page.read_text()).tables[CLAIMS][0] and "By imported logs:" in review.read_text()
+
+
+def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_did_not_train(tmp_path: Path) -> None:
+    broken = dataclasses.replace(RECORDS[0], status="interrupted", reason="by Ctrl-C", started=1.6e9, gate=Gate())
+    never = dataclasses.replace(broken, key="another", reason="by a flood")
+    _, review = report.write(put(tmp_path, [broken, never, RECORDS[0]]))
+    told = review.read_text().partition("## Runs that did not train")[2].partition("## ")[0]
+    assert "by a flood" in told and "by Ctrl-C" not in told
 
 
 @needs_chromium
