@@ -87,6 +87,11 @@ class Method(Protocol):
         """What keeps it from running on this device, and what helps; None when nothing does. Not needed by most."""
         ...
 
+    def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
+        """The options with which a model of fewer layers is trained by the same code as this one. Not needed where
+        options say nothing of single layers."""
+        ...
+
     def to_build(self) -> str | None:
         """What build() would have to compile before a run, for people; None when all is there. Not needed by most."""
         ...
@@ -111,6 +116,7 @@ DEFAULTS: dict[str, Any] = {
     "has_twin": False,
     "missing": lambda self, device: None,
     "accumulates": False,
+    "twin_options": lambda self, num_layers, twin_layers: dataclasses.asdict(self),
     "to_build": lambda self: None,
     "build": lambda self: None,
     "describe": lambda self, workload, device: {"implementation": "its file"},

@@ -201,7 +201,9 @@ class Sweep:
             return Gate("untested", "no-reference", "the reference does not fit at any depth")
         twins = []
         for job in (record.job, reference):
-            small = dataclasses.replace(job, workload=job.workload.at_depth(depth))
+            trainer = method.create(job.method, job.options, self.folders)
+            options = trainer.twin_options(job.workload.num_layers, depth)
+            small = dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options)
             try:
                 resolve(small, self.folders)
             except ValueError as error:

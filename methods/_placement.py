@@ -55,6 +55,17 @@ def text_of(kinds: str) -> str:
     return _runs(kinds)
 
 
+def shrink(kinds: str, num_layers: int) -> str:
+    """The same mixture of fewer layers: every kind that there is, once at least as far as there is room."""
+    found = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
+    for kind in dict.fromkeys(kinds):
+        several = [i for i, other in enumerate(found) if found.count(other) > 1]
+        if kind not in found and several:
+            found[several[-1]] = kind
+            found.sort(key=kinds.index)
+    return "".join(found)
+
+
 def _runs(kinds: str) -> str:
     return "".join(f"{kind}{len(list(run))}" for kind, run in groupby(kinds))
 

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import tee
+from typing import Any
 
 from harness.method import Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
@@ -68,6 +69,10 @@ class Hydra:
             lambda n: n <= workload.num_layers and self._plan(workload, n).device_bytes <= room  # type: ignore[operator]
         )
         return self._plan(workload, max(1, most))
+
+    def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
+        shard_layers = None if self.shard_layers is None else min(self.shard_layers, twin_layers)
+        return dataclasses.asdict(dataclasses.replace(self, shard_layers=shard_layers))
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         row = describe(workload, "this project", "torch AdamW, fused, device; states travel with the shard")

@@ -20,14 +20,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from typing import Any
 
 from harness.method import Step, Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods import _adam
-from methods._placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, text_of
+from methods._placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, shrink, text_of
 from methods._planner import SLACK, Counts, arranged, choose, with_forecast
 from methods._plans import describe, writable
 
@@ -59,6 +59,18 @@ class Stronghold:
         plan = self._fastest(workload, budget) or self._most_resident(workload, budget)
         counts = Counter(parse(plan.options["placement"], workload.num_layers))
         return with_forecast(plan, workload, budget, counts, plan.options.get("clipping"))
+
+    def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
+        options = asdict(self)
+        if self.placement is not None:
+            kinds = shrink(parse(self.placement, num_layers), twin_layers)
+            resident = None if self.resident_layers is None else kinds.count("R")
+            options |= {"placement": text_of(kinds), "resident_layers": resident}
+        elif self.resident_layers is not None:
+            options["resident_layers"] = min(self.resident_layers, twin_layers)
+        if self.window_size is not None:
+            options["window_size"] = min(self.window_size, twin_layers)
+        return options
 
     def _windows(self, num_layers: int) -> Iterator[int]:
         """Sizes to try, the widest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from harness.spec import GIB, Budget, Workload
 from harness.tracker import Tracker
 from harness.twin import predict
 from methods import _home, _stream
-from methods._placement import parse, placed_plan, rings, text_of
+from methods._placement import parse, placed_plan, rings, shrink, text_of
 from tests.bugs import COMMITTED
 from tests.test_agree import difference
 from tests.training import tiny, train, train_resident
@@ -200,3 +201,18 @@ def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:
         expected = train("stronghold", workload, 2, device="sim", **options).losses
     with Tracker(free.stats()["device_peak"], free.stats()["host_peak"]):
         assert train("stronghold", workload, 2, device="sim", **options).losses == expected
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_layers", "twin"),
+    [
+        ("R1W11", 4, "R1W3"),
+        ("R6P3W2S1", 4, "R1P1W1~S1"),
+        ("R6P3W2S1", 2, "R1P1"),
+        ("W8", 3, "W3"),
+        ("R2W1D9", 4, "R1W1D2"),
+    ],
+)
+def test_a_twin_has_every_kind_of_layer_that_there_is_room_for(placement: str, num_layers: int, twin: str) -> None:
+    kinds = parse(placement, sum(map(int, re.findall(r"\d+", placement))))
+    assert text_of(shrink(kinds, num_layers)) == twin
