@@ -12,6 +12,7 @@ import click
 
 from harness import limits, method, reading
 from harness.doctor import doctor
+from harness.image import image
 from harness.progress import reporter
 from harness.record import Record
 from harness.sweep import Sweep, resolve
@@ -24,6 +25,8 @@ from harness.words import (
     job_options,
     make_jobs,
     methods_option,
+    place_of,
+    place_options,
     write_methods,
 )  # fmt: skip
 
@@ -68,6 +71,7 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
 
 @door.command(cls=JobCommand, epilog=EXAMPLES)
 @job_options
+@place_options
 def run(**words: Any) -> None:
     """Train by one method, by several, or by all; what has a record is not run again (--rerun)."""
     execute(words)
@@ -75,6 +79,7 @@ def run(**words: Any) -> None:
 
 @door.command(cls=JobCommand, epilog=EXAMPLES)
 @job_options
+@place_options
 def sweep(**words: Any) -> None:
     """The same over every combination of the lists given; a point that fails is a result and not an error."""
     execute(words, is_sweep=True)
@@ -187,7 +192,7 @@ def demo_(results: Path, as_json: bool) -> None:
     sys.exit(exit_code(demo.demo(results, as_json), is_sweep=True))
 
 
-for verb in (*reading.VERBS, doctor):
+for verb in (*reading.VERBS, doctor, image):
     door.add_command(verb)
 
 
@@ -206,13 +211,15 @@ def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
         jobs.append(resolved)
     if not jobs:
         raise ValueError(left_out[0])
-    limits.check(jobs[0].budget, jobs[0].device)
+    if words["on"] == "local":
+        limits.check(jobs[0].budget, jobs[0].device)
+    place = place_of(words, jobs[0].device)
     check_corpus(jobs[0].workload)
     check_writable(words["results"])
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     with reporter(words["as_json"]) as report:
-        records = Sweep(words["results"], folders, report, words["rerun"]).run(jobs)
+        records = Sweep(words["results"], folders, report, words["rerun"], place).run(jobs)
     sys.exit(exit_code(records, is_sweep))
 
 
@@ -246,6 +253,6 @@ def main() -> None:
         hint = "; -h is the hidden size, help is --help" if "'-h'" in error.format_message() else "; see --help"
         print(f"error: {error.format_message().rstrip('.')}{hint}", file=sys.stderr)
         sys.exit(USAGE)
-    except ValueError as error:
+    except (ValueError, method.Unavailable) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(USAGE)
+        sys.exit(USAGE if isinstance(error, ValueError) else EXIT["unavailable"])

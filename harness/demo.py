@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from harness import campaign, case, method, report
+from harness.prepare import prepare
 from harness.progress import reporter
 from harness.record import Record
 from harness.scaled import Profile
@@ -26,9 +27,8 @@ def jobs(used: Profile) -> list[Job]:
 def setup(results: Path, as_json: bool) -> None:
     """Compile what the methods and the device sim need, for the packages that are installed."""
     with reporter(as_json) as tell:
-        sweep = Sweep(results, report=tell)
         for job in jobs(case.profile_of("demo", None)):
-            sweep.prepare(job)
+            prepare(job, results, (), tell)
 
 
 def demo(results: Path, as_json: bool) -> list[Record]:

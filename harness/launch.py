@@ -44,8 +44,10 @@ def launch(
     folders: tuple[Path, ...] = (),
     report: Report | None = None,
     recorded: Callable[[], Path | None] = lambda: None,
+    stem: Path | None = None,
 ) -> Path:
-    """Run the job in a process of its own; returns the path of its record. The log has the same stem.
+    """Run the job in a process of its own; returns the path of its record. The log has the same stem, which is made
+    here where none is given.
 
     `recorded` is asked when the device is free: whoever had it may have made the record meanwhile.
     A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
@@ -54,7 +56,7 @@ def launch(
     with turn(job, report) as lock:
         if found := recorded():
             return found
-        stem = new_stem(results, job)
+        stem = stem or new_stem(results, job)
         path = Path(f"{stem}.json")
         with open(f"{stem}.txt", "w") as log:
             watch = Watch(job, key, path, folders, log, report, lock)
@@ -67,25 +69,6 @@ def launch(
                 told = record.status, record.phase, len(record.losses), record.reason
                 log.write(published.end_line(job, *told) + "\n")
     return path
-
-
-def build(job: Job, results: Path, folders: tuple[Path, ...]) -> None:
-    """Let the method compile what it needs, in a process of its own, to the end; the log lies beside the records.
-
-    Where it fails, the method's own run says so.
-    """
-    order = {"method": job.method, "options": job.options, "folders": [str(folder) for folder in folders]}
-    with open(results / published.BUILD_LOG.format(job.method), "w") as log:
-        subprocess.run(
-            [sys.executable, "-m", "harness.build"],
-            input=json.dumps(order), stdout=log, stderr=log, text=True, env=worker_environment(),
-        )  # fmt: skip
-
-
-def build_sim(results: Path) -> None:
-    """Compile the device sim in a process of its own; where that fails, the run counts bytes in Python, and says so."""
-    with open(results / published.BUILD_LOG.format("sim"), "w") as log:
-        subprocess.run([sys.executable, "-m", "harness.sim"], stdout=log, stderr=log, env=worker_environment())
 
 
 def worker_environment() -> dict[str, str]:

@@ -103,9 +103,15 @@ def lift(job: Job) -> dict[str, int]:
 
 def wall(job: Job) -> cgroup.Group | None:
     """A memory group with the host's budget for a worker, where one may be made and the budget is the process's."""
+    limit = wall_bytes(job)
+    return cgroup.make(limit) if limit else None
+
+
+def wall_bytes(job: Job) -> int | None:
+    """Where that wall stands; None where the host's budget is not the process's."""
     if job.budget.host_bytes is None or job.device not in ("cpu", "cuda"):
         return None
-    return cgroup.make(int(job.budget.host_bytes * (1 + WALL_SHARE)) + WALL_BYTES)
+    return int(job.budget.host_bytes * (1 + WALL_SHARE)) + WALL_BYTES
 
 
 def deadline_seconds(job: Job) -> float:

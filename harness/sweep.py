@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import gate, machine, method, published, sim
-from harness.launch import build, build_sim, launch
+from harness import gate, machine, method, published
+from harness.launch import launch
+from harness.prepare import prepare
 from harness.record import Gate, Record, new_stem, read_all
+from harness.remote import Place
 from harness.spec import Budget, Job, Plan, gib, params_text
 
 Report = Callable[[dict[str, Any]], None]
@@ -71,9 +73,10 @@ class Sweep:
     """A folder of results and what is to be added to it."""
 
     def __init__(
-        self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False
-    ) -> None:
-        self.results, self.folders, self.rerun = results, folders, rerun
+        self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
+        place: Place | None = None,
+    ) -> None:  # fmt: skip
+        self.results, self.folders, self.rerun, self.place = results, folders, rerun, place
         self.report = report or (lambda event: None)
         found, complaints = read_all(results)
         self.records = {path: record for path, record in found.items() if record.origin == "run"}
@@ -109,39 +112,37 @@ class Sweep:
         return record
 
     def key(self, job: Job) -> str:
-        return job.key(**context(job.method, job.workload.corpus, self.folders))
+        found = context(job.method, job.workload.corpus, self.folders)
+        return job.key(**{**found, **(self.place.context() if self.place else {})})
+
+    def _known(self, key: str) -> list[Path]:
+        """The records that answer for a key, oldest first; those made now count however they ended: no job is run
+        twice in one sweep."""
+        fresh = key in self.measured_now
+        if self.rerun and not fresh:
+            return []
+        return [path for path, record in self.records.items() if record.key == key and (record.is_result or fresh)]
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
         """The path of the job's record: the newest result there is, else one made now."""
         key = self.key(job)
-        fresh = key in self.measured_now  # however it ended: no job is run twice in one sweep
-        known = [path for path, record in self.records.items() if record.key == key and (record.is_result or fresh)]
+        known = self._known(key)
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
             known = []  # it was refused before it ran; by now there is more memory
-        if known and (not self.rerun or fresh):
+        if known:
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
         resolved, plan, shortfall = resolve(job, self.folders)
         self.report({"event": "start", "job": resolved, "plan": plan, **place})
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
 
-    def prepare(self, job: Job) -> None:
-        """Compile what the job's method or device still needs; announced, once, outside of any run."""
-        missing = method.create(job.method, job.options, self.folders).to_build()
-        if missing:
-            self.report({"event": "build", "text": f"building {missing}"})
-            build(job, self.results, self.folders)
-            if method.create(job.method, job.options, self.folders).to_build():
-                log = self.results / published.BUILD_LOG.format(job.method)
-                self.report({"event": "warning", "text": f"that failed, {log} says why"})
-        if job.device == "sim" and sim.to_build():
-            self.report({"event": "build", "text": f"building {sim.to_build()}"})
-            build_sim(self.results)
-
     def _launch(self, job: Job, key: str) -> Path:
         self.measured_now.add(key)
-        self.prepare(job)
-        path = launch(job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(key))
+        if self.place:
+            (path,) = self.place.launch([(job, key)], self.results, self.folders, self.report)
+        else:
+            prepare(job, self.results, self.folders, self.report)
+            path = launch(job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(key))
         self.records[path] = Record.read(path)
         return path
 
@@ -172,11 +173,8 @@ class Sweep:
         record = self.records[path]
         if record.status != "ok":
             return record
-        reference = method.reference(self.folders)
-        other = dataclasses.replace(record.job, method=reference, options={})
-        if record.job.device == "sim":  # whose kernels are the CPU's, so it is the CPU's training
-            other = dataclasses.replace(other, device="cpu", budget=Budget())
-        if record.job.method == reference and record.job.device == other.device:
+        other = self._reference(record.job)
+        if record.job.method == other.method and record.job.device == other.device:
             verdict = gate.judge(record, record)
         else:
             _, _, shortfall = resolve(other, self.folders)
@@ -193,6 +191,13 @@ class Sweep:
         record.write(path)
         self.records[path] = record
         return record
+
+    def _reference(self, job: Job) -> Job:
+        """The job whose training this one's is compared with."""
+        other = dataclasses.replace(job, method=method.reference(self.folders), options={})
+        if job.device == "sim":  # whose kernels are the CPU's, so it is the CPU's training
+            return dataclasses.replace(other, device="cpu", budget=Budget())
+        return other
 
     def _judge_by_twin(self, record: Record, reference: Job, most: int = 2**20) -> Gate:
         trained = method.create(reference.method, {}, self.folders)

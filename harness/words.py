@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from harness import machine, method, profiles
+from harness.remote import Place
 from harness.spec import Budget, Job, Workload
 
 
@@ -142,6 +143,27 @@ def job_options(command: Any) -> Any:
     return command
 
 
+def place_options(command: Any) -> Any:
+    """Where jobs run."""
+    for option in reversed((
+        click.option("--on", type=click.Choice(["local", "docker"]), default="local", help="Where they run."),
+        click.option("--image", metavar="NAME", help="For --on docker; default: what ./run.sh image build made."),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def place_of(words: dict[str, Any], device: str) -> Place | None:
+    """The place that --on names; None is here. Raises method.Unavailable where there is no such place."""
+    if words["image"] and words["on"] != "docker":
+        raise ValueError("--image goes with --on docker")
+    if words["on"] == "docker":
+        from harness.container import Docker, default_image
+
+        return Docker(words["image"] or default_image(device))
+    return None
+
+
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     """Every combination, methods slowest; -w and its like only for methods that have such an option."""
     if not words["method_names"]:
@@ -170,7 +192,10 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     budget = budget_of(words)
     if words["device"] == "auto" and device == "cpu" and budget.device_bytes:
         device = "sim"
-    if device not in machine.devices():
+    elsewhere = words.get("on", "local") != "local"
+    if elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
+        raise ValueError("--device cuda elsewhere: say how much memory the GPU there has, --device-memory 80GiB")
+    if device not in machine.devices() and not elsewhere:
         raise ValueError(f"no {device} device here: --device takes {' or '.join(machine.devices())}")
     if words["link"] and device != "sim":
         raise ValueError(f"--link is simulated on --device sim only; on {device} the link is what it is")

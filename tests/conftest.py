@@ -61,6 +61,20 @@ def libaio() -> None:
 
 
 @pytest.fixture(scope="session")
+def docker_engine() -> Iterator[str]:
+    """The address of a container engine that has the tests' image; in CI it must be possible."""
+    from tests import engine
+
+    reason = engine.cannot_run()
+    if reason and "CI_REQUIRE_DOCKER" in os.environ:
+        pytest.fail(reason)
+    elif reason:
+        pytest.skip(reason)
+    with engine.engine(SHARED) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
 def compiled_sim() -> None:
     """The device sim, compiled; where there is nothing to compile it with, what needs it is skipped."""
     if sim.to_build():
