@@ -87,6 +87,9 @@ class Sweep:
 
     def run(self, jobs: list[Job]) -> list[Record]:
         """A judged record for each resolved job, in order, measured now or before."""
+        if self.place and self.place.is_parallel:
+            self._launch_at_once(self.place, jobs)
+            self._launch_at_once(self.place, self._references(jobs))
         finished = []
         for index, job in enumerate(jobs, start=1):
             path = self._measure(job, {"index": index, "total": len(jobs)})
@@ -114,6 +117,19 @@ class Sweep:
     def key(self, job: Job) -> str:
         found = context(job.method, job.workload.corpus, self.folders)
         return job.key(**{**found, **(self.place.context() if self.place else {})})
+
+    def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
+        """Run together what of these has no record and should fit."""
+        missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
+        pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
+        self.measured_now |= {key for _, key in pairs}
+        for path in place.launch(pairs, self.results, self.folders, self.report) if pairs else []:
+            self.records[path] = Record.read(path)
+
+    def _references(self, jobs: list[Job]) -> list[Job]:
+        """What those of the jobs that have trained will be compared with."""
+        trained = [job for job in jobs if any(self.records[path].status == "ok" for path in self._known(self.key(job)))]
+        return [resolve(self._reference(job), self.folders)[0] for job in trained]
 
     def _known(self, key: str) -> list[Path]:
         """The records that answer for a key, oldest first; those made now count however they ended: no job is run

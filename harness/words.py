@@ -146,8 +146,10 @@ def job_options(command: Any) -> Any:
 def place_options(command: Any) -> Any:
     """Where jobs run."""
     for option in reversed((
-        click.option("--on", type=click.Choice(["local", "docker"]), default="local", help="Where they run."),
+        click.option("--on", type=click.Choice(["local", "docker", "slurm"]), default="local", help="Where they run."),
         click.option("--image", metavar="NAME", help="For --on docker; default: what ./run.sh image build made."),
+        click.option("--slurm", multiple=True, metavar="NAME=VALUE|FILE",
+                     help="For --on slurm: partition, account, qos, time in minutes, gpus, cpus; or YAML."),
     )):  # fmt: skip
         command = option(command)
     return command
@@ -161,6 +163,12 @@ def place_of(words: dict[str, Any], device: str) -> Place | None:
         from harness.container import Docker, default_image
 
         return Docker(words["image"] or default_image(device))
+    if words["slurm"] and words["on"] != "slurm":
+        raise ValueError("--slurm goes with --on slurm")
+    if words["on"] == "slurm":
+        from harness.cluster import Slurm, options_of
+
+        return Slurm(options_of(words["slurm"]))
     return None
 
 

@@ -75,6 +75,21 @@ def docker_engine() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The configuration of a running Slurm with two nodes; in CI it must be possible."""
+    from tests import engine
+    from tests.slurm import cluster
+
+    reason = engine.cannot_run()
+    if reason and "CI_REQUIRE_SLURM" in os.environ:
+        pytest.fail(reason)
+    elif reason:
+        pytest.skip(reason)
+    with cluster(SHARED, tmp_path_factory.mktemp("slurm")) as configuration:
+        yield configuration
+
+
+@pytest.fixture(scope="session")
 def compiled_sim() -> None:
     """The device sim, compiled; where there is nothing to compile it with, what needs it is skipped."""
     if sim.to_build():

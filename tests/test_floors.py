@@ -29,6 +29,7 @@ FLOORS = (
     {"harness.prepare"},
     {"harness.remote"},
     {"harness.sweep", "harness.container"},
+    {"harness.cluster"},
     {"harness.image", "harness.progress", "harness.words", "harness.doctor", "harness.largest", "harness.plan",
      "harness.case"},
     {"harness.fields", "harness.noise", "cases.*"},

@@ -1,0 +1,113 @@
+"""Slurm of the tests' own, from Debian's packages: two nodes on this machine, private sockets, keys and folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.engine import install
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
+START_SECONDS = 60.0
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+TaskProlog={folder}/prolog
+MpiDefault=none
+SwitchType=switch/none
+SchedulerType=sched/builtin
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+KillWait=20
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMemory=4096
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=4096
+PartitionName=tests Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [item.getsockname()[1] for item in sockets]
+
+
+@contextlib.contextmanager
+def cluster(shared: Path, folder: Path) -> Iterator[Path]:
+    """Two idle nodes; yields the configuration that SLURM_CONF names. Nothing is left running."""
+    install(shared, PACKAGES, "slurmctld")
+    for name in ("state", "spool.n1", "spool.n2"):
+        (folder / name).mkdir()
+    # Two nodes of one machine: each has a temporary folder, and so a lock of its processors, of its own.
+    (folder / "prolog").write_text(
+        f"#!/bin/sh\nmkdir -p {folder}/$SLURMD_NODENAME\necho export TMPDIR={folder}/$SLURMD_NODENAME\n"
+    )
+    (folder / "prolog").chmod(0o755)
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o600)
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        CONFIGURATION.format(host=socket.gethostname().split(".")[0], ports=free_ports(3), folder=folder)
+    )
+    environment = {**os.environ, "SLURM_CONF": str(configuration)}
+    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
+    parts = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    munge = [f"--{name}={folder}/munge.{end}" for name, end in parts.items()]
+    daemons = (
+        ["munged", "--foreground", "--force", *munge], ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"],
+    )  # fmt: skip
+    running = []
+    try:
+        for command in daemons:
+            with open(folder / "daemons.log", "a") as log:
+                command[0] = shutil.which(command[0], path=path) or command[0]
+                running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            wait_for(lambda: (folder / "munge.socket").exists(), folder)
+        wait_for(lambda: idle_nodes(environment) == 2, folder)
+        yield configuration
+    finally:
+        subprocess.run(["scancel", "--user=root", "--signal=KILL"], env=environment, capture_output=True)
+        for process in reversed(running):
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+            process.wait()
+
+
+def idle_nodes(environment: dict[str, str]) -> int:
+    done = subprocess.run(["sinfo", "-N", "-h", "-o", "%T"], env=environment, capture_output=True, text=True)
+    return done.stdout.split().count("idle")
+
+
+def wait_for(condition, folder: Path) -> None:
+    deadline = time.time() + START_SECONDS
+    while not condition():
+        assert time.time() < deadline, (folder / "daemons.log").read_text()[-2000:]
+        time.sleep(0.1)

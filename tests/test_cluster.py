@@ -1,0 +1,145 @@
+"""Jobs under a real Slurm with two nodes: their records, how they end there, and what the same call does again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from harness.cluster import Slurm, State, named, options_of
+from harness.method import ROOT
+from harness.record import Record, read_all
+from harness.spec import Budget, Job, Workload
+from harness.sweep import Sweep, resolve
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
+TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
+WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --on slurm".split()
+METHOD = """
+from dataclasses import dataclass
+from harness.method import Step, Trained
+from harness.spec import Plan
+
+@dataclass(frozen=True)
+class Ending:
+    how: str = ""
+
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 1})
+
+    def train(self, workload, batches, device):
+        import os, subprocess, time, torch
+        for inputs, targets in batches:
+            yield Step(torch.tensor(1.5))
+            if self.how == "memory":
+                torch.ones(2**28)
+            elif self.how == "killed":
+                os.kill(os.getppid(), 9)
+            elif self.how == "cancelled":
+                subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]])
+            time.sleep(60)
+        return Trained([])
+"""
+
+
+@pytest.fixture
+def place(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    monkeypatch.setenv("SLURM_CONF", str(slurm))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return Slurm({"partition": "tests"})
+
+
+def call(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "harness", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_twelve_jobs_have_twelve_records_and_the_same_call_runs_those_without_a_result(
+    place: Slurm, tmp_path: Path
+) -> None:
+    (tmp_path / "ending.py").write_text(METHOD)
+    jobs = [Job("resident", dataclasses.replace(TINY, seed=seed), steps=4, warmup=1) for seed in range(8)]
+    budgets = {"memory": Budget(host_bytes=500 * 2**20), "killed": Budget(), "times out": Budget(seconds=25.0)}
+    for how in ("memory", "killed", "times out", "cancelled"):
+        options, budget = {"how": how}, budgets.get(how, Budget())
+        jobs.append(Job("ending", TINY, options, budget, steps=3, warmup=1))
+    records = Sweep(tmp_path, (tmp_path,), place=place).run(jobs)
+    assert [record.status for record in records[:8]] == ["ok"] * 8
+    found = {record.job.options["how"]: record for record in records[8:]}
+    told = {how: (record.status, record.evidence.get("slurm", {}).get("state")) for how, record in found.items()}
+    assert told["memory"] == ("oom-host", "COMPLETED") and told["times out"] == ("timeout", "COMPLETED"), told
+    assert told["killed"][0] == "killed" and told["cancelled"] == ("interrupted", "CANCELLED"), told
+    assert {record.machine["nodes"] for record in records} == {"n1", "n2"}
+    there, complaints = read_all(tmp_path)
+    assert complaints == [] and len(there) == 12  # references are among them
+    before = set(there)
+    again = Sweep(tmp_path, (tmp_path,), place=place).run(jobs)
+    ran = [record.job.options["how"] for path, record in read_all(tmp_path)[0].items() if path not in before]
+    assert Counter(ran) == Counter(["killed", "times out", "cancelled"])
+    assert [record.status for record in again] == [record.status for record in records]
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+def test_the_same_job_here_and_on_a_node_trains_to_the_same_bits(place: Slurm, tmp_path: Path) -> None:
+    job = resolve(Job("stronghold", TINY, steps=6, warmup=2))[0]
+    (here,) = Sweep(tmp_path).run([job])
+    (there,) = Sweep(tmp_path, place=place).run([job])
+    assert there.key != here.key and there.machine["on"] == "slurm"
+    provenance = {"key", "machine", "software", "started", "gate", "step_seconds", "phase_seconds", "peaks"}
+    same = [field.name for field in dataclasses.fields(Record) if field.name not in provenance]
+    assert [getattr(here, name) for name in same] == [getattr(there, name) for name in same]
+    assert there.gate.verdict == here.gate.verdict == "exact"
+
+
+def test_an_interrupt_cancels_what_was_submitted(place: Slurm, tmp_path: Path) -> None:
+    words = [*WORDS, "--steps", "30000", "--results", str(tmp_path)]
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    run = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, preexec_fn=default)
+    deadline = time.time() + 120
+    while not any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")):
+        assert time.time() < deadline, "no step in two minutes"
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(120) == 130
+    assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
+    (record,) = read_all(tmp_path)[0].values()
+    assert record.status == "interrupted" and record.losses
+    assert record.evidence["slurm"]["state"] == "CANCELLED"
+
+
+def test_a_partition_that_does_not_exist_is_one_line(place: Slurm, tmp_path: Path) -> None:
+    done = call(*WORDS, "--slurm", "partition=no-such", "--results", str(tmp_path))
+    assert done.returncode == 2 and "invalid partition" in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_slurm_and_with_unknown_options_one_line_says_so(tmp_path: Path) -> None:
+    done = call(*WORDS, PATH=str(tmp_path))
+    assert done.returncode == 7 and "no sbatch here" in done.stderr and len(done.stderr.splitlines()) == 1
+    for text in ("no=such", "no/such.yaml"):
+        done = call(*WORDS, "--slurm", text)
+        assert done.returncode in (2, 7) and len(done.stderr.splitlines()) == 1
+
+
+def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("partition: gpu\ntime: 30\n")
+    assert options_of((str(tmp_path / "cluster.yaml"), "time=60")) == {"partition": "gpu", "time": 60}
+
+
+def test_slurms_states_are_named_by_more_than_their_exit_codes() -> None:
+    ends = {
+        State("OUT_OF_MEMORY", "0:0", "n1"): "oom-host", State("TIMEOUT", "0:0", "n1"): "timeout",
+        State("NODE_FAIL", "0:0", "n1"): "killed", State("FAILED", "0:9", "n1"): "killed",
+        State("CANCELLED", "0:0", ""): "interrupted", State("FAILED", "1:0", "n1"): "crash",
+        State("COMPLETED", "0:0", "n1"): "crash",  # it left no record
+    }  # fmt: skip
+    assert {state: named(state, "step 1", 0).status for state in ends} == ends
