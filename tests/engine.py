@@ -128,6 +128,9 @@ def stop(folder: Path) -> None:
     for line in reversed(Path("/proc/mounts").read_text().splitlines()):
         if line.split()[1].startswith((f"{folder}/", f"{in_memory(folder)}/")):
             subprocess.run(["umount", "--lazy", line.split()[1]])
+    for group in Path("/sys/fs/cgroup").glob("*/docker"):
+        with contextlib.suppress(OSError):  # another engine's containers are in it
+            group.rmdir()
     for path in (folder / "data", folder / "exec", in_memory(folder)):
         shutil.rmtree(path, ignore_errors=True)
 
