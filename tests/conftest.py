@@ -62,31 +62,33 @@ def libaio() -> None:
 
 @pytest.fixture(scope="session")
 def docker_engine() -> Iterator[str]:
-    """The address of a container engine that has the tests' image; in CI it must be possible."""
+    """The address of a container engine that has the tests' image."""
     from tests import engine
 
-    reason = engine.cannot_run()
-    if reason and "CI_REQUIRE_DOCKER" in os.environ:
-        pytest.fail(reason)
-    elif reason:
-        pytest.skip(reason)
+    ask_for("docker", engine.cannot_run(), "dockerd")
     with engine.engine(SHARED) as address:
         yield address
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The configuration of a running Slurm with two nodes; in CI it must be possible."""
+    """The configuration of a running Slurm with two nodes."""
     from tests import engine
     from tests.slurm import cluster
 
-    reason = engine.cannot_run()
-    if reason and "CI_REQUIRE_SLURM" in os.environ:
-        pytest.fail(reason)
-    elif reason:
-        pytest.skip(reason)
+    ask_for("slurm", engine.cannot_run(), "slurmctld")
     with cluster(SHARED, tmp_path_factory.mktemp("slurm")) as configuration:
         yield configuration
+
+
+def ask_for(what: str, reason: str | None, command: str) -> None:
+    """Skip where it cannot be had; minutes of installing and of making an image are taken where CI_REQUIRE_* asks for
+    them, and then a reason is a failure."""
+    variable = f"CI_REQUIRE_{what.upper()}"
+    if variable in os.environ and reason:
+        pytest.fail(reason)
+    elif reason or (variable not in os.environ and not shutil.which(command)):
+        pytest.skip(reason or f"no {command} here: {variable}=1 installs it")
 
 
 @pytest.fixture(scope="session")
