@@ -142,6 +142,9 @@ def build(kernel: str) -> None:
         builder = get_accelerator().create_op_builder(BUILDERS[kernel])
         if not builder.is_compatible(verbose=True):
             raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
+        flags = builder.cxx_args
+        # Without what only debuggers read: 25 instead of 36 seconds a file.
+        builder.cxx_args = lambda: [flag for flag in flags() if flag != "-g"]
         builder.load(verbose=True)
         (EXTENSIONS / f"{kernel}.built").write_text(versions())
 

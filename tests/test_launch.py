@@ -22,7 +22,7 @@ from harness.spec import Job, Workload
 from harness.sweep import Sweep, resolve
 
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
-KILLS = int(os.environ.get("KILLS", "20"))  # 50 and more where there is time
+KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
 
 
 def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> None:
