@@ -1,8 +1,9 @@
 """Every method beside resident on this machine: step time and host peak, one alternating run, medians.
 
-    .venv/bin/python -m bench.engines [--rounds 3] [--results DIR]
+    .venv/bin/python -m bench.engines [--rounds 3] [--results DIR] [-m METHOD[:OPTION=VALUE] ...] [--against METHOD]
 
-8 layers x 512, sequence 256, batch 4, vocabulary 8192, fp32, every layer recomputed. Prints a table in Markdown.
+8 layers x 512, sequence 256, batch 4, vocabulary 8192, fp32, every layer recomputed. Prints a table in Markdown; ratios
+are taken within a round.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from harness import machine, method
 from harness.record import Record
 from harness.spec import Job, Workload, gib
 from harness.sweep import Sweep, resolve
+from harness.words import parse_option
 
 WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, batch_size=4, vocab_size=8192)
 
@@ -25,10 +27,12 @@ WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, bat
 @click.option("--rounds", default=3)
 @click.option("--steps", default=8)
 @click.option("--results", type=click.Path(path_type=Path))
-def main(rounds: int, steps: int, results: Path | None) -> None:
+@click.option("-m", "chosen", multiple=True, help="Beside the reference; all if none is named.")
+@click.option("--against", default=method.reference(), help="The method that ratios are taken to.")
+def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...], against: str) -> None:
     reference = method.reference()
-    others = [name for name in method.names() if name != reference]
-    jobs = [resolve(Job(name, WORKLOAD, steps=steps, warmup=3))[0] for name in (reference, *others)]
+    others = chosen or [name for name in method.names() if name != reference]
+    jobs = [job(text, steps) for text in (reference, *others)]
     measured: dict[str, list[Record]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = results or Path(temporary)
@@ -44,11 +48,18 @@ def main(rounds: int, steps: int, results: Path | None) -> None:
                 )
     print(f"\n{machine.facts()['cpu']}, {machine.facts()['cores']} cores, {rounds} rounds of {steps} steps\n")
     print(
-        "| method | options | s/step | ratio to resident: median (range) | host peak | gate |\n"
+        f"| method | options | s/step | ratio to {against}: median (range) | host peak | gate |\n"
         "|---|---|---|---|---|---|"
     )
     for name, records in measured.items():
-        print(row(name, records, measured[reference]))
+        print(row(name, records, measured[against]))
+
+
+def job(text: str, steps: int) -> Job:
+    """Of METHOD or METHOD:OPTION=VALUE,..., planned."""
+    name, _, options = text.partition(":")
+    given = dict(parse_option(pair) for pair in options.split(",") if pair)
+    return resolve(Job(name, WORKLOAD, options=given, steps=steps, warmup=3))[0]
 
 
 def row(name: str, records: list[Record], references: list[Record]) -> str:
