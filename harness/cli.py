@@ -57,7 +57,12 @@ class Door(click.Group):
         super().format_epilog(context, formatter)
 
 
-@click.group(cls=Door, epilog=EXAMPLES, context_settings={"help_option_names": ["--help"]}, invoke_without_command=True)
+@click.group(
+    cls=Door,
+    epilog=EXAMPLES,
+    context_settings={"help_option_names": ["--help"], "show_default": True},
+    invoke_without_command=True,
+)
 @methods_option
 @click.pass_context
 def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
