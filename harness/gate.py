@@ -13,7 +13,7 @@ import math
 import statistics
 from typing import Any
 
-from harness.record import Gate, Record
+from harness.record import VERDICTS, Gate, Record
 
 # Largest relative difference of a step's loss. fp32: kernels that sum in another order differ by about 1e-6 after 20
 # steps; bf16 has 8 bits of mantissa. CUDA adds atomics and fused attention.
@@ -36,6 +36,7 @@ ROUNDING = 2**-24 / 4
 SMALLEST_STEP = 2**-25
 # Share of a tensor's elements that changed, relative to the reference's.
 CHANGED_TOLERANCE = 0.1
+SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
 
 
 def judge(
@@ -62,6 +63,16 @@ def judge(
     if twins is not None:
         return _by_twin(record, twins, peers or [])
     return Gate()
+
+
+def together(verdicts: list[Gate]) -> Gate:
+    """The verdict on several models that took turns: that of the one that fares worst, by its number."""
+    if len(verdicts) == 1:
+        return verdicts[0]
+    number, worst = max(enumerate(verdicts, start=1), key=lambda item: SEVERITY.index(item[1].verdict))
+    told = f"each of {len(verdicts)} models: " if worst.passed else f"model {number} of {len(verdicts)}: "
+    evidence = {**worst.evidence, "models": [verdict.verdict for verdict in verdicts]}
+    return dataclasses.replace(worst, text=told + worst.text, evidence=evidence)
 
 
 def _own_conditions(record: Record) -> Gate | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.method import TensorState, Trained
+from harness.method import TensorState
 from harness.model import initial
 from harness.spec import Job
 
@@ -37,7 +38,7 @@ class Kernels(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
+def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
     """For each tensor against its seeded start: share of elements changed, distance moved, size of the first moment."""
 
     def look(state: TensorState) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def inspect(trained: Trained, job: Job) -> dict[str, dict[str, Any]]:
         }
 
     found: dict[str, dict[str, Any]] = {}
-    waiting = iter(trained.tensors)  # some are made as they are asked for: never more of them than are looked at
+    waiting = iter(tensors)  # some are made as they are asked for: never more of them than are looked at
     with ThreadPoolExecutor(WORKERS) as pool:
         while states := list(itertools.islice(waiting, WORKERS)):
             found |= zip([state.name for state in states], pool.map(look, states), strict=True)

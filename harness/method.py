@@ -13,7 +13,7 @@ import difflib
 import functools
 import hashlib
 import importlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
@@ -33,10 +33,12 @@ class Unavailable(Exception):
 
 
 class Step(NamedTuple):
-    """One step's loss and global gradient norm before clipping: scalars on the device, not synchronized."""
+    """One step's loss and global gradient norm before clipping: scalars on the device, not synchronized. Of several
+    models that take turns, of the first one, and what each has had of the devices' time, in shares of all until now."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None
+    shares: list[float] | None = None
 
 
 class TensorState(NamedTuple):
@@ -47,6 +49,16 @@ class TensorState(NamedTuple):
     exp_avg: torch.Tensor | None = None
 
 
+class OtherModel(NamedTuple):
+    """Of several models that took turns one but the first: fields of its workload that are its own, and its training:
+    a loss and a norm for each of its own steps."""
+
+    changes: dict[str, Any]
+    losses: list[float]
+    grad_norms: list[float]
+    tensors: Iterable[TensorState]
+
+
 class Trained(NamedTuple):
     """What a method leaves behind for the gate, the bytes it moved between memories and, of several models that took
     turns, their number as `num_models` and how the turns went; the tensors are then the first model's."""
@@ -54,6 +66,7 @@ class Trained(NamedTuple):
     tensors: Iterable[TensorState]
     moved_bytes: int = 0
     schedule: dict[str, Any] = {}  # noqa: RUF012  nobody changes it
+    others: Sequence[OtherModel] = ()
 
 
 Training = Generator[Step, None, Trained]
@@ -80,7 +93,7 @@ class Method(Protocol):
 
     def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
         """Train on each (inputs, targets) batch, (B, T) token ids on the device; yield after each step; return when
-        every update is done. Raises Unavailable, or torch's OutOfMemoryError."""
+        every update is done. Batches may have a length. Raises Unavailable, or torch's OutOfMemoryError."""
         ...
 
     def missing(self, device: str) -> str | None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from harness import machine
+from harness.record import Record
 from harness.spec import Job, gib, params_text
-from harness.sweep import closing_line, summary
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -63,7 +64,8 @@ class _Lines:
         elif kind == "recorded":
             self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
         elif kind == "step" and (event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps):
-            self.write(f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s")
+            told = f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
+            self.write(told + shares_text(event))
         elif kind == "end":
             self.write(closing_line(event["record"]))
         elif kind in ("build", "wait"):
@@ -97,8 +99,8 @@ class _Bar:
     def report(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "step":
-            speed = self.batch_size / event["seconds"]
-            numbers = f"loss {event['loss']:.4f}  {speed:.3g} samples/s"
+            speed = self.batch_size * len(event.get("shares") or [1]) / event["seconds"]
+            numbers = f"loss {event['loss']:.4f}  {speed:.3g} samples/s{shares_text(event)}"
             self.progress.update(self.task, completed=event["step"], numbers=numbers)
             return
         if kind == "phase" and self.task is not None:
@@ -111,3 +113,51 @@ class _Bar:
         if kind == "start":
             self.batch_size = event["job"].workload.batch_size
             self.task = self.progress.add_task(_title(event), total=event["job"].steps, numbers="start")
+
+
+def shares_text(event: dict[str, Any]) -> str:
+    """Of several models what each has had of the devices' time, and how much of it was used at all."""
+    shares = event.get("shares")
+    if not shares:
+        return ""
+    return f"  models {' '.join(f'{100 * share:.0f}' for share in shares)} % of the devices, in use {sum(shares):.0%}"
+
+
+def summary(record: Record) -> dict[str, Any]:
+    """What a closing line tells, as data."""
+    return {
+        "method": record.job.method,
+        "num_layers": record.job.workload.num_layers,
+        "options": record.job.options,
+        "num_params": record.job.workload.num_params,
+        "status": record.status,
+        "reason": record.reason,
+        "samples_per_second": record.samples_per_second,
+        "peaks": record.peaks,
+        "gate": record.gate.verdict,
+        "gate_text": record.gate.text,
+    }
+
+
+def closing_line(record: Record) -> str:
+    """One line for people: parameters, samples/s, peaks against budget, gate."""
+    job = record.job
+    options = "".join(f" {name}={value}" for name, value in job.options.items())
+    title = (
+        f"{job.method}{options}, {job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"
+    )
+    if record.status != "ok":
+        return f"{title}: {record.status}: {record.reason}"
+    speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
+    budget = machine.budget(job.budget, job.device)
+    host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
+    taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
+    device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""
+    verdict = (
+        record.gate.verdict if record.gate.verdict in ("failed", "untested") else f"passed ({record.gate.verdict})"
+    )
+    return f"{title}: {speed}, {device}{host}; gate {verdict}: {record.gate.text}"
+
+
+def _of(size: int, limit: int | None) -> str:
+    return f"{gib(size)} of {gib(limit)}" if limit else gib(size)

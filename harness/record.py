@@ -75,6 +75,7 @@ class Record:
     bit_exact: bool = False  # what the method promises on CPU in fp32
     is_exact: bool = True  # False where the method says that it trains otherwise by design
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: what harness/inspection.py saw
+    others: list[dict[str, Any]] = field(default_factory=list)  # of several models all but the first, for models()
     gate: Gate = Gate()
 
     @property
@@ -96,6 +97,17 @@ class Record:
     def samples_per_step(self) -> int:
         """Of all models, where several took a step."""
         return self.job.workload.batch_size * self.schedule.get("num_models", 1)
+
+    def models(self) -> list[Record]:
+        """Of several models that took turns each one's training, as a record of its own workload and steps."""
+        found = [self]
+        for other in self.others:
+            workload = dataclasses.replace(self.job.workload, **other["workload"])
+            steps = self.job.steps * self.job.workload.batch_size // workload.batch_size  # the same samples
+            job = dataclasses.replace(self.job, workload=workload, steps=steps, warmup=min(self.job.warmup, steps - 1))
+            kept = {name: other[name] for name in ("losses", "grad_norms", "tensors")}
+            found.append(dataclasses.replace(self, job=job, others=[], **kept))
+        return found
 
     @property
     def samples_per_second(self) -> float | None:

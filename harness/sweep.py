@@ -17,7 +17,7 @@ from harness.launch import launch
 from harness.prepare import prepare
 from harness.record import Gate, Record, new_stem, read_all
 from harness.remote import Place
-from harness.spec import Budget, Job, Plan, gib, params_text
+from harness.spec import Budget, Job, Plan
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -128,8 +128,9 @@ class Sweep:
 
     def _references(self, jobs: list[Job]) -> list[Job]:
         """What those of the jobs that have trained will be compared with."""
-        trained = [job for job in jobs if any(self.records[path].status == "ok" for path in self._known(self.key(job)))]
-        return [resolve(self._reference(job), self.folders)[0] for job in trained]
+        trained = [self.records[path] for job in jobs for path in self._known(self.key(job))]
+        models = [model for record in trained if record.status == "ok" for model in record.models()]
+        return [resolve(self._reference(model.job), self.folders)[0] for model in models]
 
     def _known(self, key: str) -> list[Path]:
         """The records that answer for a key, oldest first; those made now count however they ended: no job is run
@@ -189,24 +190,26 @@ class Sweep:
         record = self.records[path]
         if record.status != "ok":
             return record
-        other = self._reference(record.job)
-        if record.job.method == other.method and record.job.device == other.device:
-            verdict = gate.judge(record, record)
-        else:
-            _, _, shortfall = resolve(other, self.folders)
-            if shortfall is None:
-                judged_by = self._judge(self._measure(other, {"role": "reference"}))
-                depth = record.job.workload.num_layers
-                if judged_by.status.startswith("oom") and depth > 1:  # it fitted on paper only
-                    verdict = self._judge_by_twin(record, other, most=depth // 2)
-                else:
-                    verdict = gate.judge(record, judged_by)
-            else:
-                verdict = self._judge_by_twin(record, other)
-        record = record.with_gate(verdict)
+        verdicts = [self._verdict(record, number) for number in range(1 + len(record.others))]
+        record = record.with_gate(gate.together(verdicts))
         record.write(path)
         self.records[path] = record
         return record
+
+    def _verdict(self, whole: Record, number: int) -> Gate:
+        """On one of the models of a record."""
+        record = whole.models()[number]
+        other = self._reference(record.job)
+        if record.job.method == other.method and record.job.device == other.device:
+            return gate.judge(record, record)
+        _, _, shortfall = resolve(other, self.folders)
+        if shortfall is not None:
+            return self._judge_by_twin(whole, number, other)
+        judged_by = self._judge(self._measure(other, {"role": "reference"}))
+        depth = record.job.workload.num_layers
+        if judged_by.status.startswith("oom") and depth > 1:  # it fitted on paper only
+            return self._judge_by_twin(whole, number, other, most=depth // 2)
+        return gate.judge(record, judged_by)
 
     def _reference(self, job: Job) -> Job:
         """The job whose training this one's is compared with."""
@@ -215,13 +218,13 @@ class Sweep:
             return dataclasses.replace(other, device="cpu", budget=Budget())
         return other
 
-    def _judge_by_twin(self, record: Record, reference: Job, most: int = 2**20) -> Gate:
+    def _judge_by_twin(self, whole: Record, number: int, reference: Job, most: int = 2**20) -> Gate:
         trained = method.create(reference.method, {}, self.folders)
         depth = min(most, largest(trained, reference, machine.budget(reference.budget, reference.device)))
         if depth < 1:
             return Gate("untested", "no-reference", "the reference does not fit at any depth")
         twins = []
-        for job in (record.job, reference):
+        for job in (whole.job, reference):
             trainer = method.create(job.method, job.options, self.folders)
             options = trainer.twin_options(job.workload.num_layers, depth)
             small = dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options)
@@ -230,6 +233,7 @@ class Sweep:
             except ValueError as error:
                 return Gate("untested", "no-twin", f"no twin at {depth} layers: {error}")
             twins.append(self.records[self._measure(small, {"role": "twin"})])
+        record, twin = whole.models()[number], twins[0].models()[min(number, len(twins[0].others))]
         same_size = [
             other
             for other in self.records.values()
@@ -242,7 +246,7 @@ class Sweep:
             and other.job.method in method.names(self.folders)
             and other.key == self.key(other.job)
         ]
-        return gate.judge(record, twins=(twins[0], twins[1]), peers=same_size)
+        return gate.judge(record, twins=(twin, twins[1]), peers=same_size)
 
 
 def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
@@ -257,43 +261,3 @@ def _corpus_identity(prefix: str | None) -> str:
         return ""
     found = Path(f"{prefix.removesuffix('.bin').removesuffix('.idx')}.bin").stat()
     return f"{found.st_size} bytes of {found.st_mtime_ns}"
-
-
-def summary(record: Record) -> dict[str, Any]:
-    """What a closing line tells, as data."""
-    return {
-        "method": record.job.method,
-        "num_layers": record.job.workload.num_layers,
-        "options": record.job.options,
-        "num_params": record.job.workload.num_params,
-        "status": record.status,
-        "reason": record.reason,
-        "samples_per_second": record.samples_per_second,
-        "peaks": record.peaks,
-        "gate": record.gate.verdict,
-        "gate_text": record.gate.text,
-    }
-
-
-def closing_line(record: Record) -> str:
-    """One line for people: parameters, samples/s, peaks against budget, gate."""
-    job = record.job
-    options = "".join(f" {name}={value}" for name, value in job.options.items())
-    title = (
-        f"{job.method}{options}, {job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"
-    )
-    if record.status != "ok":
-        return f"{title}: {record.status}: {record.reason}"
-    speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
-    budget = machine.budget(job.budget, job.device)
-    host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
-    taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
-    device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""
-    verdict = (
-        record.gate.verdict if record.gate.verdict in ("failed", "untested") else f"passed ({record.gate.verdict})"
-    )
-    return f"{title}: {speed}, {device}{host}; gate {verdict}: {record.gate.text}"
-
-
-def _of(size: int, limit: int | None) -> str:
-    return f"{gib(size)} of {gib(limit)}" if limit else gib(size)

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,20 @@ class Clock:
         return before.elapsed_time(after) / 1000 if self.cuda else after - before
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Batches that are made when they are asked for, and how many they will be."""
+
+    batches: Iterator[Any]
+    number: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+    def __len__(self) -> int:
+        return self.number
+
+
 class Run:
     """What has been measured so far, in whatever way the run ends."""
 
@@ -67,7 +82,7 @@ class Run:
         self.measured: dict[str, Any] = {"losses": [], "grad_norms": [], "step_seconds": [], "phase_seconds": {}}
         self.phase, self._since = "start", time.perf_counter()
         self.measured["phase_seconds"]["process"] = time.time() - psutil.Process().create_time()
-        self._waiting: list[tuple[Any, Any]] = []  # loss and norm on their way to the host
+        self._waiting: list[tuple[Any, Any, Any]] = []  # loss and norm on their way to the host, shares
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -106,7 +121,7 @@ class Run:
             self.enter("drain")
             limits.lift(job)  # what is allocated to look at the end of training is no part of it
 
-        training = method.train(job.workload, feed(), job.device)
+        training = method.train(job.workload, Counted(feed(), job.steps), job.device)
         try:
             trained = self._drive(training)
         finally:
@@ -115,7 +130,12 @@ class Run:
         self._collect(wait=True)
         self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
         self.enter("inspect")
-        self.measured["tensors"] = inspect(trained, job)
+        self.measured["tensors"] = inspect(trained.tensors, job)
+        self.measured["others"] = [
+            {"workload": other.changes, "losses": other.losses, "grad_norms": other.grad_norms,
+             "tensors": inspect(other.tensors, job)}
+            for other in trained.others
+        ]  # fmt: skip
         self.enter("done")
 
     def _drive(self, training: Any) -> Trained:
@@ -130,7 +150,7 @@ class Run:
                     self.measured["kernels"] = sorted(kernels.names)
                 else:
                     step = next(training)
-                self._waiting.append(tuple(_to_host(value) for value in step))
+                self._waiting.append((_to_host(step.loss), _to_host(step.grad_norm), step.shares))
                 if len(self.clock.marks) == self.job.warmup:
                     self.clock.synchronize()
                 self.clock.mark()
@@ -142,13 +162,14 @@ class Run:
         """Take in the steps whose losses have arrived; never makes the device wait."""
         losses = self.measured["losses"]
         while self._waiting and (wait or self.clock.done(len(losses) + 1)):
-            loss, norm = self._waiting.pop(0)
+            loss, norm, shares = self._waiting.pop(0)
             losses.append(float(loss))
             if norm is not None:
                 self.measured["grad_norms"].append(float(norm))
             self.measured["step_seconds"].append(self.clock.seconds(len(losses)))
             seconds = self.measured["step_seconds"][-1]
-            self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds})
+            told = {"shares": shares} if shares else {}
+            self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **told})
             if len(losses) % published.interval_steps(self.job) == 0:
                 for line in published.interval_lines(self.job, self.measured, device_peaks(self.job.device)):
                     print(line, flush=True)

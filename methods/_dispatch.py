@@ -7,6 +7,7 @@ schedule with Graham's bound, and a hint that was wrong costs a copy.
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import time
@@ -121,12 +122,12 @@ class Dispatcher:
     """Tasks, devices, a rule; and what has run."""
 
     def __init__(
-        self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, keeps_step: bool = False,
+        self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, most_ahead: float = math.inf,
         seed: int = 0,
     ) -> None:  # fmt: skip
         self.tasks, self.devices, self.key = tasks, list(devices), key_of(policy)
-        self.keeps_step = keeps_step  # no model starts its next minibatch before all have finished this one
-        self.stepped: list[Task] = []
+        self.most_ahead = most_ahead  # rounds that a model may have finished before the slowest one has
+        self.held: list[Task] = []  # those that have stepped, and have not been asked for their next minibatch
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.draw, self.arrivals = random.Random(seed).random, count()
         self.waiting: dict[Task, tuple[int, float]] = {}
@@ -157,17 +158,25 @@ class Dispatcher:
                 if step is None:
                     self._wait(task)
                     continue
-                self.stepped.append(task)
+                self.held.append(task)
                 yield task, step
-                if self.all_have_stepped or not self.keeps_step:
-                    for each in self.stepped:
-                        each.start()
-                        self._wait(each)
-                    self.stepped = []
+            self._release()
 
     @property
-    def all_have_stepped(self) -> bool:
-        return len(self.stepped) == len(self.tasks)
+    def rounds(self) -> int:
+        """That every model has finished which has not failed."""
+        return min((task.rounds for task in self.tasks if not task.failure), default=0)
+
+    def _release(self) -> None:
+        """Let those go on that are not too far ahead. Of data that all share, nobody asks for more than there is until
+        all have had it: its end is the training's."""
+        slowest = self.rounds
+        for task in list(self.held):
+            may_ask = task.batches_left > 0 or math.isinf(self.most_ahead)
+            if task.rounds - slowest <= (self.most_ahead if may_ask else 0):
+                self.held.remove(task)
+                task.start()
+                self._wait(task)
 
     def _wait(self, task: Task) -> None:
         if task.next_unit is not None:
@@ -235,3 +244,11 @@ class Dispatcher:
             "ratio": makespan / bound,
             "utilization": busy / (num_devices * makespan),
         }
+
+    def shares(self) -> list[float]:
+        """Of the time of all devices until now what each model has had."""
+        spent = [0.0] * len(self.tasks)
+        for turned in self.timeline:
+            spent[turned.model] += turned.end - turned.start
+        end = max((turned.end for turned in self.timeline), default=0.0)
+        return [seconds / (len(self.numbers) * end) if end else 0.0 for seconds in spent]

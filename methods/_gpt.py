@@ -6,13 +6,13 @@ Shapes: B batch, T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.method import TensorState
+from harness.method import OtherModel, Step, TensorState
 from harness.model import DTYPES, Ends, Layer, decays, initialize
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from methods._device import Device
@@ -90,3 +90,16 @@ def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState
     states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
     weights = {name: shard.at_home(name) for shard in shards for name in shard.own}
     return [TensorState(name, states[name].get(MASTER, weights[name]), states[name]["exp_avg"]) for name in ordered]
+
+
+def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same samples in so many times as many batches."""
+    for inputs, targets in batches:
+        yield from zip(inputs.chunk(number), targets.chunk(number), strict=True)
+
+
+def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:
+    """For a record what became of a model that is not the first."""
+    changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
+    norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
+    return OtherModel(changes, [float(step.loss) for step in steps], norms, tensors(shards, ordered))

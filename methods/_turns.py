@@ -30,12 +30,13 @@ class Task:
     def __init__(
         self, model: int, shards: Sequence[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
         max_norm: float = 0.0, update: str = "later", learning_rate_at: Callable[[int], float] | None = None,
-        random_state: object = None, keeps_graphs: bool = False,
+        random_state: object = None, keeps_graphs: bool = False, per_round: int = 1,
     ) -> None:  # fmt: skip
         self.model, self.shards, self.names, self.batches = model, shards, names, batches
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
         self.random, self.keeps_graphs, self.num_steps = random_state, keeps_graphs and len(shards) > 1, 0
         self.batches_left: float = math.inf if num_batches is None else num_batches
+        self.per_round, self.num_done = per_round, 0  # minibatches of a round of all models, and how many are done
         self.updates = [0] * len(shards)
         last = len(shards) - 1
         turn = [(FORWARD, i) for i in range(last)] + [(LOSS, last)] + [(BACKWARD, i) for i in reversed(range(last))]
@@ -52,9 +53,16 @@ class Task:
 
     @property
     def remaining(self) -> float:
-        """Seconds of all its units that have not started, by what they took last."""
+        """Seconds of all its units that have not started, by what they took last; of those of this round, where nobody
+        knows how many rounds there are."""
         whole = sum(self.seconds[each] for each in self.script)
-        return sum(self.seconds[each] for each in self.script[self.position :]) + (self.batches_left - 1) * whole
+        batches = self.per_round - self.num_done % self.per_round
+        batches_left = batches if math.isinf(self.batches_left) else self.batches_left
+        return sum(self.seconds[each] for each in self.script[self.position :]) + (batches_left - 1) * whole
+
+    @property
+    def rounds(self) -> int:
+        return self.num_done // self.per_round
 
     def unit(self, kind: str, shard: int, **given: object) -> Unit:
         rate = self.learning_rate_at(self.num_steps) if self.learning_rate_at else None
@@ -92,6 +100,7 @@ class Task:
         self.position += 1
         if self.position == len(self.script):
             self.position, self.batches_left, self.device = 0, self.batches_left - 1, None
+            self.num_done += 1
         item = self.coroutine.send(result)
         if isinstance(item, Step):
             return item

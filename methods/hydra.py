@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import Any
 
-from harness.method import Trained, Training, largest_depth
+from harness.method import Step, Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods._partition import GptShard, adamw_bytes, gpt_shards, gpt_tensors
 from methods._plans import describe
@@ -25,6 +25,7 @@ from methods._scheduler import key_of
 
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that the norm of a gradient takes on a device; and what else is as small
 NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
+MOST_TURNS = 2000  # of the last ones a record tells which model had which device, from when to when
 SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; held against the twin
 
 
@@ -43,6 +44,7 @@ class Hydra:
     double_buffer: bool = True  # a second slot, for what comes next
     intermediates: str = "checkpointed"  # layers are recomputed; or "saved": activations go to the host
     num_models: int = 1  # each with a learning rate of its own; the first one's is the workload's
+    num_batch_sizes: int = 1  # learning rates times so many batch sizes: the workload's, and halves of it
     policy: str = "lrtf"  # longest remaining time first; or srtf, fifo, random
 
     label = "Hydra"
@@ -58,6 +60,10 @@ class Hydra:
             raise ValueError(f"intermediates are checkpointed or saved, not {self.intermediates!r}")
         if self.num_models < 1:
             raise ValueError(f"num_models must be at least 1, not {self.num_models}")
+        if self.num_batch_sizes < 1 or workload.batch_size % 2 ** (self.num_batch_sizes - 1):
+            raise ValueError(
+                f"num_batch_sizes={self.num_batch_sizes}: the batch size {workload.batch_size} is not halved so often"
+            )
         key_of(self.policy)
         asked = self.shard_layers
         if asked is not None and not 1 <= asked <= workload.num_layers:
@@ -87,34 +93,50 @@ class Hydra:
 
         lengths = self._lengths(workload, self.plan(workload, Budget()).options["shard_layers"])
         names, update = _gpt.names(workload), "later" if workload.clip_norm else "now"
-        rates = [workload.learning_rate / 2 ** (number % NUM_RATES) for number in range(self.num_models)]
+        own = self._workloads(workload)
+        number_of_batches = len(batches) if hasattr(batches, "__len__") else None
         with Device(device) as gpu:
-            models = [_gpt.at_home(workload, lengths, gpu) for _ in rates]
+            models = [_gpt.at_home(workload, lengths, gpu) for _ in own]
             worker = Worker(
                 gpu, models, double_buffer=self.double_buffer, intermediates=self.intermediates,
                 keeps_random=workload.dropout > 0,
             )  # fmt: skip
-            tasks = [
-                Task(
-                    number, models[number], names, shared, None, max_norm=workload.clip_norm, update=update,
-                    learning_rate_at=dataclasses.replace(workload, learning_rate=rate).learning_rate_at,
-                    random_state=worker.random_state(), keeps_graphs=self.intermediates == "saved",
-                )
-                for number, (rate, shared) in enumerate(zip(rates, tee(batches, len(rates)), strict=True))
-            ]  # fmt: skip
+            tasks = []
+            for number, (mine, shared) in enumerate(zip(own, tee(batches, len(own)), strict=True)):
+                parts = workload.batch_size // mine.batch_size
+                tasks.append(Task(
+                    number, models[number], names, _gpt.parts(shared, parts),
+                    number_of_batches and parts * number_of_batches, max_norm=workload.clip_norm, update=update,
+                    learning_rate_at=mine.learning_rate_at, random_state=worker.random_state(),
+                    keeps_graphs=self.intermediates == "saved", per_round=parts,
+                ))  # fmt: skip
             # Of several models each unit is waited for: the rule goes by what units take.
-            dispatcher = Dispatcher(tasks, [Here(worker, waits=len(tasks) > 1)], self.policy, keeps_step=True)
-            steps = {}
+            dispatcher = Dispatcher(tasks, [Here(worker, waits=len(tasks) > 1)], self.policy, most_ahead=0)
+            steps: list[list[Step]] = [[] for _ in tasks]
+            rounds = 0
             for task, step in dispatcher.run():
-                steps[task.model] = step
-                if dispatcher.all_have_stepped:
-                    yield steps[0]
+                steps[task.model].append(step)
+                while rounds < dispatcher.rounds:
+                    yield steps[0][rounds]._replace(shares=dispatcher.shares() if len(tasks) > 1 else None)
+                    rounds += 1
             gpu.synchronize()
-            schedule = {}
+            schedule: dict[str, Any] = {}
             if len(tasks) > 1:
-                last = [float(steps[task.model].loss) for task in tasks]
-                schedule = {"num_models": len(tasks), "learning_rates": rates, "last_losses": last}
-            return Trained(_gpt.tensors(models[0], names), gpu.moved_bytes, schedule | dispatcher.summary())
+                turns = [[*turned] for turned in dispatcher.timeline[-MOST_TURNS:]]
+                schedule = {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
+            return Trained(
+                _gpt.tensors(models[0], names), gpu.moved_bytes, schedule,
+                [_gpt.other(mine, *rest, names) for mine, *rest in zip(own[1:], models[1:], steps[1:], strict=True)],
+            )  # fmt: skip
+
+    def _workloads(self, workload: Workload) -> list[Workload]:
+        """Each model's own: learning rates times batch sizes, each half of the one before."""
+        found = []
+        for number in range(self.num_models):
+            rate, half = divmod(number, self.num_batch_sizes)
+            changes = {"learning_rate": workload.learning_rate / 2 ** (rate % NUM_RATES)}
+            found.append(dataclasses.replace(workload, batch_size=workload.batch_size >> half, **changes))
+        return found
 
     def _lengths(self, workload: Workload, num_layers: int) -> list[int]:
         """Layers of each shard, the ends counted as layers: as many as fit where `num_layers` blocks do."""

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from harness.method import ROOT, create
+from harness.method import ROOT, Trained, create
 from harness.spec import Budget, Workload
 from harness.twin import predict
 from tests.races import find_races
 from tests.test_agree import difference
-from tests.training import tiny, train, train_resident
+from tests.training import Result, tiny, train, train_resident
 
 STEPS = 6
 # The two modes, shards of one layer, of several and the whole model, with one slot and with two.
@@ -165,15 +165,19 @@ def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> 
 
 
 def test_several_models_end_where_each_would_alone() -> None:
+    """Three learning rates times two batch sizes, half a batch twice as often."""
     workload = tiny(num_layers=3, dropout=0.1)
-    result = train("hydra", workload, STEPS, num_models=3)
+    result = train("hydra", workload, STEPS, num_models=6, num_batch_sizes=2)
     assert difference(result, train_resident(workload, STEPS)) == ""
+    for number, other in enumerate(result.trained.others, start=1):
+        rate, half = divmod(number, 2)
+        own = dataclasses.replace(workload, batch_size=2 >> half, learning_rate=workload.learning_rate / 2**rate)
+        assert other.changes == {"learning_rate": own.learning_rate, "batch_size": own.batch_size}
+        found = Result(other.losses, other.grad_norms, Trained(other.tensors))
+        assert difference(found, train_resident(own, STEPS << half)) == ""
     schedule = result.trained.schedule
-    rates = [workload.learning_rate / 2**number for number in range(3)]
-    alone = [train_resident(dataclasses.replace(workload, learning_rate=rate), STEPS).losses[-1] for rate in rates]
-    assert (schedule["num_models"], schedule["learning_rates"]) == (3, rates)
-    assert schedule["last_losses"] == alone
-    assert 1 <= schedule["ratio"] < 2
+    assert schedule["num_models"] == 6 and 1 <= schedule["ratio"] < 2
+    assert {turn[0] for turn in schedule["turns"]} == set(range(6))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +185,7 @@ def test_several_models_end_where_each_would_alone() -> None:
     [
         ({"shard_layers": 13}, "shard_layers=13 is beyond the 12 layers"),
         ({"num_models": 0}, "num_models must be at least 1, not 0"),
+        ({"num_batch_sizes": 4}, "the batch size 4 is not halved so often"),
         ({"policy": "longest"}, "no policy 'longest': choose one of lrtf, srtf, fifo, random"),
         ({"intermediates": "kept"}, "checkpointed or saved, not 'kept'"),
     ],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from harness.progress import closing_line
 from harness.record import read_all
 from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, closing_line, resolve
+from harness.sweep import Sweep, resolve
 
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 
