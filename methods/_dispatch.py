@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch.multiprocessing
 
 from harness.method import Step
-from methods._scheduler import Waiting, key_of, lower_bound
+from methods._scheduler import key_of, lower_bound
 from methods._turns import Task
 from methods._units import FORWARD, Result, Unit
 from methods._worker import Worker
@@ -184,7 +184,7 @@ class Dispatcher:
 
     def _first(self, device: Any, shunned: Sequence[Task] = ()) -> Task | None:
         fit = [task for task in self.waiting if task.device in (None, device) and task not in shunned]
-        return min(fit, default=None, key=lambda t: (self.key(Waiting(t.remaining, *self.waiting[t])), self.waiting[t]))
+        return min(fit, default=None, key=lambda t: (self.key(t.remaining, *self.waiting[t]), self.waiting[t]))
 
     def _start(self, device: Any) -> bool:
         task = self._first(device)

@@ -20,24 +20,20 @@ from typing import NamedTuple
 Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
 
 
-class Waiting(NamedTuple):
-    """What a rule may know of a model that waits for a device."""
-
-    remaining: float  # time of all its units that have not started
-    arrival: int  # models that began to wait before it did
-    draw: float  # from [0, 1), drawn when it began to wait
-
+# Of what a rule may know of a model that waits for a device: the time of all its units that have not started, how many
+# models began to wait before it did, and a number from [0, 1) that was drawn when it began to wait.
+Key = Callable[[float, int, float], float]
 
 # A free device takes the waiting model with the smallest key; of equal ones that which waits longest.
-POLICIES: dict[str, Callable[[Waiting], float]] = {
-    "lrtf": lambda model: -model.remaining,
-    "srtf": lambda model: model.remaining,
-    "fifo": lambda model: model.arrival,
-    "random": lambda model: model.draw,
+POLICIES: dict[str, Key] = {
+    "lrtf": lambda remaining, arrival, draw: -remaining,
+    "srtf": lambda remaining, arrival, draw: remaining,
+    "fifo": lambda remaining, arrival, draw: arrival,
+    "random": lambda remaining, arrival, draw: draw,
 }
 
 
-def key_of(policy: str) -> Callable[[Waiting], float]:
+def key_of(policy: str) -> Key:
     """The rule of that name. Raises ValueError naming those there are."""
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}: choose one of {', '.join(POLICIES)}")
@@ -63,19 +59,17 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
     key, draw = key_of(policy), random.Random(seed).random
     remaining = [float(sum(chain)) for chain in chains]
     next_unit = [0] * len(chains)
-    waiting = [
-        (key(Waiting(remaining[model], model, draw())), model, model) for model, chain in enumerate(chains) if chain
-    ]
+    waiting = [(key(remaining[model], model, draw()), model, model) for model, chain in enumerate(chains) if chain]
     arrival, now = len(waiting), 0.0
     heapify(waiting)
-    free = list(range(num_devices))
     running: list[tuple[float, int, int]] = []  # end, device, model
     schedule = Schedule(0.0, [], [], [], [])
     _, models, devices, starts, ends = schedule
+    free = list(reversed(range(num_devices)))
     while waiting or running:
         while waiting and free:
-            _, _, model = heappop(waiting)
-            device, seconds = heappop(free), chains[model][next_unit[model]]
+            model, device = heappop(waiting)[2], free.pop()
+            seconds = chains[model][next_unit[model]]
             next_unit[model] += 1
             remaining[model] -= seconds
             heappush(running, (now + seconds, device, model))
@@ -86,9 +80,9 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
         now = running[0][0]
         while running and running[0][0] == now:  # all that end now wait before any device is given away
             _, device, model = heappop(running)
-            heappush(free, device)
+            free.append(device)
             if next_unit[model] < len(chains[model]):
-                heappush(waiting, (key(Waiting(remaining[model], arrival, draw())), arrival, model))
+                heappush(waiting, (key(remaining[model], arrival, draw()), arrival, model))
                 arrival += 1
     return schedule._replace(makespan=now)
 

@@ -124,10 +124,8 @@ class Hydra:
             if len(tasks) > 1:
                 turns = [[*turned] for turned in dispatcher.timeline[-MOST_TURNS:]]
                 schedule = {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
-            return Trained(
-                _gpt.tensors(models[0], names), gpu.moved_bytes, schedule,
-                [_gpt.other(mine, *rest, names) for mine, *rest in zip(own[1:], models[1:], steps[1:], strict=True)],
-            )  # fmt: skip
+            others = [_gpt.other(own[n], models[n], steps[n], names) for n in range(1, len(own))]
+            return Trained(_gpt.tensors(models[0], names), gpu.moved_bytes, schedule, others)
 
     def _workloads(self, workload: Workload) -> list[Workload]:
         """Each model's own: learning rates times batch sizes, each half of the one before."""

@@ -130,10 +130,10 @@ def test_twelve_alike_models_use_eight_devices_wholly_where_whole_models_use_six
 
 def test_ten_thousand_models_on_a_thousand_devices_take_seconds_to_simulate() -> None:
     rng = random.Random(0)
-    chains = [[rng.uniform(0.5, 2) for _ in range(20)] for _ in range(10_000)]
+    chains = [[rng.uniform(0.5, 2) for _ in range(40)] for _ in range(10_000)]
     started = time.process_time()
     makespan = simulate(chains, 1000).makespan
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 8
     assert makespan <= 1.01 * lower_bound(chains, 1000)
 
 
