@@ -103,9 +103,9 @@ class Docker:
 
         kept = ROOT / ".venv" / f"image-{self.image.short_id.removeprefix('sha256:')}"  # what is compiled in the image
         kept.mkdir(parents=True, exist_ok=True)
-        corpus, nvme = job.workload.corpus, job.options.get("nvme")
+        corpus, disk = job.workload.corpus, job.options.get("disk")
         read = {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else [])}
-        written = {results, *([Path(nvme).resolve()] if nvme else [])}
+        written = {results, *([Path(disk).resolve()] if disk else [])}
         mounts = [Mount(str(path), str(path), "bind", read_only=True) for path in sorted(read - written)]
         mounts += [Mount(str(path), str(path), "bind") for path in sorted(written)]
         mounts.append(Mount(str(ROOT / ".venv"), str(kept.resolve()), "bind"))

@@ -56,7 +56,7 @@ MEMORIES = {
     "host": ("host memory", "lower -l or -b, or raise --host-memory"),
     "pinned": ("pinned host memory", "lower -l or raise --host-memory: pinned blocks are rounded up to powers of two"),
     "shm": ("shared memory", "enlarge /dev/shm (in docker: --shm-size) or pass less through it"),
-    "disk": ("room on the disk", "free some, or name another folder with --nvme or --results"),
+    "disk": ("room on the disk", "free some, or name another folder with --disk or --results"),
 }
 
 

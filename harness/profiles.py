@@ -14,7 +14,7 @@ from harness.spec import GIB, Budget
 
 FILE = ROOT / "machines.yaml"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
-BUDGETS = {"device_memory": "device_bytes", "host_memory": "host_bytes", "disk": "disk_bytes"}
+BUDGETS = {"device_memory": "device_bytes", "host_memory": "host_bytes", "disk_memory": "disk_bytes"}
 
 
 @dataclass(frozen=True)

@@ -125,14 +125,14 @@ def job_options(command: Any) -> Any:
         click.option("--warmup", type=int, help="Steps left out of the median; default 5, or fewer of few steps."),
         click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
         click.option("--models", "num_models", type=int, help="Models that take turns, for methods that have this."),
-        click.option("--nvme", metavar="DIR", help="Folder on the disk, for methods that use one."),
+        click.option("--disk", metavar="DIR", help="Folder on the disk, for methods that use one."),
         click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
                      help="sim: a CPU with a device memory of its own; auto takes it where --device-memory is given."),
         click.option("--machine", "machine_name", metavar="NAME", help="Budgets of a machine in machines.yaml."),
         click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
         click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
         click.option("--link", type=Bytes(), help="Simulated link of --device sim, a second in each direction."),
-        click.option("--disk", "disk_memory", type=Bytes(), help="Budget on the disk, for methods that use one."),
+        click.option("--disk-memory", type=Bytes(), help="Budget on the disk, for methods that use one."),
         click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
         click.option("--results", type=FOLDER, default=method.ROOT / "results", help="Folder of records and logs."),
         methods_option,
@@ -217,7 +217,7 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
         workload = Workload(num_layers=num_layers, hidden_size=hidden_size, batch_size=batch_size, **fixed)
         known = method.option_names(method.load(name, folders))
         asked = {"window_size": window, "placement": words["placement"], "num_models": words.get("num_models"),
-                 "nvme": words["nvme"]}  # fmt: skip
+                 "disk": words["disk"]}  # fmt: skip
         chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
         jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
@@ -273,7 +273,7 @@ def command(job: Job) -> str:
     others = {"num_heads": "--heads", "seq_len": "--seq", "vocab_size": "--vocab", "dtype": "--dtype",
               "dropout": "--dropout", "clip_norm": "--clip", "learning_rate": "--lr", "seed": "--seed",
               "corpus": "--data"}  # fmt: skip
-    budgets = {"device_bytes": "--device-memory", "host_bytes": "--host-memory", "disk_bytes": "--disk",
+    budgets = {"device_bytes": "--device-memory", "host_bytes": "--host-memory", "disk_bytes": "--disk-memory",
                "link_bytes_per_second": "--link"}  # fmt: skip
     load, budget = job.workload, job.budget
     words: list[Any] = ["-m", job.method]

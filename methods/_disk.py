@@ -104,8 +104,8 @@ class Shelf:
         return copy
 
 
-def shelves(device: Device, num_layers: int, nvme: str | None, workload: Workload) -> Iterator[Shelf]:
+def shelves(device: Device, num_layers: int, folder: str | None, workload: Workload) -> Iterator[Shelf]:
     """A place for each of so many layers in files of this folder. Raises OSError where the disk has no room."""
     if num_layers:
-        disk = Disk(device, writable(nvme), num_layers, workload)
+        disk = Disk(device, writable(folder), num_layers, workload)
         yield from (Shelf(disk, place) for place in range(num_layers))

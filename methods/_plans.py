@@ -19,11 +19,11 @@ def stored_numel(numel: int) -> int:
     return -(-numel // 2048) * 2048
 
 
-def writable(nvme: str | None) -> Path:
+def writable(disk: str | None) -> Path:
     """The folder that was named, or the system's temporary one. Raises ValueError where nothing can be written."""
-    folder = Path(nvme or tempfile.gettempdir())
+    folder = Path(disk or tempfile.gettempdir())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"cannot write to the folder {folder}: name another with --nvme DIR")
+        raise ValueError(f"cannot write to the folder {folder}: name another with --disk DIR")
     return folder
 
 

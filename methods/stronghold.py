@@ -41,7 +41,7 @@ class Stronghold:
     resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the budget holds
     placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
     clipping: str | None = None  # deferred or speculate; None: chosen by plan()
-    nvme: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
+    disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
 
     label = "STRONGHOLD"
     color = "#A05CFF"
@@ -134,14 +134,14 @@ class Stronghold:
         if resident is None:
             resident = _num_resident(workload, budget, window)
         kinds = _bottom_resident(resident, num_layers)
-        while self.nvme and budget.host_bytes and "W" in kinds and not _fits_host(workload, kinds, window, budget):
+        while self.disk and budget.host_bytes and "W" in kinds and not _fits_host(workload, kinds, window, budget):
             kinds = "D".join(kinds.rsplit("W", 1))  # from the top: what is needed last has the longest time
         return kinds
 
     def _plan(self, workload: Workload, kinds: str, window: int, clipping: str | None) -> Plan:
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
         if "D" in kinds:
-            options["nvme"] = str(writable(self.nvme))
+            options["disk"] = str(writable(self.disk))
         if not workload.clip_norm:
             return placed_plan(workload, kinds, window, clipping=None, options=options)
         return placed_plan(workload, kinds, window, clipping, {**options, "clipping": clipping})
@@ -174,7 +174,7 @@ class Stronghold:
 
         with Device(device, num_workers=_num_workers(device)) as gpu:
             ends, homes = ResidentEnds(gpu, workload), []
-            on_disk = shelves(gpu, kinds.count("D"), self.nvme, workload)
+            on_disk = shelves(gpu, kinds.count("D"), self.disk, workload)
             for i in layers:
                 place: dict[str, Any] = {
                     "host": kinds[i] != "R",

@@ -24,7 +24,7 @@ PREFIX = "harness-nvme-"
 
 @dataclass(frozen=True)
 class ZeroInfinityNvme:
-    nvme: str | None = None  # the folder; the system's temporary one where none is named
+    disk: str | None = None  # the folder; the system's temporary one where none is named
     pipelined: bool | None = None  # reads and writes beside the update; None: where the host has room for its buffers
     reentrant: bool = True  # recompute; torch's newer way gives wrong gradients here (DeepSpeed 0.19.8 on a CPU)
 
@@ -34,7 +34,7 @@ class ZeroInfinityNvme:
     world_size = 1
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        folder = writable(self.nvme)
+        folder = writable(self.disk)
         plans = [self._plan(workload, str(folder), pipelined) for pipelined in (True, False)]
         if self.pipelined is not None:
             return plans[not self.pipelined]
@@ -49,7 +49,7 @@ class ZeroInfinityNvme:
             host={"gradients": 4 * params, "buffers": of_weights + of_states},
             disk={"weights": size * params, "optimizer": 12 * params},
             moved_bytes=2 * (12 + size) * params,
-            options={"nvme": folder, "pipelined": pipelined, "reentrant": self.reentrant},
+            options={"disk": folder, "pipelined": pipelined, "reentrant": self.reentrant},
         )
 
     def missing(self, device: str) -> str | None:
@@ -71,7 +71,7 @@ class ZeroInfinityNvme:
 
         plan = self.plan(workload, Budget())
         need, pipelined = plan.disk_bytes, plan.options["pipelined"]
-        with swap_folder(writable(self.nvme), need) as folder:
+        with swap_folder(writable(self.disk), need) as folder:
             if not _zero.is_built("async_io"):
                 raise Unavailable(
                     "DeepSpeed's asynchronous I/O is not built: apt-get install libaio-dev g++, and again"

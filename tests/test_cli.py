@@ -158,7 +158,7 @@ def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
         Job("stronghold", Workload(2, 128, 4, 64, 1, 1, 512, dropout=0.1, clip_norm=0.0, learning_rate=1e-3, seed=7),
             {"window_size": 2, "resident_layers": 1}, Budget(12345678, 3 * GIB, None, 60, 2**28), "sim", 5, 2),
         Job("zero-infinity-nvme", Workload(dtype="bf16", corpus="a folder/text"),
-            {"nvme": "some folder", "pipelined": True, "reentrant": False}, Budget(disk_bytes=7)),
+            {"disk": "some folder", "pipelined": True, "reentrant": False}, Budget(disk_bytes=7)),
     ],
     ids=lambda job: job.method,
 )  # fmt: skip

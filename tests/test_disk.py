@@ -116,7 +116,7 @@ def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp
     """On the device sim, whose host has two thirds of what weights, gradients and states take."""
     workload = Workload(num_layers=12, hidden_size=128, num_heads=4, seq_len=32, batch_size=2, vocab_size=128)
     host_bytes = 16 * workload.num_layers * workload.layer_params * 2 // 3
-    options = {"resident_layers": 0, "nvme": str(tmp_path)}
+    options = {"resident_layers": 0, "disk": str(tmp_path)}
     job = Job("stronghold", workload, options, Budget(2**24, host_bytes), "sim", steps=4, warmup=1)
     record = Sweep(tmp_path).run([job])[0]
     assert record.gate.verdict == "exact", (record.reason, record.gate.text)
@@ -124,6 +124,6 @@ def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp
 
 
 def test_a_folder_that_cannot_be_written_is_one_line() -> None:
-    stronghold = create("stronghold", {"placement": "W1D1", "nvme": "/nowhere"})
-    with pytest.raises(ValueError, match="name another with --nvme DIR"):
+    stronghold = create("stronghold", {"placement": "W1D1", "disk": "/nowhere"})
+    with pytest.raises(ValueError, match="name another with --disk DIR"):
         stronghold.plan(tiny(), Budget())

@@ -109,7 +109,7 @@ def test_nvme_holds_the_model_in_files_meanwhile_and_leaves_none(tmp_path: Path,
     def look(event: dict) -> None:
         seen.update(path.name for path in folder.rglob("*.swp"))
 
-    job = resolve(Job("zero-infinity-nvme", LARGE, {"nvme": str(folder)}, steps=4, warmup=1))[0]
+    job = resolve(Job("zero-infinity-nvme", LARGE, {"disk": str(folder)}, steps=4, warmup=1))[0]
     record = Sweep(tmp_path, report=look).run([job])[0]
     assert record.status == "ok", record.reason
     assert any("exp_avg" in name for name in seen) and len(seen) > 10
@@ -120,7 +120,7 @@ def test_nvme_holds_the_model_in_files_meanwhile_and_leaves_none(tmp_path: Path,
 def test_what_a_killed_run_left_on_the_disk_goes_with_the_next(tmp_path: Path, libaio: None) -> None:
     left = tmp_path / "harness-nvme-999999999"
     left.mkdir()
-    run(tmp_path, "zero-infinity-nvme", SMALL, nvme=str(tmp_path))
+    run(tmp_path, "zero-infinity-nvme", SMALL, disk=str(tmp_path))
     assert not left.exists()
 
 
@@ -132,10 +132,10 @@ def test_nvme_needs_less_host_memory_than_zero_infinity(shared_results: Path, li
 
 
 def test_no_folder_for_nvme_is_one_line_and_exit_2(tmp_path: Path) -> None:
-    words = ["-m", "zero-infinity-nvme", "-l", "2", "--nvme", str(tmp_path / "none"), "--results", str(tmp_path / "r")]
+    words = ["-m", "zero-infinity-nvme", "-l", "2", "--disk", str(tmp_path / "none"), "--results", str(tmp_path / "r")]
     done = subprocess.run([sys.executable, "-m", "harness", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "name another with --nvme DIR" in done.stderr and not (tmp_path / "r").exists()
+    assert "name another with --disk DIR" in done.stderr and not (tmp_path / "r").exists()
 
 
 @pytest.mark.heavy
@@ -147,7 +147,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, libaio: 
     if mounted.returncode:
         pytest.skip("this machine lets nobody mount a file system")
     try:
-        record = run(tmp_path, "zero-infinity-nvme", LARGE, nvme=str(folder))
+        record = run(tmp_path, "zero-infinity-nvme", LARGE, disk=str(folder))
         assert record.status == "does-not-fit" and "of disk" in record.reason
         assert list(folder.iterdir()) == []
     finally:

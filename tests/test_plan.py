@@ -47,7 +47,7 @@ def test_every_method_has_a_row_by_kind_that_adds_up(capsys, monkeypatch) -> Non
 
 
 def test_the_largest_depth_fits_and_one_layer_more_does_not(capsys, monkeypatch) -> None:
-    budget = ["--device-memory", "16MiB", "--host-memory", "64MiB", "--disk", "64MiB"]
+    budget = ["--device-memory", "16MiB", "--host-memory", "64MiB", "--disk-memory", "64MiB"]
     for row in plan(capsys, monkeypatch, "-m", "resident,l2l,stronghold,zero-offload,zero-infinity", *SMALL, *budget):
         depth = row["largest_layers"]
         sizes = ["-m", row["method"], *SMALL[2:], *budget]
@@ -130,7 +130,7 @@ def test_a_machines_budgets_are_defaults(capsys, monkeypatch) -> None:
 
 def test_a_machine_of_ones_own_is_an_entry(tmp_path: Path) -> None:
     file = tmp_path / "machines.yaml"
-    file.write_text("desk:\n  device_memory: 24GiB\n  disk: 1TiB\n  facts: {gpu: mine}\n")
+    file.write_text("desk:\n  device_memory: 24GiB\n  disk_memory: 1TiB\n  facts: {gpu: mine}\n")
     mine = profiles.load("desk", file)
     assert mine.budget.device_bytes == 24 * GIB and mine.budget.disk_bytes == 1024 * GIB
     assert mine.budget.host_bytes is None and mine.facts == {"gpu": "mine"}
@@ -160,7 +160,7 @@ def test_an_unknown_machine_names_the_nearest(capsys, monkeypatch, verb: list[st
 
 
 @pytest.mark.parametrize("size", ["12", "-1GiB", "32GB?", "0GiB"])
-@pytest.mark.parametrize("option", ["--device-memory", "--host-memory", "--disk"])
+@pytest.mark.parametrize("option", ["--device-memory", "--host-memory", "--disk-memory"])
 def test_a_bad_size_is_one_line(capsys, monkeypatch, option: str, size: str) -> None:
     assert "is no size" in fails(capsys, monkeypatch, "plan", "-m", "l2l", f"{option}={size}")
 
@@ -176,7 +176,7 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
     from harness.words import make_jobs
 
     words = dict.fromkeys(
-        ("window_size", "placement", "nvme", "device_memory", "host_memory", "disk_memory", "timeout", "link")
+        ("window_size", "placement", "disk", "device_memory", "host_memory", "disk_memory", "timeout", "link")
     )
     sizes = {
         "micro_batches": 1,
