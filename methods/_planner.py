@@ -28,6 +28,7 @@ from typing import NamedTuple
 from harness.rates import Rates
 from harness.spec import Budget, Plan, Workload
 from methods._placement import spread
+from methods._plans import state_bytes, stored_numel
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
@@ -104,11 +105,17 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     if deferred:
         found.append(Row("compute", BACKWARD, compute - forward, {}))
     found.append(Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)))
-    found.append(Row("disk reads", last, 0.0, {"D": params * STATE_BYTES / rates.disk_read_bytes_per_second}))
-    found.append(Row("disk writes", last, 0.0, {"D": params * STATE_BYTES / rates.disk_write_bytes_per_second}))
+    stored = stored_bytes(workload)
+    found.append(Row("disk reads", last, 0.0, {"D": stored / rates.disk_read_bytes_per_second}))
+    found.append(Row("disk writes", last, 0.0, {"D": stored / rates.disk_write_bytes_per_second}))
     for pool in range(last + 1):
         found += _link_rows(workload, rates, clipping, pool, adam if pool == last else 0)
     return found
+
+
+def stored_bytes(workload: Workload) -> int:
+    """Of a layer on the disk, read and written once a step: all that an update changes but the weights."""
+    return state_bytes(workload, host=True)["optimizer"] * stored_numel(workload.layer_params)
 
 
 def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, adam: int) -> list[Row]:
@@ -116,8 +123,9 @@ def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int
     inbound = {kind: workload.layer_params * table[kind].inbound[pool] for kind in KINDS}
     outbound = {kind: workload.layer_params * table[kind].outbound[pool] for kind in KINDS}
     both = {kind: inbound[kind] + outbound[kind] for kind in KINDS}
-    updated = dict.fromkeys("PW", adam) | {"D": adam and adam + 2 * STATE_BYTES}
-    touched = {kind: both[kind] + workload.layer_params * updated.get(kind, 0) for kind in KINDS}
+    updated = dict.fromkeys("PWD", workload.layer_params * adam)
+    updated["D"] += 2 * stored_bytes(workload) if adam else 0
+    touched = {kind: both[kind] + updated.get(kind, 0) for kind in KINDS}
     return [
         Row(name, pool, 0.0, {kind: size / rate for kind, size in sizes.items()})
         for name, sizes, rate in (
@@ -167,9 +175,12 @@ def least_seconds(
     if fastest.status:
         return None
     table = carried(workload.weight_bytes, clipping)
-    moved = [float(sum(table[kind].inbound) + sum(table[kind].outbound)) for kind in kinds] + [0.0] * num_pools
+    moved = {kind: float(sum(table[kind].inbound) + sum(table[kind].outbound)) for kind in kinds}
+    if "D" in kinds:
+        moved["D"] += 2 * stored_bytes(workload) / workload.layer_params
+    carries = [*moved.values()] + [0.0] * num_pools
     least = linprog(
-        moved, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], A_eq=whole, b_eq=[workload.num_layers]
+        carries, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], A_eq=whole, b_eq=[workload.num_layers]
     )
     chosen = (fastest if least.status else least).x
     return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
@@ -194,7 +205,7 @@ def choose(
                 plan = plan_of(workload, dict.fromkeys(kinds, 0) | counts)
                 if plan.shortfall(budget) is None:
                     key = tuple(counts.get(kind, 0) for kind in kinds)
-                    candidates[key] = (forecast(found, counts).seconds, plan.moved_bytes)
+                    candidates[key] = (forecast(found, counts).seconds, plan.moved_bytes + 2 * plan.disk_bytes)
     if not candidates:
         return None
     least = min(seconds for seconds, _ in candidates.values())

@@ -54,6 +54,8 @@ class Stronghold:
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """The widest window, up to the default one, with which both memories suffice, and in it the fastest placement,
         where the budget has rates to tell by; else as many resident layers as fit."""
+        if self.disk:
+            writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
             raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
         plan = self._fastest(workload, budget) or self._most_resident(workload, budget)
@@ -101,6 +103,8 @@ class Stronghold:
                     return self._plan(load, arranged(counts), window, clipping)
 
                 counts = choose(workload, room, plan_of, "RPWS", clipping)
+                if counts is None and self.disk and clipping != "speculate":  # no disk while the host can hold it all
+                    counts = choose(workload, room, plan_of, "RPWSD", clipping)
                 if counts:
                     plans.append(with_forecast(plan_of(workload, counts), workload, budget, counts, clipping))
             if plans:  # deferred before speculate, which is no faster where gradients are clipped
