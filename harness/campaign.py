@@ -130,7 +130,7 @@ class Campaign:
         found.append(Point([number], resolved, plan, is_search, missing, is_guess, about))
 
     def _missing(self, job: Job, records: list[Record]) -> int:
-        done = [record for record in records if record.key == case.key(job) and record.is_result and is_judged(record)]
+        done = [record for record in records if record.key == case.key(job) and record.is_lasting and is_judged(record)]
         wanted = self._repeats(job)
         if self.tried.count((job, False)) >= wanted or any(record.status != "ok" for record in done):
             return 0

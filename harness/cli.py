@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -30,7 +31,10 @@ from harness.words import (
     write_methods,
 )  # fmt: skip
 
-EXIT = {"crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "timeout": 6, "unavailable": 7, "interrupted": 130}
+EXIT = {
+    "crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "does-not-fit": 4, "timeout": 6, "unavailable": 7,
+    "interrupted": 130,
+}  # fmt: skip
 GATE_FAILED, USAGE, INTERRUPTED = 5, 2, 130
 # A probe of `search largest`, and the depth beyond which none is made, where the words are not given.
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}
@@ -229,7 +233,7 @@ def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
 
 
 def exit_code(records: list[Record], is_sweep: bool) -> int:
-    """0 fine, 3 crash, 4 out of memory, 5 failed the gate, 6 timeout, 7 unavailable, 130 interrupted.
+    """0 fine, 3 crash, 4 out of memory or disk, 5 failed the gate, 6 timeout, 7 unavailable, 130 interrupted.
 
     Of several points those that ended without a verdict are results, and so is the failed gate of a method that says
     itself that it trains otherwise; a crash or any other failed gate never is.
@@ -258,6 +262,12 @@ def main() -> None:
         hint = "; -h is the hidden size, help is --help" if "'-h'" in error.format_message() else "; see --help"
         print(f"error: {error.format_message().rstrip('.')}{hint}", file=sys.stderr)
         sys.exit(USAGE)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" in {error.filename}" if error.filename else ""
+        print(f"error: no room left on the disk{where}: free some, and the same call goes on", file=sys.stderr)
+        sys.exit(EXIT["does-not-fit"])
     except (ValueError, method.Unavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE if isinstance(error, ValueError) else EXIT["unavailable"])

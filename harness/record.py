@@ -83,6 +83,11 @@ class Record:
         return self.status in RESULTS
 
     @property
+    def is_lasting(self) -> bool:
+        """A result that the same call does not try again: room on a disk comes and goes."""
+        return self.is_result and (self.status != "does-not-fit" or self.phase == "plan")
+
+    @property
     def timed_seconds(self) -> list[float]:
         """Of the steps after warm-up; of a log, the means of its intervals after those that hold the warm-up."""
         warmup = -(-self.job.warmup // self.interval_steps)

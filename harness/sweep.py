@@ -102,7 +102,7 @@ class Sweep:
         """The number-th measurement of a resolved job, judged; made now where there are fewer, whatever its plan
         foresees. A refusal by plan is no measurement."""
         key = self.key(job)
-        known = [path for path, record in self.records.items() if record.key == key and record.is_result]
+        known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
         if len(known) >= number:
             path = known[number - 1]
@@ -138,7 +138,7 @@ class Sweep:
         fresh = key in self.measured_now
         if self.rerun and not fresh:
             return []
-        return [path for path, record in self.records.items() if record.key == key and (record.is_result or fresh)]
+        return [path for path, record in self.records.items() if record.key == key and (record.is_lasting or fresh)]
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
         """The path of the job's record: the newest result there is, else one made now."""
@@ -170,7 +170,7 @@ class Sweep:
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
             with contextlib.suppress(ValueError):
                 record = Record.read(path)
-                if record.key == key and record.is_result:
+                if record.key == key and record.is_lasting:
                     return path
         return None
 

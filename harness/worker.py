@@ -7,6 +7,7 @@ own, so that nothing an engine prints can be mistaken for a measurement.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -192,7 +193,8 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         failure = failures.of_exception(error, run.phase, limits.lift(job))
         evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
         status, reason, evidence = failure.status, failure.reason, {**evidence, **failure.evidence}
-        print(evidence["traceback"], flush=True)
+        with contextlib.suppress(OSError):  # the log's disk may be what is full
+            print(evidence["traceback"], flush=True)
     # Training is over: no signal may end the writing of its record.
     for kind in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(kind) is _interrupt_once:

@@ -12,7 +12,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from methods._plans import NUM_BUFFERS, stored_numel, writable
 class File:
     """Bytes on the disk without a name, by the system's cache and, where the file system can, past it.
 
-    Raises OSError where the disk has no room for them.
+    Raises OSError where the disk has no room for them, and where it fails; it names the folder.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -38,18 +38,29 @@ class File:
         with suppress(OSError):  # a file system with one way alone
             self.direct = os.fdopen(os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0)), "r+b", buffering=0)
         os.unlink(path)
-        torch.ops.harness.reserve(self.at(0), num_bytes)
+        with named(folder):
+            torch.ops.harness.reserve(self.at(0), num_bytes)
 
     def at(self, start: int) -> Tensor:
         """The bytes from `start` on, as the operations that read and write know them."""
         return torch.tensor([self.cached.fileno(), self.direct.fileno(), start])
 
 
+@contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """What fails on the disk tells in which folder: the files themselves have no name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(folder)
+        raise
+
+
 class Disk:
     """The states of so many layers, a file for each kind of state, and the buffers of the host."""
 
     def __init__(self, device: Device, folder: Path, num_layers: int, workload: Workload) -> None:
-        self.device, self.dtypes = device, kept_dtypes(workload, host=True)
+        self.device, self.folder, self.dtypes = device, folder, kept_dtypes(workload, host=True)
         self.numel = stored_numel(Layout(new_layer(workload)).numel)
         self.files = [File(folder, num_layers * self.numel * dtype.itemsize) for dtype in self.dtypes]
         self.buffers = [self.buffer() for _ in range(min(NUM_BUFFERS, num_layers))]
@@ -79,17 +90,12 @@ class Shelf:
         disk, turn = self.disk, next(self.disk.turns)
         buffer, before = disk.buffers[turn], {self.last, disk.visits[turn]} - {None}
 
-        def write() -> None:
-            for file, slab in zip(self.state, buffer, strict=True):
-                torch.ops.harness.write(file, slab)
-
         def work() -> Any:
             for visit in before:
                 visit.result().result()
-            for file, slab in zip(self.state, buffer, strict=True):
-                torch.ops.harness.read(file, slab)
+            self._move(torch.ops.harness.read, buffer)
             update(buffer).result()
-            return disk.writer.submit(write)
+            return disk.writer.submit(self._move, torch.ops.harness.write, buffer)
 
         self.last = disk.visits[turn] = disk.visitors.submit(work)
         return self.last
@@ -99,9 +105,13 @@ class Shelf:
         if self.last is not None:
             self.last.result().result()
         copy = self.disk.buffer()
-        for file, slab in zip(self.state, copy, strict=True):
-            torch.ops.harness.read(file, slab)
+        self._move(torch.ops.harness.read, copy)
         return copy
+
+    def _move(self, move: Callable[[Tensor, Tensor], None], buffer: list[Tensor]) -> None:
+        with named(self.disk.folder):
+            for file, slab in zip(self.state, buffer, strict=True):
+                move(file, slab)
 
 
 def shelves(device: Device, num_layers: int, folder: str | None, workload: Workload) -> Iterator[Shelf]:

@@ -62,7 +62,7 @@ def read(file: Tensor, slab: Tensor) -> None:
     while pages:
         done = os.preadv(handle, [pages], start)
         if not done:
-            raise OSError(f"the file ends at {start} bytes, before its data does")
+            raise OSError(errno.EIO, f"a file of states ends at {start} bytes, before its data does")
         pages, start = pages[done:], start + done
 
 

@@ -135,7 +135,7 @@ RECORD = Record(Job("some", Workload()), "k", "ok", gate=Gate("exact"))
         ({"gate": Gate("failed"), "is_exact": False}, 5, 0),
         ({"status": "timeout"}, 6, 0),
         ({"status": "unavailable"}, 7, 0),
-        ({"status": "does-not-fit"}, 0, 0),
+        ({"status": "does-not-fit"}, 4, 0),
     ],
 )
 def test_exit_codes(changes: dict, single: int, several: int) -> None:
