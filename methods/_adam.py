@@ -1,4 +1,5 @@
-"""The host's own AdamW for mixed precision: _adam.cpp, compiled once; one pass where torch's kernels take three."""
+"""The host's own AdamW: _adam.cpp, compiled once; one pass where torch's kernels take several, in mixed precision and
+from one state into another."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ def widest_path() -> int:
     return int(library.adamw_widest_path())
 
 
-def describe(dtype: str) -> str:
-    """The host's optimizer, for the fairness table."""
-    if dtype == "fp32":
+def describe(dtype: str, *, is_ahead: bool = False) -> str:
+    """The host's optimizer, for the fairness table; `is_ahead` from one state into another."""
+    if dtype == "fp32" and not (is_ahead and load()):
         return "torch AdamW, fused, host"
     return f"AdamW in one pass ({PATHS[widest_path()]}), host" if load() else "torch AdamW, fused, in blocks, host"
 
@@ -56,7 +57,8 @@ def run(
     num_updates: int,
     factor: float,
 ) -> None:
-    """One step on slabs given by their addresses: weights, low, exp_avg, exp_avg_sq; the target may be the source.
+    """One step on slabs given by their addresses: weights, low (0: all is fp32), exp_avg, exp_avg_sq; the target may be
+    the source.
 
     `table` has three numbers for each piece of a tensor: start, stop, whether decay applies. Other threads of Python
     run meanwhile.

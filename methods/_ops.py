@@ -33,17 +33,23 @@ def adamw(
     learning_rate: float,
     number: int,
 ) -> None:
-    """The compiled kernel on slabs of the host; `table` has start, stop and whether decay applies of each piece."""
+    """The compiled kernel on slabs of the host: weights, in mixed precision the low half of their master, two moments.
+    `table` has start, stop and whether decay applies of each piece."""
     _adam.run(
         _adam.widest_path(),
         grads.data_ptr(),
-        [slab.data_ptr() for slab in source],
-        [slab.data_ptr() for slab in target],
+        _addresses(source),
+        _addresses(target),
         table,
         learning_rate,
         number,
         1.0 if factor is None else float(factor),
     )
+
+
+def _addresses(slabs: list[Tensor]) -> list[int]:
+    weights, *low, exp_avg, exp_avg_sq = (slab.data_ptr() for slab in slabs)
+    return [weights, low[0] if low else 0, exp_avg, exp_avg_sq]
 
 
 def reserve(file: Tensor, num_bytes: int) -> None:

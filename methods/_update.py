@@ -5,8 +5,9 @@ hold weight, master and moments. The weight is the master rounded to nearest, ti
 lie the master's low 16 bits. At a tie these two fit two masters, one rounded up and one rounded down; a 17th bit tells
 which, the sign of the second moment, which is never negative. So no bit of the master is lost.
 
-Split masters are updated in one pass by the compiled kernel (_adam.py); where there is none, and for all others, by
-torch's kernels, a block after the other, so that what is fp32 for a moment is small and stays in the cache.
+Split masters, and fp32 from one state into another, are updated in one pass by the compiled kernel (_adam.py); where
+there is none, and for all others, by torch's kernels, a block after the other, so that what is fp32 for a moment is
+small and stays in the cache.
 """
 
 from __future__ import annotations
@@ -105,16 +106,18 @@ def update(
 ) -> None:
     """One AdamW step of adjacent chunks by their gradient, scaled by the clip factor, out of one state into another,
     which may be the same; decay on matrices only."""
-    if source.is_split and grads.device.type == "cpu" and _adam.load():
+    is_ahead = target.weights is not source.weights
+    takes_one_pass = source.is_split or (is_ahead and source.master is None)
+    if takes_one_pass and grads.device.type == "cpu" and _adam.load():
         start, stop = runs[0][0].start, runs[-1][-1].stop
         table = [number for run in runs for a, b, decays in run for number in (a - start, b - start, int(decays))]
-        slabs = (list(state.cut(start, stop)) for state in (source, target))
+        slabs = ([slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target))
         torch.ops.harness.adamw(grads[start:stop], *slabs, factor, table, step.learning_rate, step.number)
         return
     for run in runs:
         start, stop = run[0].start, run[-1].stop
         block = target.cut(start, stop)
-        if target.weights is not source.weights:
+        if is_ahead:
             for ours, theirs in zip(block, source.cut(start, stop), strict=True):
                 if ours is not None and theirs is not None:
                     ours.copy_(theirs)

@@ -157,7 +157,8 @@ class Stronghold:
         _adam.build()
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        adam = f"{_adam.describe(workload.dtype)}; torch's on the device for resident and streamed layers and both ends"
+        host = _adam.describe(workload.dtype, is_ahead=self.clipping == "speculate")
+        adam = f"{host}; torch's on the device for resident and streamed layers and both ends"
         row = describe(workload, "this project", adam)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row
 

@@ -1,4 +1,4 @@
-"""The host's AdamW in mixed precision: no bit of the master is lost, and every path has the very bits of torch."""
+"""The host's AdamW: no bit of a split master is lost, and every path has the very bits of torch."""
 
 from __future__ import annotations
 
@@ -74,13 +74,18 @@ def by_torch(factor: float | None) -> list[Tensor]:
     return [torch.cat([each.bfloat16() for each in masters]), torch.cat(masters), *map(torch.cat, moments)]
 
 
-def by_us(factor: float | None, max_numel: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def by_us(
+    factor: float | None, max_numel: int, dtype: torch.dtype = torch.bfloat16, *, is_ahead: bool = False
+) -> list[Tensor]:
+    """The same by update(), in place or from one state into another and back."""
     state = empty_state(NUMEL, dtype)
+    other = empty_state(NUMEL, dtype) if is_ahead else state
     keep_(state, random(NUMEL, 0))
     for number in range(1, NUM_STEPS + 1):
         step = AdamStep(1e-3 * number, number, torch.tensor(float(number)))
         scale = None if factor is None else torch.tensor(factor)
-        update(random(NUMEL, number).bfloat16().to(dtype), state, state, chunks(pieces(), max_numel), step, scale)
+        update(random(NUMEL, number).bfloat16().to(dtype), state, other, chunks(pieces(), max_numel), step, scale)
+        state, other = other, state
     slabs = (state.weights.bfloat16(), joined(state), state.exp_avg, state.exp_avg_sq.abs())
     return [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
 
@@ -103,20 +108,26 @@ def test_a_master_that_is_no_number_stays_none() -> None:
 
 
 @pytest.mark.parametrize("path", range(len(_adam.PATHS)), ids=_adam.PATHS)
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor", [None, 0.37])
 def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
-    kernel: None, path: int, factor: float | None, monkeypatch: pytest.MonkeyPatch
+    kernel: None, path: int, is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path > _adam.widest_path():
         pytest.skip(f"no {_adam.PATHS[path]} here")
     monkeypatch.setattr(_adam, "widest_path", lambda: path)
-    assert all(map(torch.equal, by_us(factor, 10**6), by_torch(factor)))
+    assert all(map(torch.equal, by_us(factor, 10**6, dtype, is_ahead=is_ahead), by_torch(factor)))
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor", [None, 0.37])
-def test_without_a_compiler_the_bits_are_the_same(factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_bits_are_the_same(
+    is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_adam, "load", lambda: None)
-    assert all(map(torch.equal, by_us(factor, 160), by_torch(factor)))
+    assert all(map(torch.equal, by_us(factor, 160, dtype, is_ahead=is_ahead), by_torch(factor)))
 
 
 @pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])
