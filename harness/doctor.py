@@ -28,7 +28,7 @@ GB = 1e9
 @click.option("-b", "batch_size", type=int, default=4)
 @click.option("--heads", "num_heads", type=int, default=16)
 @click.option("--seq", "seq_len", type=int, default=1024)
-@click.option("--dtype", default="fp32", help="fp32 or bf16 (mixed precision).")
+@click.option("--dtype", default="fp32", help="fp32; bf16 or fp16, mixed precision.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option(
     "--results",

@@ -11,22 +11,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from itertools import zip_longest
 from typing import Any
 
 from harness.record import VERDICTS, Gate, Record
 
 # Largest relative difference of a step's loss. fp32: kernels that sum in another order differ by about 1e-6 after 20
-# steps; bf16 has 8 bits of mantissa. CUDA adds atomics and fused attention.
-LOSS_TOLERANCE = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2}
+# steps; bf16 has 8 bits of mantissa, fp16 has 11. CUDA adds atomics and fused attention.
+LOSS_TOLERANCE = {
+    ("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cpu", "fp16"): 5e-4,
+    ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2, ("cuda", "fp16"): 1e-3,
+}  # fmt: skip
 # How far a tensor moved, and how large its first moment is, relative to the reference's. In bf16 the gradient of a
 # norm's bias before attention is a sum that nearly cancels: a ratio of 0.88 was seen where losses agree to 4e-5.
 SIZE_TOLERANCE = 0.1
-MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3}
+MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3, "fp16": 0.3}
 # The same over the median tensor: cancellation concerns few of them.
 MEDIAN_TOLERANCE = 0.05
 # Distance between a tensor's change and the reference's, relative to how far the reference's moved. In bf16 the
 # direction of a step where the gradient is rounding noise is noise, too. A CPU in fp32 shows 3e-4 and less.
-DISTANCE_TOLERANCE = {("cpu", "fp32"): 2e-3, ("cuda", "fp32"): 5e-2, ("cpu", "bf16"): 0.7, ("cuda", "bf16"): 0.7}
+DISTANCE_TOLERANCE = {
+    ("cpu", "fp32"): 2e-3, ("cpu", "bf16"): 0.7, ("cpu", "fp16"): 0.7,
+    ("cuda", "fp32"): 5e-2, ("cuda", "bf16"): 0.7, ("cuda", "fp16"): 0.7,
+}  # fmt: skip
 # The same over the median tensor: rounding noise moves few tensors, a stale or missing update all of them.
 MEDIAN_DISTANCE_TOLERANCE = 0.05
 # And, relative to the tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1,
@@ -57,7 +64,11 @@ def judge(
     if own is not None:
         return own
     if reference is record:
-        return Gate("exact", "", "is the reference: every step finite, every tensor changed")
+        return Gate(
+            "exact",
+            "",
+            f"is the reference: every loss of {record.job.steps} steps{_skipped(record)} finite, every tensor changed",
+        )
     if reference is not None:
         return _compare(record, reference)
     if twins is not None:
@@ -111,7 +122,9 @@ def _compare(record: Record, reference: Record) -> Gate:
     if set(record.tensors) != set(reference.tensors):
         names = sorted(set(record.tensors) ^ set(reference.tensors))
         return _failed("missing", f"the tensors are not the reference's: {_some(names)}", **evidence)
-    steps = f"{record.job.steps} steps"
+    if (record.loss_scales, record.skipped_steps) != (reference.loss_scales, reference.skipped_steps):
+        return _failed("loss-scale", _other_scales(record, reference), **evidence)
+    steps = f"{record.job.steps} steps{_skipped(record)}"
     if _bit_equal(record, reference):
         return Gate("exact", "", f"{steps} and all weights bit-equal to {reference.job.method}", evidence)
     must_be_exact = record.bit_exact and where == ("cpu", "fp32")
@@ -168,6 +181,22 @@ def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
     first = dataclasses.replace(record, losses=record.losses[:1])
     beyond = _first_loss_beyond(first, reference, LOSS_TOLERANCE[where])
     return ("start", f"it did not start from the reference's weights: {beyond[1]}") if beyond else None
+
+
+def _skipped(record: Record) -> str:
+    """How many steps of fp16 trained nothing, where there are any."""
+    return f", {len(record.skipped_steps)} of them skipped by the loss scale" if record.skipped_steps else ""
+
+
+def _other_scales(record: Record, reference: Record) -> str:
+    """Where the loss scales of fp16 part, or the steps that were skipped for gradients that are not finite."""
+    if record.skipped_steps != reference.skipped_steps:
+        names = ([*map(str, each.skipped_steps)] for each in (record, reference))
+        ours, theirs = (f"steps {_some(found)}" if found else "no step" for found in names)
+        return f"it skipped {ours} for gradients that are not finite, the reference {theirs}"
+    pairs = zip_longest(record.loss_scales, reference.loss_scales)
+    step, (scale, other) = next((step, pair) for step, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
+    return f"loss scale {scale} instead of {other} at step {step}"
 
 
 def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | None:

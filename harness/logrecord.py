@@ -24,7 +24,7 @@ FIELDS = {
     "num_attention_heads": "num_heads", "seq_length": "seq_len", "hidden_dropout": "dropout", "clip_grad": "clip_norm",
     "lr": "learning_rate", "seed": "seed",
 }  # fmt: skip
-PRECISIONS = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
+PRECISIONS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 SIZES = {
     "num_layers": ("num_layers",), "hidden_size": ("hidden_size",), "batch_size": ("micro_batch_size", "batch_size"),
     "window": ("gl_window_size",),

@@ -34,11 +34,14 @@ class Unavailable(Exception):
 
 class Step(NamedTuple):
     """One step's loss and global gradient norm before clipping: scalars on the device, not synchronized. Of several
-    models that take turns, of the first one, and what each has had of the devices' time, in shares of all until now."""
+    models that take turns, of the first one, and what each has had of the devices' time, in shares of all until now.
+    In fp16 what the loss was scaled by, and whether the step was skipped because a gradient was not finite."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None
     shares: list[float] | None = None
+    loss_scale: float | None = None
+    is_skipped: bool = False
 
 
 class TensorState(NamedTuple):
@@ -75,7 +78,8 @@ Training = Generator[Step, None, Trained]
 class Method(Protocol):
     """label, color (hex) and paper are for figures; bit_exact promises the reference's very bits on CPU in fp32;
     is_exact = False says that the method trains otherwise by design; is_reference is set by one method only; has_twin
-    says that train() runs on tensors without memory (harness/twin.py); accumulates, that it trains on micro-batches."""
+    says that train() runs on tensors without memory (harness/twin.py); accumulates, that it trains on micro-batches;
+    scales_loss, that it trains in fp16, by the rule of methods/_scale.py."""
 
     label: ClassVar[str]
     color: ClassVar[str]
@@ -86,6 +90,7 @@ class Method(Protocol):
     is_reference: ClassVar[bool]
     has_twin: ClassVar[bool]
     accumulates: ClassVar[bool]
+    scales_loss: ClassVar[bool]
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """What training would need, allocating nothing; ValueError where the options make no sense for this size."""
@@ -129,6 +134,7 @@ DEFAULTS: dict[str, Any] = {
     "has_twin": False,
     "missing": lambda self, device: None,
     "accumulates": False,
+    "scales_loss": False,
     "twin_options": lambda self, num_layers, twin_layers: dataclasses.asdict(self),
     "to_build": lambda self: None,
     "build": lambda self: None,
@@ -201,9 +207,16 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
 
 def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -> None:
     """Raise ValueError where this method does not train this workload."""
+
+    def able(ability: str) -> str:
+        unusable = broken(folders)
+        return ", ".join(n for n in names(folders) if n not in unusable and getattr(load(n, folders), ability))
+
     if workload.micro_batches > 1 and not trained.accumulates:
-        able = ", ".join(name for name in names(folders) if load(name, folders).accumulates)
-        raise ValueError(f"{trained.label} does not sum the gradients of micro-batches: leave them out, or -m {able}")
+        others = able("accumulates")
+        raise ValueError(f"{trained.label} does not sum the gradients of micro-batches: leave them out, or -m {others}")
+    if workload.dtype == "fp16" and not trained.scales_loss:
+        raise ValueError(f"{trained.label} has no loss scale here: --dtype bf16, or -m {able('scales_loss')}")
 
 
 def option_names(cls: type[Method]) -> list[str]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.spec import NUM_LOGITS, Workload
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INIT_STD = 0.02
 
 
@@ -67,27 +67,29 @@ class Ends(nn.Module):
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         return F.dropout(self.wte(inputs) + self.wpe(positions), self.dropout)
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy over all tokens, in fp32; the head is the token embedding."""
-        mean: Tensor = HeadLoss.apply(self.lnf(x).flatten(0, 1), self.wte.weight, targets.flatten())  # type: ignore[no-untyped-call]
+    def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """Mean cross-entropy over all tokens, in fp32; the head is the token embedding. Its gradient comes times
+        `scale`."""
+        hidden = self.lnf(x).flatten(0, 1)
+        mean: Tensor = HeadLoss.apply(hidden, self.wte.weight, targets.flatten(), scale)  # type: ignore[no-untyped-call]
         return mean
 
 
 class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of a linear head, a block of tokens after the other: the logits of all tokens, which would be
     the largest tensor of most models, never are. Both gradients are computed with the loss, while a block's logits are
-    there, so nothing is computed twice.
+    there, so nothing is computed twice; they are scaled before they are rounded to fp16, where most would be zero.
 
     x: (N, D) hidden states of N tokens; weight: (V, D); targets: (N,).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
         num_tokens, total = len(x), torch.zeros((), device=x.device)
         dx, dweight = torch.empty_like(x), None
         for start in range(0, num_tokens, tokens_at_once(len(weight))):
             block = slice(start, start + tokens_at_once(len(weight)))
-            loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens)
+            loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale)
             total += loss
             dx[block] = dlogits @ weight
             dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
@@ -98,12 +100,12 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dloss: Tensor) -> Any:
         (dx, dweight), ctx.gradients = ctx.gradients, None  # held by nothing else: autograd keeps them without a copy
-        return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None
+        return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """These tokens' share of the mean over `num_tokens`, in fp32, and its gradient in the dtype of the logits, whose
-    memory it takes if that is fp32.
+def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int, scale: float) -> tuple[Tensor, Tensor]:
+    """These tokens' share of the mean over `num_tokens`, in fp32, and its gradient times `scale` in the dtype of the
+    logits, whose memory it takes if that is fp32.
 
     logits: (N, V); targets: (N,).
     """
@@ -111,7 +113,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int) -> tuple[Ten
     right, largest = logits.gather(1, wanted), logits.amax(1, keepdim=True)
     sums = logits.sub_(largest).exp_().sum(1, keepdim=True)
     loss = (sums.log() + largest - right).sum() / num_tokens
-    dlogits = logits.div_(sums * num_tokens).scatter_add_(1, wanted, torch.full_like(sums, -1 / num_tokens))
+    divisor = num_tokens / scale
+    dlogits = logits.div_(sums * divisor).scatter_add_(1, wanted, torch.full_like(sums, -1 / divisor))
     return loss, dlogits.to(dtype)
 
 
@@ -128,14 +131,14 @@ class GPT(nn.Module):
         self.ends = Ends(workload)
         self.layers = nn.ModuleList(Layer(workload) for _ in range(workload.num_layers))
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(self.ends.embed(inputs), targets)
+    def forward(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        return self.loss(self.ends.embed(inputs), targets, scale)
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss of embedded tokens, (B, T, D)."""
+    def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """The loss of embedded tokens, (B, T, D); its gradient comes times `scale`."""
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
-        return self.ends.loss(x, targets)
+        return self.ends.loss(x, targets, scale)
 
 
 def build(workload: Workload, device: str = "cpu") -> GPT:

@@ -21,7 +21,7 @@ from harness.spec import KINDS, Budget, Job, Plan, Workload, gib
 from harness.sweep import largest, one_pool, resolve
 
 MEMORIES = ("device", "host", "disk")
-OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12}  # a parameter: two moments, in mixed precision a master, too
+OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # a parameter: two moments, in mixed precision a master, too
 WIDTH = 200  # columns where there is no terminal to ask: nothing is cut off
 
 

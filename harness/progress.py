@@ -63,6 +63,10 @@ class _Lines:
             )
         elif kind == "recorded":
             self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
+        elif kind == "step" and "skipped_at_scale" in event:
+            at = f"loss {event['loss']:.6f}  {event['seconds']:.3f} s"
+            told = f"a gradient is not finite at loss scale {event['skipped_at_scale']:g}"
+            self.write(f"  step {event['step']}/{self.steps}  {at}  skipped: {told}")
         elif kind == "step" and (event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps):
             told = f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
             self.write(told + shares_text(event))

@@ -42,13 +42,15 @@ def interval_lines(job: Job, measured: dict[str, Any], peaks: dict[str, int]) ->
         return []
     load, seconds = job.workload, statistics.fmean(measured["step_seconds"][-interval:])
     norm = f" grad norm: {measured['grad_norms'][-1]:.3f} |" if measured["grad_norms"] else ""
+    scale = measured["loss_scales"][-1] if measured["loss_scales"] else 1.0
+    num_skipped = sum(number > step - interval for number in measured["skipped_steps"])
     losses = [loss for loss in measured["losses"][-interval:] if math.isfinite(loss)]
     loss = f" lm loss: {statistics.fmean(losses):.6E} |" if losses else ""
     lines = [
         f" iteration {step:8d}/{job.steps:8d} | elapsed time per iteration (ms): {seconds * 1000:.1f} |"
         f" learning rate: {load.learning_rate_at(step):.3E} | global batch size: {load.batch_size:5d} |"
-        f"{loss} loss scale: 1.0 |{norm}"
-        f" number of skipped iterations: {0:3d} | number of nan iterations: {interval - len(losses):3d} |",
+        f"{loss} loss scale: {scale:.1f} |{norm}"
+        f" number of skipped iterations: {num_skipped:3d} | number of nan iterations: {interval - len(losses):3d} |",
         f"Effective Tera Flops per GPU: {load.flops_per_step / seconds / 1e12:.2f}"
         f" and total parameters {load.num_params / 1e9:.3f} B",
         f"NumWorkers: 1; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"

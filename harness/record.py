@@ -60,6 +60,8 @@ class Record:
     started: float = 0.0  # Unix time
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)  # in fp16
+    skipped_steps: list[int] = field(default_factory=list)  # by number, from 1: a gradient was not finite
     step_seconds: list[float] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, int] = field(

@@ -24,6 +24,9 @@ WEIGHT_DECAY = 0.01
 MIN_LEARNING_RATE = 1e-5
 LR_WARMUP_STEPS = 3200
 LR_DECAY_STEPS = 320_000
+# The dynamic loss scale of fp16 (methods/_scale.py), by the numbers that DeepSpeed starts from.
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_WINDOW = 1000  # good steps in a row that double it
 # The loss is computed in blocks of tokens with so many logits (harness/model.py): 128 MiB in fp32.
 NUM_LOGITS = 2**25
 
@@ -42,7 +45,7 @@ class Workload:
     batch_size: int = 4
     micro_batches: int = 1  # equal parts of a batch, one after the other, whose gradients are summed
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
-    dtype: str = "fp32"  # or "bf16": bf16 weights and gradients, fp32 master weights and moments
+    dtype: str = "fp32"  # or "bf16", "fp16": so are weights and gradients; master weights and moments are fp32
     dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
     clip_norm: float = 1.0  # of the global gradient norm; 0 switches clipping off
     learning_rate: float = 1.5e-4
@@ -68,8 +71,8 @@ class Workload:
             raise ValueError(
                 "dropout and micro-batches exclude each other: in another order, other elements are dropped"
             )
-        if self.dtype not in ("fp32", "bf16"):
-            raise ValueError(f"dtype must be fp32 or bf16, not {self.dtype!r}")
+        if self.dtype not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"dtype must be fp32, bf16 or fp16, not {self.dtype!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout}")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
@@ -145,8 +148,14 @@ class Workload:
         waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # what others leave and get
         return max(self.head_bytes, self.layer_bytes + waiting)
 
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether no update counts before the whole gradient is known: to be clipped, or, in fp16, to be finite."""
+        return self.clip_norm > 0 or self.dtype == "fp16"
+
     def learning_rate_at(self, step: int) -> float:
-        """The published schedule; `step` counts from 1. Iterations 10 and 50 give 4.687e-07 and 2.344e-06."""
+        """The published schedule; `step` counts from 1, those that fp16 skips, too. Iterations 10 and 50 give
+        4.687e-07 and 2.344e-06."""
         if step <= LR_WARMUP_STEPS:
             return self.learning_rate * step / LR_WARMUP_STEPS
         floor = min(MIN_LEARNING_RATE, self.learning_rate)

@@ -214,7 +214,7 @@ def name_device() -> None:
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
         module: Any = types.ModuleType(f"torch.{NAME}")
-        module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+        module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
         module.is_available = lambda: False  # to be an accelerator: streams, graphs
         torch._register_device_module(NAME, module)

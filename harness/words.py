@@ -115,7 +115,7 @@ def job_options(command: Any) -> Any:
         click.option("--heads", "num_heads", type=int, default=16),
         click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample."),
         click.option("--vocab", "vocab_size", type=int, default=50304),
-        click.option("--dtype", default="fp32", help="fp32 or bf16 (mixed precision)."),
+        click.option("--dtype", default="fp32", help="fp32; bf16 or fp16, mixed precision."),
         click.option("--dropout", type=float, default=0.0, help="The published runs used 0.1."),
         click.option("--clip", "clip_norm", type=float, default=1.0, help="Global gradient norm; 0 is off."),
         click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak of the published schedule."),

@@ -80,10 +80,11 @@ class Run:
 
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
-        self.measured: dict[str, Any] = {"losses": [], "grad_norms": [], "step_seconds": [], "phase_seconds": {}}
+        lists = ("losses", "grad_norms", "loss_scales", "skipped_steps", "step_seconds")
+        self.measured: dict[str, Any] = {"phase_seconds": {}, **{name: [] for name in lists}}
         self.phase, self._since = "start", time.perf_counter()
         self.measured["phase_seconds"]["process"] = time.time() - psutil.Process().create_time()
-        self._waiting: list[tuple[Any, Any, Any]] = []  # loss and norm on their way to the host, shares
+        self._waiting: list[Step] = []  # loss and norm on their way to the host
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -151,7 +152,7 @@ class Run:
                     self.measured["kernels"] = sorted(kernels.names)
                 else:
                     step = next(training)
-                self._waiting.append((_to_host(step.loss), _to_host(step.grad_norm), step.shares))
+                self._waiting.append(step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm)))
                 if len(self.clock.marks) == self.job.warmup:
                     self.clock.synchronize()
                 self.clock.mark()
@@ -163,13 +164,18 @@ class Run:
         """Take in the steps whose losses have arrived; never makes the device wait."""
         losses = self.measured["losses"]
         while self._waiting and (wait or self.clock.done(len(losses) + 1)):
-            loss, norm, shares = self._waiting.pop(0)
-            losses.append(float(loss))
-            if norm is not None:
-                self.measured["grad_norms"].append(float(norm))
+            step = self._waiting.pop(0)
+            losses.append(float(step.loss))
+            if step.grad_norm is not None:
+                self.measured["grad_norms"].append(float(step.grad_norm))
+            if step.loss_scale is not None:
+                self.measured["loss_scales"].append(step.loss_scale)
+            if step.is_skipped:
+                self.measured["skipped_steps"].append(len(losses))
             self.measured["step_seconds"].append(self.clock.seconds(len(losses)))
             seconds = self.measured["step_seconds"][-1]
-            told = {"shares": shares} if shares else {}
+            told: dict[str, Any] = {"shares": step.shares} if step.shares else {}
+            told |= {"skipped_at_scale": step.loss_scale} if step.is_skipped else {}
             self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **told})
             if len(losses) % published.interval_steps(self.job) == 0:
                 for line in published.interval_lines(self.job, self.measured, device_peaks(self.job.device)):

@@ -44,6 +44,8 @@ def describe(dtype: str, *, is_ahead: bool = False) -> str:
     """The host's optimizer, for the fairness table; `is_ahead` from one state into another."""
     if dtype == "fp32" and not (is_ahead and load()):
         return "torch AdamW, fused, host"
+    if dtype == "fp16":
+        return "torch AdamW, fused, in blocks, host"
     return f"AdamW in one pass ({PATHS[widest_path()]}), host" if load() else "torch AdamW, fused, in blocks, host"
 
 

@@ -30,13 +30,14 @@ class ResidentEnds:
         self.embedded = [self.module.embed(part) for part in inputs.chunk(self.num_parts)]
         return [x.detach() for x in self.embedded]
 
-    def loss(self, xs: list[Tensor], targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss, detached, and the gradients of the last layer's outputs; starts this step's gradients."""
+    def loss(self, xs: list[Tensor], targets: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
+        """The mean loss, detached, and the gradients of the last layer's outputs, times `scale`, as all gradients are
+        then; starts this step's gradients."""
         self.home.grads.zero_()
         total, dxs = torch.zeros((), device=xs[0].device), []
         for x, part in zip(xs, targets.chunk(self.num_parts), strict=True):
             x = x.detach().requires_grad_()
-            loss = self.module.loss(x, part) / self.num_parts
+            loss = self.module.loss(x, part, scale) / self.num_parts
             loss.backward()
             total += loss.detach()
             assert x.grad is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from harness.model import DTYPES, Layer, decays, initialize
 from harness.spec import Workload
 from methods._device import Device
 from methods._plans import BLOCK, CHUNK
-from methods._update import AdamStep, Piece, State, chunks, joined, keep_, update
+from methods._update import AdamStep, Factor, Piece, State, chunks, joined, keep_, update
 
 if TYPE_CHECKING:
     from methods._disk import Shelf
@@ -127,7 +127,7 @@ class Home:
         for name, grad in zip(self.layout.names, self.layout.views(grads), strict=True):
             self.module.get_parameter(name).grad = grad
 
-    def update(self, learning_rate: float, factor: Tensor | None) -> None:
+    def update(self, learning_rate: float, factor: Factor) -> None:
         """One AdamW step from this home's gradient, scaled by the clip factor; decay on matrices only."""
         update(self.grads, self.state, self.state, self.chunks, self.next_step(learning_rate), factor)
 
@@ -157,9 +157,10 @@ class Home:
         else:
             self.updated = self.shelf.visit(lambda kept: begin(self.state_of(kept)))
 
-    def speculate_when_landed(self, learning_rate: float, is_within: Callable[[], bool]) -> None:
-        """Queue an update into the spare state as if the clip factor were 1, as long as the norm so far allows it."""
+    def speculate_when_landed(self, learning_rate: float, clip: Clip) -> None:
+        """Queue an update into the spare state as if nothing were clipped, as long as the norm so far allows it."""
         landed, state, spare = self.landed, self.state, self.spare
+        is_within, unclipped = clip.is_within(), clip.unclipped
         skipped: list[bool] = []
         assert spare is not None
         step = self.next_step(learning_rate)
@@ -169,10 +170,16 @@ class Home:
             if skipped or not is_within():
                 skipped.append(True)
                 return
-            update(self.grads, state, spare, self.chunks[first:last], step, None)
+            update(self.grads, state, spare, self.chunks[first:last], step, unclipped)
 
         done = self.device.workers.update(self.deadline, landed, len(self.chunks), work)
         self.speculation = Speculation(step, done, skipped)
+
+    def drop(self, *, is_ahead: bool) -> None:
+        """Leave the gradient unused, and what the host's threads, or `is_ahead` the device, have made of it."""
+        self.num_updates -= is_ahead or self.speculation is not None
+        if self.speculation is not None:
+            self.updated, self.speculation = self.speculation.done, None
 
     def commit(self) -> None:
         """Put the spare state in force."""
@@ -199,8 +206,8 @@ class Home:
 
 
 def kept_dtypes(workload: Workload, *, host: bool) -> list[torch.dtype]:
-    """Of what AdamW keeps besides the weights: the master (none in fp32), two moments."""
-    master = [] if workload.dtype == "fp32" else [torch.int16 if host else torch.float32]
+    """Of what AdamW keeps besides the weights: the master (none in fp32, half of it in bf16), two moments."""
+    master = [] if workload.dtype == "fp32" else [torch.int16 if host and workload.dtype == "bf16" else torch.float32]
     return [*master, torch.float32, torch.float32]
 
 

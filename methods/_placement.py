@@ -139,13 +139,15 @@ def placed_plan(
     if clipping == "speculate":
         host["optimizer"] += states * (hosted - count["D"]) * layer
     if workload.dtype != "fp32":
-        # What an update makes fp32: on the device when activations are gone; on the host without the compiled kernel.
+        # What an update makes fp32: on the device when activations are gone; on the host without the compiled kernel. A
+        # gradient; where the master is in two halves, that, too.
+        each = 17 if workload.dtype == "bf16" else 4
         updated = 4 * min(BLOCK, max(workload.end_params, layer if count["R"] else 0))
-        updated = max(updated, 17 * min(BLOCK, layer) if count["S"] else 0)
+        updated = max(updated, each * min(BLOCK, layer) if count["S"] else 0)
         if updated > device["activations"]:
             device["gradients"] += updated
             device["activations"] = 0
-        host["gradients"] += 17 * min(CHUNK, layer) if hosted - count["S"] else 0
+        host["gradients"] += each * min(CHUNK, layer) if hosted - count["S"] else 0
 
     waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient, out and in again
     moved = size * (2 * count["P"] + 3 * len(windowed.layers) - windowed.num_slots)

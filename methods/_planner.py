@@ -32,8 +32,8 @@ from methods._plans import state_bytes, stored_numel
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
-ADAM_BYTES = {"fp32": 28, "bf16": 26}  # a parameter's update in the host's memory: read 16, written 12; split master
-STATE_BYTES = 12  # of a parameter: moments and the fp32 master, which holds the weights
+# Of an update in the host's memory, a parameter: gradient and state read, state written; bf16 weights are half a master.
+ADAM_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
 SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
 MEMORIES = ("device", "host", "disk")
 Counts = Mapping[str, float]  # layers of each kind
@@ -66,10 +66,12 @@ class Carried(NamedTuple):
     outbound: tuple[float, float]
 
 
-def carried(weight_bytes: int, clipping: str | None) -> dict[str, Carried]:
+def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
     """What each kind's layers carry over the link; a gradient is as large as its weight. A deferred update of the
     device's needs the gradient back that went home; one that was made ahead may turn out to."""
-    size, states, rest = weight_bytes, STATE_BYTES, STATE_BYTES - weight_bytes
+    at_home = state_bytes(workload, host=True)
+    size, rest = at_home["weights"], at_home["optimizer"]
+    states = size + rest
     kept = size if clipping else 0
     if clipping != "deferred":
         return {
@@ -119,7 +121,7 @@ def stored_bytes(workload: Workload) -> int:
 
 
 def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, adam: int) -> list[Row]:
-    table = carried(workload.weight_bytes, clipping)
+    table = carried(workload, clipping)
     inbound = {kind: workload.layer_params * table[kind].inbound[pool] for kind in KINDS}
     outbound = {kind: workload.layer_params * table[kind].outbound[pool] for kind in KINDS}
     both = {kind: inbound[kind] + outbound[kind] for kind in KINDS}
@@ -174,7 +176,7 @@ def least_seconds(
     fastest = linprog(time, A_ub=upper, b_ub=limits, A_eq=whole, b_eq=[workload.num_layers])
     if fastest.status:
         return None
-    table = carried(workload.weight_bytes, clipping)
+    table = carried(workload, clipping)
     moved = {kind: float(sum(table[kind].inbound) + sum(table[kind].outbound)) for kind in kinds}
     if "D" in kinds:
         moved["D"] += 2 * stored_bytes(workload) / workload.layer_params

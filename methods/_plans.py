@@ -28,10 +28,10 @@ def writable(disk: str | None) -> Path:
 
 
 def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:
-    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master, of which the host's weights are half;
-    what an update makes fp32 for a moment is not counted here."""
+    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master, of which the host's weights are half
+    in bf16; what an update makes fp32 for a moment is not counted here."""
     size = workload.weight_bytes
-    master = 0 if size == 4 else 2 if host else 4
+    master = 0 if size == 4 else 2 if host and workload.dtype == "bf16" else 4
     return {"weights": size, "gradients": size, "optimizer": 8 + master}
 
 
@@ -63,6 +63,14 @@ def resident_plan(workload: Workload) -> Plan:
     )
 
 
+def precision(workload: Workload) -> str:
+    """What is kept in which dtype, for the fairness table."""
+    if workload.dtype == "fp32":
+        return "weights fp32"
+    scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
+    return f"weights {workload.dtype}, master and moments fp32{scaled}"
+
+
 def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
     """The row of a method that trains harness/model.py's layers by torch."""
     return {
@@ -70,7 +78,7 @@ def describe(workload: Workload, implementation: str, optimizer: str) -> dict[st
         "model": "harness/model.py",
         "attention": "torch scaled_dot_product_attention",
         "optimizer": optimizer,
-        "precision": "weights fp32" if workload.dtype == "fp32" else "weights bf16, master and moments fp32",
+        "precision": precision(workload),
         "recompute": "every layer, torch checkpoint",
         "clipping": "exact global norm",
     }

@@ -1,9 +1,11 @@
 """AdamW on slabs: the very bits of torch.optim.AdamW(fused=True), in fp32 and in mixed precision, on either memory.
 
-On the host the fp32 master of mixed precision is split, so that the bf16 weight is half of it: 12 bytes a parameter
+On the host the fp32 master of bf16 is split, so that the weight is half of it: 12 bytes a parameter
 hold weight, master and moments. The weight is the master rounded to nearest, ties to even, as torch rounds; beside it
 lie the master's low 16 bits. At a tie these two fit two masters, one rounded up and one rounded down; a 17th bit tells
 which, the sign of the second moment, which is never negative. So no bit of the master is lost.
+
+An fp16 weight is no part of its fp32 master, which is kept whole: 14 bytes a parameter.
 
 Split masters, and fp32 from one state into another, are updated in one pass by the compiled kernel (_adam.py); where
 there is none, and for all others, by torch's kernels, a block after the other, so that what is fp32 for a moment is
@@ -21,6 +23,7 @@ from torch import Tensor
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY
 from methods import _adam, _ops  # noqa: F401  registers the kernel
 
+Factor = Tensor | float | None  # what a gradient is scaled by; None is 1
 VECTOR = 16  # elements: torch's kernel gives the same bits whether or not a tensor is cut at a multiple of this
 
 
@@ -102,7 +105,7 @@ def keep_(state: State, values: Tensor) -> None:
 
 
 def update(
-    grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Tensor | None
+    grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor
 ) -> None:
     """One AdamW step of adjacent chunks by their gradient, scaled by the clip factor, out of one state into another,
     which may be the same; decay on matrices only."""
@@ -125,7 +128,7 @@ def update(
         _update_by_torch(grads[start:stop].float(), block, pieces, step, factor)
 
 
-def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Tensor | None) -> None:
+def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:
     """The same in place by torch's fused kernel; the fp32 gradient is scaled in place."""
     if factor is not None:
         grads.mul_(factor)

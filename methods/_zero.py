@@ -13,6 +13,7 @@ from typing import Any
 from harness import compiler
 from harness.method import ROOT
 from harness.spec import Plan, Workload
+from methods._plans import precision
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # what DeepSpeed compiles, once
 BUCKET_PARAMS = 50_000_000
@@ -127,7 +128,7 @@ def description(workload: Workload, adam: str, *, reentrant: bool = False) -> di
         "model": "harness/model.py",
         "attention": "torch scaled_dot_product_attention",
         "optimizer": kernels[adam],
-        "precision": "weights fp32" if workload.dtype == "fp32" else "weights bf16, master and moments fp32",
+        "precision": precision(workload),
         "recompute": f"every layer, torch checkpoint{', reentrant' if reentrant else ''}",
         "clipping": "global norm, by the engine",
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.method import Step, Trained, Training
+from harness.method import Trained, Training
 from harness.spec import Budget, Plan, Workload
 from methods import _adam
 from methods._placement import placed_plan
@@ -24,6 +24,7 @@ class L2L:
     bit_exact = True
     has_twin = True
     accumulates = True
+    scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         plan = placed_plan(workload, "W" * workload.num_layers, window_size=1)
@@ -43,6 +44,7 @@ class L2L:
         from methods._device import Device
         from methods._ends import ResidentEnds
         from methods._home import Home, new_layer
+        from methods._scale import LossScale
         from methods._stream import Clip, Gradients, Slot
 
         with Device(device) as gpu:
@@ -52,6 +54,7 @@ class L2L:
             ]
             slot = Slot(homes[0])
             slot.gradients = Gradients(homes[0])
+            scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
                 xs, saved = ends.embed(inputs), []
@@ -60,8 +63,8 @@ class L2L:
                     slot.wait()
                     xs, kept = slot.forward(xs)
                     saved.append(kept)
-                loss, dxs = ends.loss(xs, targets)
-                clip = Clip(gpu, workload.clip_norm)
+                loss, dxs = ends.loss(xs, targets, scale.value)
+                clip = Clip(gpu, workload.clip_norm, scale)
                 for home in reversed(homes):
                     slot.prefetch(home)
                     slot.wait()
@@ -73,9 +76,11 @@ class L2L:
                 clip.add(ends.norms())
                 clip.finish()
                 clip.send_home()
-                ends.home.update(learning_rate, clip.factor)
-                for home in homes:
-                    home.update(learning_rate, clip.on_host())
-                yield Step(loss, clip.total)
+                is_skipped = clip.overflows()
+                if not is_skipped:
+                    ends.home.update(learning_rate, clip.factor)
+                    for home in homes:
+                        home.update(learning_rate, clip.on_host())
+                yield scale.step(loss, clip.total, is_skipped=is_skipped)
             gpu.synchronize()
             return Trained((state for home in (ends.home, *homes) for state in home.states()), gpu.moved_bytes)

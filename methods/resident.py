@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.method import Step, TensorState, Trained, Training
+from harness.method import TensorState, Trained, Training
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
 from methods._plans import describe, resident_plan
 
@@ -25,6 +25,7 @@ class Resident:
     has_twin = True
     is_reference = True
     accumulates = True
+    scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         return resident_plan(workload)
@@ -36,6 +37,7 @@ class Resident:
         import torch
 
         from harness.model import build, decays, initialize
+        from methods._scale import LossScale
 
         model = build(workload, device)
         names, weights = zip(*model.named_parameters(), strict=True)
@@ -53,30 +55,35 @@ class Resident:
             eps=EPSILON,
             fused=True,
         )
+        scale = LossScale(workload)
         for step, (inputs, targets) in enumerate(batches, start=1):
             if workload.micro_batches == 1:
-                loss = model(inputs, targets)
+                loss = model(inputs, targets, scale.value)
                 loss.backward()
             else:
-                loss = _accumulate(model, inputs, targets, workload.micro_batches)
+                loss = _accumulate(model, inputs, targets, workload.micro_batches, scale.value)
             if mixed:
                 for master, weight in zip(masters, weights, strict=True):
                     master.grad, weight.grad = weight.grad.float(), None
+            if scale.is_used:
+                torch._foreach_div_([master.grad for master in masters], scale.value)
             # Without clipping the norm is only reported.
             norm = torch.nn.utils.clip_grad_norm_(masters, workload.clip_norm or float("inf"))
             for group in optimizer.param_groups:
                 group["lr"] = workload.learning_rate_at(step)
-            optimizer.step()
+            is_skipped = scale.overflows(norm)
+            if not is_skipped:
+                optimizer.step()
             optimizer.zero_grad()
             if mixed:
                 with torch.no_grad():
                     torch._foreach_copy_(weights, masters)
-            yield Step(loss.detach(), norm)
+            yield scale.step(loss.detach(), norm, is_skipped=is_skipped)
         columns = zip(names, masters, strict=True)
-        return Trained([TensorState(name, p.detach(), optimizer.state[p]["exp_avg"]) for name, p in columns])
+        return Trained([TensorState(name, p.detach(), optimizer.state[p].get("exp_avg")) for name, p in columns])
 
 
-def _accumulate(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int) -> Tensor:
+def _accumulate(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:
     """The mean loss over micro-batches; their gradients are summed in order, each use of the tied embedding by itself:
     first all of the head's, then all of the look-up's, as who goes through a layer with all of them must."""
     import torch
@@ -85,7 +92,7 @@ def _accumulate(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int) -> 
     starts = [x.detach().requires_grad_() for x in embedded]
     total = torch.zeros((), device=inputs.device)
     for x, part in zip(starts, targets.chunk(num_parts), strict=True):
-        loss = model.loss(x, part) / num_parts
+        loss = model.loss(x, part, scale) / num_parts
         loss.backward()
         total += loss.detach()
     for x, start in zip(embedded, starts, strict=True):

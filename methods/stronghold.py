@@ -12,7 +12,8 @@ micro-batches all of them go through a layer at each visit, so it travels no mor
 Clipping is exact: an update waits for the global norm. `deferred`, it runs in forward order, under the next forward
 pass. With `speculate` it is made during the backward pass as if nothing were clipped, into spare states, which are put
 in force if so it was, and are worth nothing else; it stops as soon as the norm so far is beyond the limit. Without
-clipping it starts as soon as the layer's gradient has landed.
+clipping it starts as soon as the layer's gradient has landed. In fp16 a step whose norm is not finite is skipped, so
+updates wait for the norm or are made ahead of it, clipping or not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from typing import Any
 
-from harness.method import Step, Trained, Training, largest_depth
+from harness.method import Trained, Training, largest_depth
 from harness.spec import Budget, Plan, Workload
 from methods import _adam
 from methods._placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, shrink, text_of
@@ -50,6 +51,7 @@ class Stronghold:
     bit_exact = True
     has_twin = True
     accumulates = True
+    scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """The widest window, up to the default one, with which both memories suffice, and in it the fastest placement,
@@ -93,7 +95,7 @@ class Stronghold:
         clippings = CLIPPINGS if self.clipping is None and budget.host_bytes else (self.clipping or "deferred",)
         for window in self._windows(workload.num_layers):
             plans = []
-            for clipping in clippings if workload.clip_norm else (None,):
+            for clipping in clippings if workload.waits_for_norm else (None,):
                 spare = SPARE_ROOM if (clipping, self.clipping) == ("speculate", None) else 1
                 room = replace(budget, host_bytes=budget.host_bytes and int(budget.host_bytes / spare))
 
@@ -119,7 +121,7 @@ class Stronghold:
             plan = self._plan(workload, kinds, window, self.clipping or "deferred")
             if plan.shortfall(budget) is None:
                 break
-        if self.clipping is None and workload.clip_norm and budget.device_bytes and budget.host_bytes:
+        if self.clipping is None and workload.waits_for_norm and budget.device_bytes and budget.host_bytes:
             speculating = self._plan(workload, kinds, window, "speculate")
             if plan.host_bytes and SPARE_ROOM * speculating.host_bytes <= budget.host_bytes:
                 return speculating
@@ -146,7 +148,7 @@ class Stronghold:
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
         if "D" in kinds:
             options["disk"] = str(writable(self.disk))
-        if not workload.clip_norm:
+        if not workload.waits_for_norm:
             return placed_plan(workload, kinds, window, clipping=None, options=options)
         return placed_plan(workload, kinds, window, clipping, {**options, "clipping": clipping})
 
@@ -167,6 +169,7 @@ class Stronghold:
         from methods._disk import shelves
         from methods._ends import ResidentEnds
         from methods._home import Home, new_layer
+        from methods._scale import LossScale
         from methods._stream import Clip, Gradients, Slot
 
         options = self.plan(workload, Budget()).options
@@ -174,7 +177,7 @@ class Stronghold:
         layers, (_, streamed) = range(workload.num_layers), rings(kinds, window)
         above = {i: j for ring in rings(kinds, window) for i, j in ring.above.items()}  # i leaves its slot to j
         below = {j: i for i, j in above.items()}
-        travels, clips = set(kinds) - {"R"}, workload.clip_norm > 0
+        travels, waits = set(kinds) - {"R"}, workload.waits_for_norm
         speculates = bool(travels) and options.get("clipping") == "speculate"
 
         with Device(device, num_workers=_num_workers(device)) as gpu:
@@ -190,7 +193,7 @@ class Stronghold:
                 homes.append(Home(gpu, new_layer(workload), f"layers.{i}.", workload, **place))
             slots = {i: Slot(homes[i], kinds[i]) for i in layers if i not in below}
             rooms = cycle([Gradients(homes[0]) for _ in range(num_gradients(kinds, window))])
-            is_ahead = not clips  # the device updates streamed layers in the backward pass
+            scale, is_ahead = LossScale(workload), not waits  # the device updates streamed layers in the backward pass
 
             def move(i: int, to: int) -> None:
                 slots[to] = slots.pop(i)
@@ -215,21 +218,22 @@ class Stronghold:
                     elif is_ahead and kinds[i] == "S":
                         slots[i].prefetch_state()
 
-                loss, dxs = ends.loss(xs, targets)
-                clip = Clip(gpu, workload.clip_norm)  # here, for the forward pass has waited for the last one's copies
+                loss, dxs = ends.loss(xs, targets, scale.value)
+                # Made here, for the forward pass has waited for the copies of the last one.
+                clip = Clip(gpu, workload.clip_norm, scale)
                 for i in reversed(layers):
                     if kinds[i] != "R":
                         slots[i].gradients = next(rooms)
                     dxs = slots[i].backward(saved.pop(), dxs)
                     clip.add(slots[i].norms())
                     if is_ahead and kinds[i] == "S":
-                        slots[i].update(learning_rate)
-                    if kinds[i] != "R" and (clips or kinds[i] != "S"):
+                        slots[i].update(learning_rate, clip.unclipped)
+                    if kinds[i] != "R" and (waits or kinds[i] != "S"):
                         slots[i].offload(homes[i])
-                    if kinds[i] in "PWD" and not clips:
+                    if kinds[i] in "PWD" and not waits:
                         homes[i].update_when_landed(learning_rate, clip)
                     if kinds[i] in "PW" and speculates:
-                        homes[i].speculate_when_landed(learning_rate, clip.is_within())
+                        homes[i].speculate_when_landed(learning_rate, clip)
                     if i in below:
                         move(i, below[i])
                         if is_ahead and kinds[i] == "S":
@@ -238,21 +242,24 @@ class Stronghold:
 
                 clip.add(ends.norms())
                 clip.finish()
-                if speculates or travels - {"S"}:
-                    clip.send_home()
-                ends.home.update(learning_rate, clip.factor)
+                clip.send_home()
+                is_skipped = clip.overflows()
+                if not is_skipped:
+                    ends.home.update(learning_rate, clip.factor)
                 for i, home in enumerate(homes):
-                    if kinds[i] == "R":
+                    if is_skipped:
+                        home.drop(is_ahead=is_ahead and kinds[i] == "S")
+                    elif kinds[i] == "R":
                         home.update(learning_rate, clip.factor)
-                    elif kinds[i] == "S" and clips:
+                    elif kinds[i] == "S" and waits:
                         home.owe(learning_rate, clip, is_ahead)
-                    elif clips:
+                    elif waits:
                         home.update_when_landed(learning_rate, clip)
                 refill()
-                is_ahead = not clips or (speculates and "S" in travels and clip.is_one())
-                yield Step(loss, clip.total)
+                is_ahead = not waits or (speculates and "S" in travels and clip.is_one())
+                yield scale.step(loss, clip.total, is_skipped=is_skipped)
 
-            for i in streamed.layers if clips else ():
+            for i in streamed.layers if waits else ():
                 slots[i].update_due()
                 if i in above:
                     move(i, above[i])

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.method import ROOT
+from harness.spec import Workload
+from methods import _scale
+from tests.training import EDGE, overflowing, tiny
 
 COMMITTED = 100.0  # a limit that no gradient of these trainings reaches
 
@@ -27,6 +30,12 @@ class Bug(NamedTuple):
     method: str = "stronghold"
     placement: str = "W5"
     clipping: str = "deferred"
+    overflows: bool = False  # in fp16 at every other step
+
+    @property
+    def workload(self) -> Workload:
+        make = overflowing if self.overflows else tiny
+        return make(num_layers=5, clip_norm=self.clip_norm)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -37,7 +46,7 @@ class Bug(NamedTuple):
 
 FETCH_WAITS = "(device.compute.record_event(), self.sent, self.home.landed)"
 UPDATE_ALL = """\
-                    elif clips:
+                    elif waits:
                         home.update_when_landed(learning_rate, clip)
 """
 REFILL = """\
@@ -212,6 +221,16 @@ LOUD_BUGS = [
         clipping="speculate",
     ),
     Bug(
+        "update_dropped_before_it_is_through",
+        "_home",
+        "self.updated, self.speculation = self.speculation.done, None",
+        "self.speculation = None",
+        "layers.3.grads",
+        clip_norm=0.0,
+        clipping="speculate",
+        overflows=True,
+    ),
+    Bug(
         "state_read_from_the_disk_before_it_is_written",
         "_disk",
         "{self.last, disk.visits[turn]}",
@@ -253,10 +272,18 @@ LOUD_BUGS = [
 ]
 
 
+def overflow(patch: pytest.MonkeyPatch) -> None:
+    """Let overflowing() overflow at every other step: each good one doubles the scale."""
+    patch.setattr(_scale, "INITIAL_LOSS_SCALE", EDGE)
+    patch.setattr(_scale, "LOSS_SCALE_WINDOW", 1)
+
+
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
     """Load what is in methods/ afresh, with the bug in it, as what a method will import."""
     with pytest.MonkeyPatch.context() as patch:
+        if bug.overflows:
+            overflow(patch)
         for file in ("_device", "_home", "_disk", "_stream", "_ends", bug.method):
             path = ROOT / "methods" / f"{file}.py"
             source = path.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ def difference(result: Result, reference: Result) -> str:
     for name in ("losses", "grad_norms"):
         pairs = zip(getattr(result, name), getattr(reference, name), strict=True)
         for step, (ours, theirs) in enumerate(pairs, start=1):
-            if ours != theirs:
+            if ours != theirs and not (math.isnan(ours) and math.isnan(theirs)):
                 return f"{name} at step {step}: {ours!r} instead of {theirs!r}"
     ours, theirs = ({state.name: state for state in each.trained.tensors} for each in (result, reference))
     if ours.keys() != theirs.keys():

@@ -29,8 +29,8 @@ MUTANTS = {
     ),
     "skips one layer's update": (
         "stronghold.py",
-        "elif clips:\n",
-        "elif clips and i:\n",
+        "elif waits:\n",
+        "elif waits and i:\n",
         "unchanged",
     ),
     "clips by each layer's own norm": (

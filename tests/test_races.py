@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from harness.method import create, load
-from tests.bugs import COMMITTED, LOUD_BUGS, SILENT_BUGS, Bug, planted
+from tests.bugs import COMMITTED, LOUD_BUGS, SILENT_BUGS, Bug, overflow, planted
 from tests.fake_streams import FakeStreams, Stream, watching
 from tests.races import Race, VectorClock, find_races
-from tests.training import tiny, train, train_resident
+from tests.training import overflowing, tiny, train, train_resident
 
 PLACED: list[dict] = [
     {},
@@ -58,6 +58,17 @@ def test_no_race_in_a_placement(placement: str, changes: dict) -> None:
     assert find_races(create("stronghold", options), workload) == []
 
 
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+@pytest.mark.parametrize("clipping", ["deferred", "speculate"])
+@pytest.mark.parametrize("placement", ["W5", "S5", "R1P1W2S1", "S2W1D2"])
+def test_no_race_where_steps_of_fp16_overflow(
+    placement: str, clipping: str, clip_norm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflow(monkeypatch)
+    options = {"placement": placement, "clipping": clipping, "window_size": 2}
+    assert find_races(create("stronghold", options), overflowing(clip_norm=clip_norm), steps=4) == []
+
+
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"dropout": 0.1}], ids=str)
 def test_no_race_in_any_method(method_name: str, folders: tuple[Path, ...], changes: dict) -> None:
     if "methods._stream" not in inspect.getsource(load(method_name, folders)):
@@ -68,16 +79,15 @@ def test_no_race_in_any_method(method_name: str, folders: tuple[Path, ...], chan
 @pytest.mark.parametrize("bug", by_symptom(SILENT_BUGS + LOUD_BUGS))
 def test_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug):
-        races = find_races(create(bug.method, bug.options), tiny(num_layers=5, clip_norm=bug.clip_norm))
+        races = find_races(create(bug.method, bug.options), bug.workload)
     assert bug.endangered in {race.memory for race in races}
 
 
 @pytest.mark.parametrize("bug", by_symptom(SILENT_BUGS))
 def test_losses_on_a_cpu_do_not_show_the_bug(bug: Bug) -> None:
-    workload = tiny(num_layers=5, clip_norm=bug.clip_norm)
     with planted(bug):
-        losses = train(bug.method, workload, 3, **bug.options).losses
-    assert losses == train_resident(workload, 3).losses
+        losses = train(bug.method, bug.workload, 3, **bug.options).losses
+    assert losses == train_resident(bug.workload, 3).losses
 
 
 class TwoStreams(NamedTuple):

@@ -21,6 +21,7 @@ from harness.model import initial
 from harness.spec import Workload
 
 STEPS = 20
+EDGE = 2.0**18  # the smallest loss scale at which a gradient of overflowing() is not finite
 
 # Tiny matrices gain nothing from threads, and threads that spin for a busy core make a test take minutes.
 torch.set_num_threads(1)
@@ -38,6 +39,12 @@ def tiny(**changes: Any) -> Workload:
     """A model whose sizes fill no vector register evenly, at a learning rate that makes a stale weight show."""
     sizes = {"num_layers": 2, "hidden_size": 36, "num_heads": 3, "seq_len": 16, "batch_size": 2, "vocab_size": 101}
     return Workload(**{**sizes, "learning_rate": 1.0, **changes})
+
+
+def overflowing(**changes: Any) -> Workload:
+    """fp16 with few words: the gradient of the embedding, which is known last, is the first to overflow."""
+    sizes = {"num_layers": 5, "hidden_size": 32, "num_heads": 2, "vocab_size": 3, "batch_size": 8}
+    return tiny(**{**sizes, "dtype": "fp16", **changes})
 
 
 def token_batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
