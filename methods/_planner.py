@@ -32,7 +32,7 @@ from methods._plans import state_bytes, stored_numel
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
-# Of an update in the host's memory, a parameter: gradient and state read, state written; bf16 weights are half a master.
+# A parameter's update in the host's memory: gradient and state read, state written; a bf16 weight is half a master.
 ADAM_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
 SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
 MEMORIES = ("device", "host", "disk")
