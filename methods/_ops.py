@@ -58,7 +58,8 @@ def reserve(file: Tensor, num_bytes: int) -> None:
         os.posix_fallocate(file.tolist()[0], 0, num_bytes)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that only takes room as it is written
-            raise OSError(error.errno, f"{error.strerror}: {gib(num_bytes)} of states") from None
+            error.strerror = f"{error.strerror}: {gib(num_bytes)} of states"
+            raise
 
 
 def read(file: Tensor, slab: Tensor) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
-from harness.method import create
+from harness.cli import exit_code
+from harness.method import ROOT, create
+from harness.record import Record, read_all
 from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep
+from harness.sweep import Sweep, resolve
 from methods._device import Device
 from methods._disk import Disk, File, shelves
 from methods._home import Home, new_layer
@@ -24,6 +30,7 @@ from methods._stream import Clip
 from tests.training import tiny
 
 NUM_LAYERS = 5
+PUNCH_HOLE = 0x02 | 0x01  # of fallocate(2): free the bytes, keep the file's size
 
 
 @pytest.fixture
@@ -100,27 +107,91 @@ def test_a_disk_that_fills_up_is_told_where_the_layer_is_asked_for_next(device: 
     assert raised.value.errno == errno.ENOSPC
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only")
-def test_a_disk_that_is_too_small_is_told_before_the_first_step(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount a file system")
-    try:
-        with pytest.raises(OSError, match=r"No space left on device: 2\.0 MiB") as raised:
-            File(tmp_path, 2 * 2**20)
-        assert raised.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
-    finally:
-        subprocess.run(["umount", "--lazy", tmp_path], check=True)  # the error still holds the file
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder]).returncode:
+        pytest.skip("a small file system is mounted by root only, and not on every machine")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)  # an error may still hold a file
+
+
+def fill(folder: Path) -> None:
+    with suppress(OSError), open(folder / "filler", "ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_first_step(small_disk: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: 9\.0 MiB of states: .*small") as raised:
+        File(small_disk, 9 * 2**20)
+    assert raised.value.errno == errno.ENOSPC and list(small_disk.iterdir()) == []
+
+
+def test_states_that_another_process_has_cut_off_are_named_with_their_folder(device: Device, tmp_path: Path) -> None:
+    home = homes(device, tiny(), tmp_path)[0]
+    assert home.shelf is not None
+    home.shelf.read()  # what was to be written is
+    os.ftruncate(home.shelf.disk.files[0].cached.fileno(), 0)
+    with pytest.raises(OSError, match=f"a file of states ends at 0 bytes, before its data does: '{tmp_path}'"):
+        home.shelf.read()
+
+
+def take_room_of_states(folder: Path) -> None:
+    """As on a file system that takes room only as it is written: what the run has reserved there is given back, and
+    something else fills the disk."""
+    for process in psutil.Process().children(recursive=True):
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(link).startswith(str(folder)):
+                    with open(link, "r+b") as file:
+                        size = ctypes.c_long(os.fstat(file.fileno()).st_size)
+                        ctypes.CDLL(None).fallocate(file.fileno(), PUNCH_HOLE, ctypes.c_long(0), size)
+    fill(folder)
+
+
+def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_room_the_same_call_trains_it(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    """Something else fills the disk, which harms nobody, and from step 20 on has the room of the states, too."""
+    workload = Workload(num_layers=4, hidden_size=128, num_heads=4, seq_len=32, batch_size=2, vocab_size=128)
+    on_disk = Job("stronghold", workload, {"placement": "W1D3", "disk": str(small_disk)}, steps=40, warmup=1)
+    jobs = [resolve(job)[0] for job in (on_disk, Job("resident", workload, steps=40, warmup=1))]
+
+    def report(event: dict) -> None:
+        if event["event"] == "step" and event["step"] >= 3 and "first" not in ends:
+            (fill if event["step"] < 20 else take_room_of_states)(small_disk)
+        elif event["event"] == "end":
+            ends.setdefault("first", event["record"])
+
+    ends: dict[str, Record] = {}
+    full, other = Sweep(tmp_path, report=report).run(jobs)
+    assert (full.status, exit_code([full], is_sweep=False)) == ("does-not-fit", 4)
+    assert full.phase.startswith("step ") and len(full.losses) >= 20
+    assert full.reason.startswith(f"out of room on the disk at {full.phase}") and str(small_disk) in full.reason
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+    assert other.gate.verdict == "exact"
+
+    (small_disk / "filler").unlink()
+    again, same = Sweep(tmp_path).run(jobs)
+    assert again.gate.verdict == "exact" and len(again.losses) == 40
+    assert same.started == other.started
 
 
 def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp_path: Path) -> None:
-    """On the device sim, whose host has two thirds of what weights, gradients and states take."""
-    workload = Workload(num_layers=12, hidden_size=128, num_heads=4, seq_len=32, batch_size=2, vocab_size=128)
-    host_bytes = 16 * workload.num_layers * workload.layer_params * 2 // 3
-    options = {"resident_layers": 0, "disk": str(tmp_path)}
-    job = Job("stronghold", workload, options, Budget(2**24, host_bytes), "sim", steps=4, warmup=1)
-    record = Sweep(tmp_path).run([job])[0]
-    assert record.gate.verdict == "exact", (record.reason, record.gate.text)
-    assert "D" in record.job.options["placement"] and record.peaks["host_accounted"] <= host_bytes
+    """Through the door, on the device sim, whose host has two thirds of what weights, gradients and states take."""
+    layer_params = Workload(hidden_size=128, num_heads=4).layer_params
+    host_kib = 16 * 12 * layer_params * 2 // 3 // 1024
+    words = f"-m stronghold -l 12 -h 128 -b 2 --heads 4 --seq 32 --vocab 128 --steps 4 --warmup 1 --disk {tmp_path}"
+    budgets = f"--device-memory 16MiB --host-memory {host_kib}KiB --option resident_layers=0 --results {tmp_path}"
+    call = [sys.executable, "-m", "harness", *words.split(), *budgets.split()]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = (record for record in read_all(tmp_path)[0].values() if record.job.method == "stronghold")
+    assert record.gate.verdict == "exact" and "D" in record.job.options["placement"]
+    assert record.peaks["host_accounted"] <= 1024 * host_kib
 
 
 def test_a_folder_that_cannot_be_written_is_one_line() -> None:
