@@ -17,6 +17,7 @@ from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from methods import _adam
 from methods._device import Device
 from methods._home import Home, new_layer
+from methods._stream import Clip
 
 LAYER = Workload(num_layers=1, hidden_size=2048, dtype="bf16")
 
@@ -28,7 +29,7 @@ def ours(device: Device) -> Callable[[], None]:
     home.landed = device.outbound.record_event()
 
     def update() -> None:
-        home.update_when_landed(1e-4, lambda: None)
+        home.update_when_landed(1e-4, Clip(device, 0.0))
         home.updated.result()
 
     return update

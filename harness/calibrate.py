@@ -12,12 +12,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import mmap
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from harness.model import DTYPES, Ends, Layer
 from harness.rates import Rates
 from harness.spec import Workload
 from methods._device import Device
+from methods._disk import File
 from methods._home import Home, new_layer
 from methods._planner import ADAM_BYTES
 from methods._stream import Clip
@@ -37,7 +37,7 @@ CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
 UPDATED_HIDDEN_SIZE = 1024  # of the layers whose updates are timed: 200 MiB each
 FILE_BYTES = 256 * 2**20
-BLOCK_BYTES = 8 * 2**20
+BLOCK_BYTES = 32 * 2**20
 ENOUGH_SECONDS = 1.0  # for one number
 
 
@@ -59,6 +59,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
     updates, copied, adam_bytes = found["updates"], found["copies"], ADAM_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
     inbound, outbound = copied["inbound_page_locked"], copied["outbound_page_locked"]
+    read, written = found["disk"]["read"], found["disk"]["write"]
     return Rates(
         device_flops_per_second=workload.flops_per_step / (forward + backward),
         forward_share=forward / (forward + backward),
@@ -71,8 +72,10 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
             adam_bytes * alone, adam_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
         ),
         host_adam_params_per_second=alone,
-        disk_read_bytes_per_second=found["disk"]["read"],
-        disk_write_bytes_per_second=found["disk"]["write"],
+        ahead_cost=max(1.0, updates["alone"][str(loaded["threads"])] / updates["ahead"]),
+        disk_read_bytes_per_second=read,
+        disk_write_bytes_per_second=written,
+        disk_duplex_share=min(1.0, found["disk"]["both_ways"] / (read + written)),
         is_host=device != "cuda",
     )
 
@@ -155,7 +158,28 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
                 loaded = under_copies(device, homes, small.layer_params)
                 there = Home(device, new_layer(small), "layers.0.", small, host=False)
                 on_device = small.layer_params / median_seconds(device, lambda: there.update(1e-4, None))  # noqa: B023
-    return {"alone": alone, "under_copies": {"threads": most, **loaded}, "on_device": on_device}
+    return {"alone": alone, "ahead": ahead(small, device_name, most), "under_copies": {"threads": most, **loaded},
+            "on_device": on_device}  # fmt: skip
+
+
+def ahead(small: Workload, device_name: str, threads: int) -> float:
+    """Parameters a second of the host from one state into another, as where an update is made ahead of the norm."""
+    with Device(device_name, num_workers=threads) as device:
+        place: dict[str, Any] = {"host": True, "spare": True}
+        homes = [Home(device, new_layer(small), f"layers.{i}.", small, **place) for i in range(threads)]
+        for home in homes:
+            home.landed = device.outbound.record_event()
+        return threads * small.layer_params / median_seconds(device, lambda: speculate_all(homes))
+
+
+def speculate_all(homes: list[Home]) -> None:
+    for home in homes:
+        clip = Clip(home.device, 0.0)
+        clip.add([torch.zeros((), device=home.device.name)])
+        home.speculate_when_landed(1e-4, clip)
+    for home in homes:
+        assert home.speculation is not None
+        home.speculation.done.result()
 
 
 def update_all(homes: list[Home]) -> None:
@@ -186,32 +210,22 @@ def under_copies(device: Device, homes: list[Home], layer_params: int) -> dict[s
 
 
 def disk(folder: Path) -> dict[str, float]:
-    """Bytes a second of one file, written to the disk and read past the page cache, as far as the system lets."""
-    pages = mmap.mmap(-1, BLOCK_BYTES)
-    pages[:] = os.urandom(2**16) * (BLOCK_BYTES // 2**16)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        started = time.perf_counter()
-        for _ in range(FILE_BYTES // BLOCK_BYTES):
-            os.write(file.fileno(), pages)
-        os.fsync(file.fileno())
-        written = time.perf_counter() - started
-        handle = _past_cache(file.name)
-        started = time.perf_counter()
-        while os.readv(handle, [pages]):
-            pass
-        read = time.perf_counter() - started
-        os.close(handle)
-    return {"write": FILE_BYTES / written, "read": FILE_BYTES / read}
+    """Bytes a second of a file of states: written, read, and of both together."""
+    file = File(folder, FILE_BYTES)
+    slabs = [torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.float32).normal_() for _ in range(2)]
+    places = [file.at(start) for start in range(0, FILE_BYTES, BLOCK_BYTES)]
 
+    def seconds(move: Callable[[torch.Tensor, torch.Tensor], None], slab: torch.Tensor) -> float:
+        started = time.perf_counter()
+        for place in places:
+            move(place, slab)
+        return time.perf_counter() - started
 
-def _past_cache(name: str) -> int:
-    try:
-        return os.open(name, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system without it: what is cached is dropped at least
-        handle = os.open(name, os.O_RDONLY)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        return handle
+    write, read = torch.ops.harness.write, torch.ops.harness.read
+    alone = {"write": seconds(write, slabs[0]), "read": seconds(read, slabs[1])}
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(seconds, (write, read), slabs)]
+    return {name: FILE_BYTES / time for name, time in alone.items()} | {"both_ways": 2 * FILE_BYTES / max(both)}
 
 
 def median_seconds(device: Device, work: Callable[[], Any]) -> float:

@@ -132,7 +132,8 @@ def told(entry: dict[str, Any]) -> str:
         f"copies, GB/s: in {copies['inbound_page_locked'] / GB:.1f} (pageable {copies['inbound_pageable'] / GB:.1f}),"
         f" out {copies['outbound_page_locked'] / GB:.1f} (pageable {copies['outbound_pageable'] / GB:.1f}),"
         f" both at once {copies['both_ways'] / GB:.1f}, within the device {copies['within_device'] / GB:.1f}",
-        f"host's Adam, G parameters/s: {by_threads} threads; {under['params_per_second'] / GB:.2f} while"
-        f" {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied",
-        f"disk, GB/s: read {found['disk']['read'] / GB:.2f}, write {found['disk']['write'] / GB:.2f}",
+        f"host's Adam, G parameters/s: {by_threads} threads, {updates['ahead'] / GB:.2f} from one state into another;"
+        f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied",
+        f"disk, GB/s: read {found['disk']['read'] / GB:.2f}, write {found['disk']['write'] / GB:.2f}, both at once"
+        f" {found['disk']['both_ways'] / GB:.2f}",
     ))  # fmt: skip

@@ -159,10 +159,12 @@ def rates(device: str, workload: Workload) -> Rates | None:
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """The entries of CALIBRATION, if they are of this machine as it is."""
+    """The entries of CALIBRATION, if they are of this machine as it is and have all rates."""
     try:
         data = json.loads(CALIBRATION.read_text())
-        return data["entries"] if data["machine"] == _calibrated_facts() else []
+        names = {item.name for item in dataclasses.fields(Rates)}
+        entries = [entry for entry in data["entries"] if set(entry["rates"]) == names]
+        return entries if data["machine"] == _calibrated_facts() else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

@@ -22,6 +22,7 @@ FACTS = (
     ("host_adam_gparams_per_second", "host_adam_params_per_second", 1e9),
     ("disk_read_gb_per_second", "disk_read_bytes_per_second", 1e9),
     ("disk_write_gb_per_second", "disk_write_bytes_per_second", 1e9),
+    ("disk_duplex_share", "disk_duplex_share", 1),
 )
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
@@ -38,20 +39,26 @@ class Rates:
     duplex_share: float = 1.0  # of the sum of both, when both go at once
     host_bytes_per_second: float = math.inf  # of the host's memory: Adam and copies together
     host_adam_params_per_second: float = math.inf  # what the cores can do where memory does not bind
+    ahead_cost: float = 1.0  # of an update from one state into another, in updates in place
     disk_read_bytes_per_second: float = math.inf
     disk_write_bytes_per_second: float = math.inf
+    disk_duplex_share: float = 1.0  # of the sum of both, when both go at once
     is_host: bool = False  # the device computes on the host's cores: updates and compute take turns
 
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.name != "is_host" and not getattr(self, item.name) > 0:
                 raise ValueError(f"a machine's {item.name} must be positive, not {getattr(self, item.name)}")
-        if not (self.forward_share < 1 and self.duplex_share <= 1):
-            raise ValueError("forward_share must be below 1 and duplex_share at most 1")
+        if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
+            raise ValueError("forward_share must be below 1, duplex_share and disk_duplex_share at most 1")
 
     @property
     def duplex_bytes_per_second(self) -> float:
         return self.duplex_share * (self.inbound_bytes_per_second + self.outbound_bytes_per_second)
+
+    @property
+    def disk_duplex_bytes_per_second(self) -> float:
+        return self.disk_duplex_share * (self.disk_read_bytes_per_second + self.disk_write_bytes_per_second)
 
 
 def of_facts(facts: dict[str, Any]) -> Rates | None:

@@ -96,9 +96,10 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     """All that bounds a step."""
     deferred = clipping == "deferred"
     params, adam = workload.layer_params, ADAM_BYTES[workload.dtype]
+    ahead = rates.ahead_cost if clipping == "speculate" else 1.0
     compute = workload.flops_per_step / rates.device_flops_per_second
     on_device = params * adam / rates.device_bytes_per_second
-    on_host = params / rates.host_adam_params_per_second
+    on_host = ahead * params / rates.host_adam_params_per_second
     ends = workload.end_params * adam / rates.device_bytes_per_second
     updates = dict.fromkeys("RSQ", on_device) | (dict.fromkeys("PWD", on_host) if rates.is_host else {})
     last = FORWARD if deferred else BACKWARD
@@ -110,8 +111,9 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     stored = stored_bytes(workload)
     found.append(Row("disk reads", last, 0.0, {"D": stored / rates.disk_read_bytes_per_second}))
     found.append(Row("disk writes", last, 0.0, {"D": stored / rates.disk_write_bytes_per_second}))
+    found.append(Row("disk both ways", last, 0.0, {"D": 2 * stored / rates.disk_duplex_bytes_per_second}))
     for pool in range(last + 1):
-        found += _link_rows(workload, rates, clipping, pool, adam if pool == last else 0)
+        found += _link_rows(workload, rates, clipping, pool, ahead * adam if pool == last else 0.0)
     return found
 
 
@@ -120,7 +122,7 @@ def stored_bytes(workload: Workload) -> int:
     return state_bytes(workload, host=True)["optimizer"] * stored_numel(workload.layer_params)
 
 
-def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, adam: int) -> list[Row]:
+def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, adam: float) -> list[Row]:
     table = carried(workload, clipping)
     inbound = {kind: workload.layer_params * table[kind].inbound[pool] for kind in KINDS}
     outbound = {kind: workload.layer_params * table[kind].outbound[pool] for kind in KINDS}

@@ -25,10 +25,11 @@ FOUND: dict[str, Any] = {
     "copies": {"inbound_page_locked": 10e9, "outbound_page_locked": 20e9, "both_ways": 15e9},
     "updates": {
         "alone": {"1": 1e9, "2": 2e9},
+        "ahead": 1.25e9,
         "under_copies": {"threads": 2, "params_per_second": 1.5e9, "copied_bytes_per_second": 20e9},
         "on_device": 1e10,
     },
-    "disk": {"read": 2e9, "write": 1e9},
+    "disk": {"read": 2e9, "write": 1e9, "both_ways": 1.5e9},
 }
 
 
@@ -69,6 +70,7 @@ def test_rates_of_a_calibration_by_hand() -> None:
     assert rates.forward_share == pytest.approx(12 / 46)
     assert (rates.duplex_share, rates.host_bytes_per_second) == (0.5, 62e9)
     assert (rates.host_adam_params_per_second, rates.device_bytes_per_second) == (2e9, 28e10)
+    assert (rates.ahead_cost, rates.disk_duplex_share, rates.disk_read_bytes_per_second) == (1.6, 0.5, 2e9)
 
 
 def test_a_real_calibration_makes_rates_and_is_shown(capsys, monkeypatch, tmp_path: Path) -> None:
@@ -104,6 +106,13 @@ def test_the_calibration_of_the_nearest_size_is_used() -> None:
         found = machine.rates("cpu", Workload(hidden_size=hidden_size))
         assert found is not None and found.device_flops_per_second == rate
     assert machine.rates("cpu", Workload(dtype="bf16")) is None and machine.rates("cuda", small) is None
+
+
+def test_a_calibration_that_lacks_a_rate_is_none() -> None:
+    old = entry(SMALL, 1)
+    del old["rates"]["ahead_cost"]
+    machine.keep_calibration(old)
+    assert machine.calibrations() == [] and machine.budget(Budget(), "cpu", SMALL).rates is None
 
 
 def test_a_later_calibration_takes_the_place_of_its_own_last_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +17,13 @@ from methods._planner import choose, forecast, least_seconds, rows
 GB = 1e9
 # Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.
 MACHINES = {
-    "v100": ("fp32", Rates(10.8996e12, 0.21736, 800 * GB, 10.69 * GB, 10.69 * GB, 0.9, 75 * GB, 0.41067e9)),
-    "h200": ("bf16", Rates(489.8e12, 0.25, 3600 * GB, 52 * GB, 52 * GB, 0.85, 120 * GB, 10e9)),
-    "4090": ("bf16", Rates(118.8e12, 0.25, 920 * GB, 25 * GB, 25 * GB, 0.85, 55 * GB, 8e9)),
-}
+    "v100": ("fp32", Rates(10.8996e12, 0.21736, 800 * GB, 10.69 * GB, 10.69 * GB, 0.9, 75 * GB, 0.41067e9,
+                           disk_read_bytes_per_second=1.5 * GB, disk_write_bytes_per_second=1.5 * GB)),
+    "h200": ("bf16", Rates(489.8e12, 0.25, 3600 * GB, 52 * GB, 52 * GB, 0.85, 120 * GB, 10e9,
+                           disk_read_bytes_per_second=1.5 * GB, disk_write_bytes_per_second=1.5 * GB)),
+    "4090": ("bf16", Rates(118.8e12, 0.25, 920 * GB, 25 * GB, 25 * GB, 0.85, 55 * GB, 8e9,
+                           disk_read_bytes_per_second=6 * GB, disk_write_bytes_per_second=5 * GB)),
+}  # fmt: skip
 # Milliseconds of the least step, worked out by an independent program (a linear program over parameters instead of
 # layers, with its own account of memory): without clipping, and with exact clipping by a deferred update.
 BOUNDS = {
@@ -28,12 +32,16 @@ BOUNDS = {
     "h200": {16: (66.0, 67.2), 32: (126.2, 128.6), 48: (186.4, 190.7), 78: (314.9, 607.0), 100: (562.7, 913.4)},
     "4090": {16: (264.7, 273.8), 32: (506.3, 523.7), 48: (748.0, 957.4), 78: (1211.3, 2019.6), 100: (1584.7, 2798.6)},
 }  # fmt: skip
+# The same at 100 layers with 30 GB of the host and 50 GB of the disk, where moments and master lie, but no weights.
+BOUNDS_WITH_DISK = {"v100": (16034.7, 28593.9), "h200": (686.1, 7807.6), "4090": (1930.4, 5080.8)}
 # The same program's room for layers: bytes on the device at 16 layers (a layer's input less for each layer more), and
 # on the host. A layer whose update is deferred keeps its gradient.
 ROOM = {"v100": (30256183705, 91536064512), "h200": (31078533529, 124151185408), "4090": (22488598937, 55302166528)}
 
 
-def bound(machine: str, num_layers: int, clipping: str | None, kinds: str) -> tuple[float, dict[str, float]] | None:
+def bound(
+    machine: str, num_layers: int, clipping: str | None, kinds: str, smaller: dict[str, float] | None = None
+) -> tuple[float, dict[str, float]] | None:
     dtype, rates = MACHINES[machine]
     workload = Workload(num_layers=num_layers, dtype=dtype)
     size, gradient = workload.weight_bytes, workload.weight_bytes if clipping else 0
@@ -41,10 +49,11 @@ def bound(machine: str, num_layers: int, clipping: str | None, kinds: str) -> tu
     device, host = ROOM[machine]
     needs = {
         "device": {"R": whole * params, "P": size * params, "Q": size * params},
-        "host": {"P": whole * params, "W": whole * params, "S": whole * params, "Q": (whole - size) * params},
+        "host": dict.fromkeys("PWS", whole * params) | {"Q": (whole - size) * params, "D": (size + gradient) * params},
+        "disk": {"D": (12 - size) * params},
     }
     room = {"device": device - num_layers * workload.boundary_bytes - gradient * workload.end_params, "host": host}
-    return least_seconds(workload, rates, needs, room, clipping=clipping, kinds=kinds)
+    return least_seconds(workload, rates, needs, room | (smaller or {}), clipping=clipping, kinds=kinds)
 
 
 @pytest.mark.parametrize("num_layers", [16, 32, 48, 78, 100])
@@ -52,6 +61,13 @@ def bound(machine: str, num_layers: int, clipping: str | None, kinds: str) -> tu
 def test_the_bound_is_the_other_programs(machine: str, num_layers: int) -> None:
     for clipping, milliseconds in zip((None, "deferred"), BOUNDS[machine][num_layers], strict=True):
         found = bound(machine, num_layers, clipping, "RPWSQ")
+        assert found is not None and 1e3 * found[0] == pytest.approx(milliseconds, rel=0.005)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_bound_with_a_disk_is_the_other_programs(machine: str) -> None:
+    for clipping, milliseconds in zip((None, "deferred"), BOUNDS_WITH_DISK[machine], strict=True):
+        found = bound(machine, 100, clipping, "RPWSDQ", {"host": 30 * GB, "disk": 50 * GB})
         assert found is not None and 1e3 * found[0] == pytest.approx(milliseconds, rel=0.005)
 
 
@@ -136,6 +152,29 @@ def test_rates_decide_where_layers_live_and_how_long_a_step_takes() -> None:
     assert found.seconds < 0.95 * forecast(rows(workload, rates, None), without).seconds
 
 
+def test_no_more_layers_than_need_be_are_on_the_disk(tmp_path: Path) -> None:
+    """By hand: a W takes 16 bytes a parameter of the host, a D half of them, three buffers half a layer each; with
+    two D less the host would not suffice."""
+    rates = MACHINES["v100"][1]
+    workload = Workload(num_layers=60)
+    host_bytes, layer = 40 * 2**30, 16 * workload.layer_params
+    budget = Budget(8 * 2**30, host_bytes, disk_bytes=30 * 2**30, rates=rates)
+    planned = create("stronghold", {"disk": str(tmp_path)}).plan(workload, budget)
+    kinds = Counter(parse(planned.options["placement"], 60))
+    assert planned.shortfall(budget) is None and planned.disk_bytes == 8 * kinds["D"] * workload.layer_params
+    outside = 60 - kinds["R"] - kinds["D"]
+    assert outside * layer + kinds["D"] * layer // 2 + 3 * layer // 2 <= host_bytes
+    assert (outside + 2) * layer + (kinds["D"] - 2) * layer // 2 + 3 * layer // 2 > host_bytes
+    seconds = 8 * kinds["D"] * workload.layer_params / (1.5 * GB)
+    backward = (1 - rates.forward_share) * workload.flops_per_step / rates.device_flops_per_second
+    assert planned.step_seconds == pytest.approx(backward + seconds) and planned.binds == "compute then disk reads"
+
+
+def test_without_a_folder_on_the_disk_nothing_is_placed_there() -> None:
+    budget = Budget(8 * 2**30, 40 * 2**30, rates=MACHINES["v100"][1])
+    assert create("stronghold", {}).plan(Workload(num_layers=60), budget).shortfall(budget)
+
+
 def test_a_placement_that_is_given_is_kept_and_timed() -> None:
     budget = Budget(20 * 2**30, 100 * 2**30, rates=MACHINES["h200"][1])
     for options in ({"placement": "R4W20"}, {"resident_layers": 4}):
@@ -150,6 +189,16 @@ def test_updates_are_made_ahead_where_that_is_worth_the_memory() -> None:
         budget = Budget(20 * 2**30, host_gib * 2**30, rates=MACHINES["h200"][1])
         planned = create("stronghold", {}).plan(workload, budget)
         assert planned.options["clipping"] == clipping and planned.shortfall(budget) is None
+
+
+def test_an_update_ahead_counts_what_it_costs() -> None:
+    rates = replace(MACHINES["v100"][1], ahead_cost=1.5, host_bytes_per_second=float("inf"))
+    seconds = {
+        clipping: forecast(rows(Workload(num_layers=50), rates, clipping), {"W": 50}).seconds
+        for clipping in (None, "speculate")
+    }
+    assert seconds["speculate"] == pytest.approx(1.5 * 50 * Workload().layer_params / 0.41067e9)
+    assert seconds[None] < seconds["speculate"]
 
 
 def test_where_nothing_fits_the_plan_says_what_is_short() -> None:
