@@ -185,7 +185,7 @@ def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
 
 def _skipped(record: Record) -> str:
     """How many steps of fp16 trained nothing, where there are any."""
-    return f", {len(record.skipped_steps)} of them skipped by the loss scale" if record.skipped_steps else ""
+    return f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
 
 
 def _other_scales(record: Record, reference: Record) -> str:

@@ -6,6 +6,7 @@ DeepSpeed 0.19.8. Settings that look odd say which of its ways they avoid.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import socket
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.method import Step, TensorState, Trained, Training, Unavailable
-from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
+from harness.spec import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
 from methods._zero import EXTENSIONS, NEEDS, is_built, versions
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
@@ -29,6 +30,7 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[s
         "gradient_clipping": workload.clip_norm,  # said even when 0: left out, it is 1.0
         "zero_optimization": zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
+        "fp16": fp16_config() if workload.dtype == "fp16" else {"enabled": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
@@ -39,6 +41,18 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[s
             parameters["torch_adam"] = True
         config["optimizer"] = {"type": "AdamW", "params": parameters}
     return config
+
+
+def fp16_config() -> dict[str, Any]:
+    """The rule of methods/_scale.py."""
+    return {
+        "enabled": True,
+        "loss_scale": 0,  # dynamic
+        "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
+        "loss_scale_window": LOSS_SCALE_WINDOW,
+        "hysteresis": 1,
+        "min_loss_scale": 1,
+    }
 
 
 def train(
@@ -56,6 +70,12 @@ def train(
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable("DeepSpeed's Adam is not built: apt-get install g++, then ./run.sh setup")
     deepspeed = import_deepspeed(device)
+    is_scaled = workload.dtype == "fp16"
+    if is_scaled and device != "cuda":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        # Its answer is whether oneDNN has instructions for it; torch's kernels do without.
+        CPU_Accelerator.is_fp16_supported = lambda self: True
     import torch
     import torch.distributed as dist
 
@@ -66,13 +86,17 @@ def train(
         config = {**engine_config(workload, adam, zero), **(extra or {})}
         engine = _engine(deepspeed, workload, config, device, adam, reentrant)
         for step, (inputs, targets) in enumerate(batches, start=1):
-            loss = engine(inputs, targets)
-            engine.backward(loss)
+            scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
+            loss = engine(inputs, targets, scale)
+            engine.backward(loss / scale)  # which the engine scales again
             for group in engine.optimizer.param_groups:
                 group["lr"] = workload.learning_rate_at(step)
             engine.step()
             norm = engine.get_global_grad_norm()
-            yield Step(loss.detach(), None if norm is None else torch.as_tensor(norm))
+            ended = Step(loss.detach(), None if norm is None else torch.as_tensor(norm))
+            if is_scaled:
+                ended = ended._replace(loss_scale=scale, is_skipped=bool(engine.optimizer.overflow))
+            yield ended
         return Trained(list(_states(engine)))
     finally:
         dist.destroy_process_group()
@@ -156,11 +180,11 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     from harness.model import DTYPES, GPT, initial
 
     class ReentrantGPT(GPT):
-        def forward(self, inputs, targets):
+        def forward(self, inputs, targets, scale=1.0):
             x = self.ends.embed(inputs)
             for layer in self.layers:
                 x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
-            return self.ends.loss(x, targets)
+            return self.ends.loss(x, targets, scale)
 
     cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
@@ -187,8 +211,8 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     if adam == "fused":
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
-    if workload.dtype == "bf16":
-        # Main weights begin at the fp32 start itself, not at its bf16 rounding.
+    if workload.dtype != "fp32":
+        # Main weights begin at the fp32 start itself, not at its rounding.
         for name, parameter in zip(names, engine.module.parameters(), strict=True):
             shape = getattr(parameter, "ds_shape", parameter.shape)
             safe_set_full_fp32_param(parameter, initial(name, shape, workload))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.method import Step, TensorState, Trained, Training
+from harness.method import TensorState, Trained, Training
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
 from methods._plans import describe
 
@@ -21,6 +21,7 @@ class Fsdp2Offload:
     color = "#6FA8DC"
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
     world_size = 1
+    scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         size, params = workload.weight_bytes, workload.num_params
@@ -44,8 +45,9 @@ class Fsdp2Offload:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        from harness.model import GPT, decays, initialize
+        from harness.model import DTYPES, GPT, decays, initialize
         from methods._device import require_device
+        from methods._scale import LossScale
 
         require_device(device, "FSDP2")
         on_gpu = device == "cuda"
@@ -53,11 +55,11 @@ class Fsdp2Offload:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             mesh = init_device_mesh(device, (1,))
-            bf16 = torch.bfloat16 if workload.dtype == "bf16" else None
+            half = DTYPES[workload.dtype] if workload.dtype != "fp32" else None
             settings: dict[str, Any] = {
                 "mesh": mesh,
                 "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
-                "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32),
+                "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32),
             }
             with torch.device("meta"):
                 model = GPT(workload)
@@ -76,15 +78,21 @@ class Fsdp2Offload:
                 eps=EPSILON,
                 fused=True,
             )
+            scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
-                loss = model(inputs, targets)
+                loss = model(inputs, targets, scale.value)
                 loss.backward()
+                if scale.is_used:
+                    torch._foreach_div_([p.grad.to_local() for _, p in parameters], scale.value)
                 norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm or float("inf"))
                 for group in optimizer.param_groups:
                     group["lr"] = workload.learning_rate_at(step)
-                optimizer.step()
+                norm = norm.full_tensor()
+                is_skipped = scale.overflows(norm)
+                if not is_skipped:
+                    optimizer.step()
                 optimizer.zero_grad()
-                yield Step(loss.detach(), norm.full_tensor())
+                yield scale.step(loss.detach(), norm, is_skipped=is_skipped)
             return Trained(
                 [
                     TensorState(name, p.to_local().detach(), optimizer.state[p]["exp_avg"].to_local())

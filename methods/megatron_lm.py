@@ -6,11 +6,12 @@ Upstream code but for attention, which is torch's fused kernel, and on a CPU a f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from harness.method import Step, TensorState, Trained, Training, Unavailable
-from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.spec import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Budget, Plan, Workload
 from methods._plans import describe
 
 NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
@@ -23,6 +24,7 @@ class MegatronLM:
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
     world_size = 1
     has_twin = True
+    scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
@@ -62,18 +64,21 @@ class MegatronLM:
             parallel_state.initialize_model_parallel()
             with cuda_questions_answered(device):
                 model, optimizer = _build(workload, device)
+            is_scaled = workload.dtype == "fp16"
             positions = torch.arange(workload.seq_len, device=device).expand(workload.batch_size, -1)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 with cuda_questions_answered(device):
                     model.zero_grad_buffer()
                     optimizer.zero_grad()
                     loss = model(inputs, positions, None, labels=targets).float().mean()
-                    loss.backward()
+                    scale = float(optimizer.get_loss_scale())
+                    (loss * scale).backward()
                     model.finish_grad_sync()
                     for group in optimizer.param_groups:
                         group["lr"] = workload.learning_rate_at(step)
-                    _, norm, _ = optimizer.step()
-                yield Step(loss.detach(), torch.as_tensor(norm))
+                    is_good, norm, _ = optimizer.step()
+                ended = Step(loss.detach(), torch.as_tensor(norm if is_good else math.inf))
+                yield ended._replace(loss_scale=scale, is_skipped=not is_good) if is_scaled else ended
             return Trained(_states(workload, model, optimizer))
         finally:
             parallel_state.destroy_model_parallel()
@@ -105,16 +110,16 @@ def _build(workload: Workload, device: str):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
-    from harness.model import initial
+    from harness.model import DTYPES, initial
     from methods._megatron import FusedAttention, our_name, reordered
 
-    on_gpu, bf16 = device == "cuda", workload.dtype == "bf16"
+    on_gpu, dtype, is_mixed = device == "cuda", DTYPES[workload.dtype], workload.dtype != "fp32"
+    precision = {"bf16": workload.dtype == "bf16", "fp16": workload.dtype == "fp16", "params_dtype": dtype}
     tensor_parallel.model_parallel_cuda_manual_seed(workload.seed, inference_rng_tracker=not on_gpu)
-    dtype = torch.bfloat16 if bf16 else torch.float32
     config = TransformerConfig(
         num_layers=workload.num_layers, hidden_size=workload.hidden_size, num_attention_heads=workload.num_heads,
         ffn_hidden_size=4 * workload.hidden_size, hidden_dropout=workload.dropout, attention_dropout=workload.dropout,
-        use_cpu_initialization=True, perform_initialization=False, bf16=bf16, params_dtype=dtype,
+        use_cpu_initialization=True, perform_initialization=False, **precision,
         # Fused kernels that need Apex or Transformer Engine, or compute GELU otherwise than our model.
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_activation_fusion=False,
         bias_dropout_fusion=False, persist_layer_norm=False,
@@ -135,23 +140,24 @@ def _build(workload: Workload, device: str):
             ours = our_name(name)
             start = reordered(ours, initial(ours, parameter.shape, workload), workload.num_heads, to_megatron=True)
             parameter.copy_(start)
-            if bf16:
+            if is_mixed:
                 starts[name] = start
     model.to(device)
-    chunk = Float16Module(config, model) if bf16 else model
+    chunk = Float16Module(config, model) if is_mixed else model
     model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             lr=workload.learning_rate, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
-            adam_eps=EPSILON, clip_grad=workload.clip_norm, bf16=bf16, params_dtype=dtype,
+            adam_eps=EPSILON, clip_grad=workload.clip_norm, **precision, hysteresis=1,
+            initial_loss_scale=INITIAL_LOSS_SCALE, loss_scale_window=LOSS_SCALE_WINDOW,
         ),
         [model],
     )  # fmt: skip
     for group in optimizer.param_groups:
         # Megatron's own scheduler would apply the multiplier, 0 for biases and norms; our schedule is the harness's.
         group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
-    if bf16:
-        # Main weights begin at the fp32 start itself, not at its bf16 rounding.
+    if is_mixed:
+        # Main weights begin at the fp32 start itself, not at its rounding.
         for main, name in _main_weights(model):
             main.data.copy_(starts[name])
     return model, optimizer

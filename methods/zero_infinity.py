@@ -18,6 +18,7 @@ class ZeroInfinity:
     color = "#E7D6EF"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
     world_size = 1
+    scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         _zero.check_adam(self.adam)

@@ -17,6 +17,7 @@ class ZeroOffload:
     color = "#E7D6EF"
     paper = "Ren et al., USENIX ATC 2021; DeepSpeed"
     world_size = 1
+    scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         _zero.check_adam(self.adam)

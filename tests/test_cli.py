@@ -53,7 +53,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
         ("-m resident --results /dev/null", "--results"),
         ("case 4 --profile demo --results /tmp --out /proc/figures", "name another folder with --out"),
         ("-m resident --dtype fp64", "fp32, bf16 or fp16"),
-        ("-m hydra --dtype fp16", "no loss scale here: --dtype bf16, or -m l2l, "),
+        ("-m hydra --dtype fp16", "no loss scale here: --dtype bf16, or -m fsdp2-offload, l2l"),
         ("-m resident --dropout 1", "dropout must be"),
         ("-m resident --clip -1", "clip must be"),
         ("-m resident --steps 0", "steps must be at least 1"),
