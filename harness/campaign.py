@@ -50,13 +50,14 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        """Of what is missing: each run, and a reference for it; repeats share theirs."""
+        """Of what is missing: each run, and a reference for each model of it; repeats share theirs."""
         job, state = self.job, self.plan.device_bytes + self.plan.host_bytes
-        step = job.workload.flops_per_step / OPERATIONS_PER_SECOND[job.device]
+        num_models = int(job.options.get("num_models", 1))
+        step = num_models * job.workload.flops_per_step / OPERATIONS_PER_SECOND[job.device]
         step += (self.plan.moved_bytes + self.plan.host_bytes) / MOVED_BYTES_PER_SECOND[job.device]
         run = PROCESS_SECONDS[job.device] + state / BUILT_BYTES_PER_SECOND + job.steps * step
         references = self.missing if self.is_search else min(1, self.missing)
-        return (self.missing + references) * run
+        return (self.missing + references) * run + references * (num_models - 1) * PROCESS_SECONDS[job.device]
 
     @property
     def state(self) -> str:
@@ -89,9 +90,9 @@ class Campaign:
     def points(self, seconds: float | None = None) -> list[Point]:
         """Every point of the cases; those left out are not taken."""
         found: list[Point] = []
-        records = case.select(self.used, list(self.sweep.records.values()))
         for number in self.numbers:
             module = case.load(number)
+            records = case.select(number, self.used, list(self.sweep.records.values()))
             for name in module.SEARCHES:
                 depth = max(1, self.used.largest_planned(name))
                 self._add(found, number, self.used.probe(name, depth), records, is_search=True)
@@ -138,7 +139,8 @@ class Campaign:
 
     def _repeats(self, job: Job) -> int:
         """Processes that are to run this job: a size is found by one, a time needs several."""
-        return self.used.repeats if (job.steps, job.warmup) == (self.used.steps, self.used.warmup) else 1
+        lengths = {(each.steps, each.warmup) for number in self.numbers for each in case.profiles(number, self.used)}
+        return self.used.repeats if (job.steps, job.warmup) in lengths else 1
 
     def _missing_of_search(self, job: Job, records: list[Record]) -> int:
         """None when both sides of the edge are on record; find() itself knows what else it needs."""

@@ -50,6 +50,9 @@ class Case(Protocol):
 
     def figure(self, rows: Sequence[Row], note: str) -> Figure: ...
 
+    # May have: AXIS, what its rows differ in; profiles(used), where not all its runs are of the profile itself;
+    # simulated(rows), what the figure shows beside measured rows.
+
 
 def numbers() -> list[int]:
     return sorted(int(found[1]) for path in FOLDER.glob("case*.py") if (found := re.fullmatch(r"case(\d+)", path.stem)))
@@ -65,8 +68,19 @@ def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = 
     if facts is None:
         drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
         facts = {key: value for key, value in machine.facts().items() if key not in drop}
-    methods = dict.fromkeys(name for number in numbers() for name in load(number).METHODS)
+    methods = dict.fromkeys(name for number in numbers() for name in load(number).SEARCHES)
     return scaled.make(name or scaled.default(facts), on, tuple(methods), facts)
+
+
+def profiles(number: int, used: Profile) -> Sequence[Profile]:
+    """The profile, or what a case makes of it, such as other batches."""
+    module: Any = load(number)
+    return module.profiles(used) if hasattr(module, "profiles") else (used,)
+
+
+def is_of(used: Profile, job: Job) -> bool:
+    """Whether a job is one of some case's in this profile, at whatever depth, of whatever method."""
+    return any(each.is_of(job) for number in numbers() for each in profiles(number, used))
 
 
 def label(name: str) -> str:
@@ -76,12 +90,14 @@ def label(name: str) -> str:
 # ---- Records to rows
 
 
-def select(used: Profile, records: Sequence[Record]) -> list[Record]:
-    """The runs of a profile, oldest first; of a method, only those by its present code where there are any.
+def select(number: int, used: Profile, records: Sequence[Record]) -> list[Record]:
+    """The runs of a profile that a case may read, oldest first; of a method, only those by its present code where there
+    are any.
 
     Raises ValueError where they are of several machines.
     """
-    own = [record for record in records if record.origin == "run" and used.is_of(record.job)]
+    its = profiles(number, used)
+    own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
     fresh = {record.job.method for record in own if is_current(record)}
     own = [record for record in own if record.job.method not in fresh or is_current(record)]
     machines = {f"{row('params', [record]).machine}, {record.machine.get('cores')} cores" for record in own}
@@ -200,13 +216,13 @@ def stem(number: int, used: Profile, out: Path) -> Path:
 def table(number: int, used: Profile, records: Sequence[Record]) -> list[Row]:
     """Our rows of a case. Raises ValueError where there are none, or where they would mix machines or windows."""
     module = load(number)
-    found = module.table(select(used, records), used)
+    found = module.table(select(number, used, records), used)
     if not found:
         raise ValueError(f"no record of profile {used.name} here: ./run.sh case {number} --profile {used.kind} runs it")
     windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
     if len(windows) > 1 and getattr(module, "AXIS", "") != "window_size":
         raise ValueError(f"rows of several windows meet in case {number}: {', '.join(map(str, sorted(windows)))}")
-    return found
+    return [*found, *getattr(module, "simulated", lambda rows: [])(found)]
 
 
 def extract(number: int, used: Profile, records: Sequence[Record], out: Path) -> Path:
@@ -224,7 +240,7 @@ def extract(number: int, used: Profile, records: Sequence[Record], out: Path) ->
 def draw(number: int, path: Path) -> list[Path]:
     """Draw a case from its CSV, beside it. Raises ValueError where that is missing, or of several profiles."""
     found, names = read_csv(path)
-    machines = {row.machine for row in found if row.origin != "published"}
+    machines = {row.machine for row in found if row.origin == "run"}
     if len(names) > 1 or len(machines) > 1:
         raise ValueError(f"{path} mixes {', '.join(sorted(names if len(names) > 1 else machines))}: one a figure")
     made = load(number).figure(found, f"profile {names.pop()}")
@@ -248,7 +264,7 @@ def _texts(row: Row) -> list[str]:
 
 def _row(line: dict[str, str]) -> Row:
     kinds = {"num_layers": int, "hidden_size": int, "window_size": int, "num_runs": int}
-    kinds |= {"value": float, "low": float, "high": float, "scatter": float}  # type: ignore[dict-item]
+    kinds |= {"value": float, "low": float, "high": float, "scatter": float, "x": float}  # type: ignore[dict-item]
     values: dict[str, Any] = {name: line[name] for name in COLUMNS}
     for name, kind in kinds.items():
         values[name] = kind(line[name]) if line[name] else None

@@ -19,8 +19,8 @@ from harness.rows import METRICS
 
 FOLDER = method.ROOT / "claims"
 PAPER_MACHINE = "v100-vm"
-MACHINES = ("any", "gpu", PAPER_MACHINE)  # where a claim is said to hold
-CASES = range(1, 6)  # cases/caseN.py
+MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim is said to hold
+CASES = range(1, 7)  # cases/caseN.py
 AXES = ("num_layers", "window_size")
 EXTREMES = ("largest", "smallest")  # of the windows measured
 
@@ -33,10 +33,12 @@ class Point:
     num_layers: int | None = None
     hidden_size: int | None = None
     window_size: int | str | None = None
+    series: str = ""
 
     def __str__(self) -> str:
         size = f" at {self.num_layers} layers" if self.num_layers else ""
-        return f"{self.method}{size}" + (f", window {self.window_size}" if self.window_size else "")
+        series = f", {self.series}" if self.series else ""
+        return f"{self.method}{size}" + (f", window {self.window_size}" if self.window_size else "") + series
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _value(given: dict[str, Any]) -> Value:
 
 def _point(value: Any) -> Point:
     given = {"method": value} if isinstance(value, str) else fields.mapping(value)
-    sizes = {"num_layers": fields.count, "hidden_size": fields.count, "window_size": _window}
+    sizes = {"num_layers": fields.count, "hidden_size": fields.count, "window_size": _window, "series": fields.sentence}
     return Point(**fields.take(given, required={"method": _method}, optional=sizes))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness import verdicts, verify
 from harness.record import Record
-from harness.rows import Row
+from harness.rows import METRICS, Row
 from harness.spec import gib, params_text
 from harness.verdicts import Finding
 from harness.words import command
@@ -178,10 +178,10 @@ def _record_row(entry: Entry) -> list[Cell]:
 
 
 def row_table(caption: str, rows: Sequence[Row], entries: Sequence[Entry]) -> Table:
-    """Rows of a figure, ours and the published."""
+    """Rows of a figure, ours and the published, of what claims are about."""
     columns = ("method", "layers", "hidden", "window", "value", "95 % interval", "processes", "trained?", "why",
                "origin", "records")  # fmt: skip
-    return Table(caption, columns, [_row(row, entries) for row in rows])
+    return Table(caption, columns, [_row(row, entries) for row in rows if row.metric in METRICS])
 
 
 def _row(row: Row, entries: Sequence[Entry]) -> list[Cell]:
@@ -191,7 +191,7 @@ def _row(row: Row, entries: Sequence[Entry]) -> list[Cell]:
     word = f"ended: {row.status}" if has_ended else "passed" if row.valid else "FAILED THE GATE"
     searched = "" if row.is_final else "search not finished"
     return [
-        Cell(row.method),
+        Cell(row.method, more=row.series),
         Cell(str(row.num_layers), row.num_layers),
         Cell(str(row.hidden_size), row.hidden_size),
         Cell(str(row.window_size or ""), row.window_size),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,26 +43,40 @@ def figure(
 ) -> Figure:  # fmt: skip
     """Ours beside the published; `draw` fills the axes of one panel with its rows. `series`: labels that the legend
     has for the colors of methods."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     ours, published = ([row for row in rows if (row.origin == "published") is side] for side in (False, True))
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)  # type: ignore[arg-type]
-        made = Figure(figsize=FIGURE_INCHES)
+    with empty(*FIGURE_INCHES) as made:
         left, right = made.subplots(1, 2)
-        for axes, part, title in ((left, ours, f"measured, {note}"), (right, published, "published")):
+        for axes, part, text in ((left, ours, f"measured, {note}"), (right, published, "published")):
             draw(axes, part)
-            axes.set_title(title, fontsize=7, loc="left", color=EDGE)
+            title(axes, text)
         if is_comparable(ours, published):
             top = max(left.get_ylim()[1], right.get_ylim()[1])
             left.set_ylim(0, top)
             right.set_ylim(0, top)
-        _legend(made, rows, series or {}, is_line)
-        made.text(0.012, 0.015, caption(ours, published, note), fontsize=5.4, color=EDGE, va="bottom")
+        legend(made, rows, series or {}, is_line)
+        small_print(made, caption(ours, published, note))
         made.subplots_adjust(left=0.085, right=0.99, top=0.84, bottom=0.31, wspace=0.2)
     return made
+
+
+@contextmanager
+def empty(width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches; all that is drawn in it meanwhile has the paper's look."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)  # type: ignore[arg-type]
+        yield Figure(figsize=(width, height))
+
+
+def title(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize=7, loc="left", color=EDGE)
+
+
+def small_print(made: Figure, text: str) -> None:
+    made.text(0.012, 0.0435 / made.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom")
 
 
 def is_comparable(ours: Sequence[Row], published: Sequence[Row]) -> bool:
@@ -193,7 +208,7 @@ def number(value: float) -> str:
 def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
     """The small lines: machine, clock, profile, window, what error bars are, who did not train, and where the
     published numbers come from."""
-    texts = []
+    texts, ours = [], [row for row in ours if row.metric in SCALES]
     if ours:
         runs = sorted({row.num_runs for row in ours if has_number(row)})
         several = any(row.low is not None for row in ours)
@@ -258,7 +273,7 @@ def _error(axes: Axes, x: float, row: Row, scale: float) -> None:
     axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
 
 
-def _legend(made: Figure, rows: Sequence[Row], series: dict[str, str], is_line: bool) -> None:
+def legend(made: Figure, rows: Sequence[Row], series: dict[str, str], is_line: bool = False) -> None:
     """What colors, filled, hollow, hatched and crossed mean, as far as they occur."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

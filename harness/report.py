@@ -142,7 +142,7 @@ def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
             except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
                 continue
             nameless = dataclasses.replace(used, name=used.kind)  # one that has its machine by default is the same
-            if nameless not in seen and any(used.is_of(record.job) for record in runs):
+            if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
                 seen.append(nameless)
                 yield used
 
@@ -200,7 +200,7 @@ def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
     loose = _each(
         command(record.job)
         for record in runs
-        if record.key not in references and not any(each.is_of(record.job) for each in used)
+        if record.key not in references and not any(case.is_of(each, record.job) for each in used)
     )
     return [*cases, *loose, "./run.sh verify", "./run.sh report"]
 

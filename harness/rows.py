@@ -45,11 +45,14 @@ class Row:
     valid: bool = False
     reason: str = ""  # why not valid, or how the run ended
     status: str = "ok"
-    origin: str = "run"  # or imported, published
+    origin: str = "run"  # or imported, published, simulated
     machine: str = ""
     clock: str = ""
     keys: tuple[str, ...] = ()  # of the records behind it
     is_final: bool = True  # False of a largest size whose search has not found the edge yet
+    series: str = ""  # which of several bars or lines of a method, where there are several
+    group: str = ""  # what it stands at where that is no number: a model, a pair of sizes
+    x: float | None = None  # and where it is one
 
 
 def row(metric: str, repeats: Sequence[Record]) -> Row:

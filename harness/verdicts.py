@@ -144,7 +144,7 @@ def _matching(point: Point, rows: list[Row]) -> list[Row]:
     found = [
         row
         for row in rows
-        if row.method == point.method
+        if (row.method, row.series) == (point.method, point.series)
         and point.num_layers in (None, row.num_layers)
         and point.hidden_size in (None, row.hidden_size)
         and (not isinstance(point.window_size, int) or point.window_size == row.window_size)
@@ -277,7 +277,8 @@ def holds_there(claim: Claim, row: Row, is_emulated: bool = False) -> bool:
 
 def label(row: Row) -> str:
     window = f", window {row.window_size}" if row.window_size is not None else ""
-    return f"{row.method}, {row.num_layers} layers{window}"
+    series = f", {row.series}" if row.series else ""
+    return f"{row.method}, {row.num_layers} layers{window}{series}"
 
 
 def value_text(row: Row) -> str:

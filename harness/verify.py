@@ -37,7 +37,7 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
                 used = case.profile_of(name, on, runs[-1].machine)
             except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
                 continue
-            tables[used.name] = case.load(number).table(case.select(used, runs), used)
+            tables[used.name] = case.load(number).table(case.select(number, used, runs), used)
     return tables if runs else {IMPORTED: _imported(number, records)}
 
 
