@@ -11,40 +11,18 @@ from __future__ import annotations
 import random
 import statistics
 
-from cases._optimum import optimum
-from methods._scheduler import POLICIES, lower_bound, simulate, whole_models
+from cases._optimum import INSTANCES, SIZES, WHOLE, chain, ratios
+from methods._scheduler import POLICIES, lower_bound, simulate
 
-SIZES = ((2, 3), (3, 5), (4, 6), (8, 12))  # devices, models
 DEVICES = (1, 2, 4, 8, 16, 100, 1000)
-INSTANCES = 20
 
 
-def chain(shards: list[float], minibatches: int) -> list[float]:
-    """A backward unit recomputes: it takes twice the forward's time and a half more where they are fused."""
-    *below, last = shards
-    return (below + [3 * last] + [2 * seconds for seconds in reversed(below)]) * minibatches
-
-
-def instance(seed: int, num_models: int) -> list[list[float]]:
-    rng = random.Random(seed)
-    return [chain([rng.randint(1, 9) for _ in range(rng.randint(2, 4))], rng.randint(2, 4)) for _ in range(num_models)]
-
-
-def ratios() -> None:
-    print("ratio to the proved optimum, mean / largest of 20 instances")
-    print(f"{'devices, models':18}" + "".join(f"{name:>16}" for name in (*POLICIES, "whole models")))
-    for num_devices, num_models in SIZES:
-        found: dict[str, list[float]] = {}
-        for seed in range(INSTANCES):
-            chains = instance(1000 * num_devices + seed, num_models)
-            best = optimum([[int(unit) for unit in each] for each in chains], num_devices)
-            if best is None:
-                continue
-            for name in POLICIES:
-                found.setdefault(name, []).append(simulate(chains, num_devices, name).makespan / best)
-            found.setdefault("whole models", []).append(simulate(whole_models(chains), num_devices).makespan / best)
-        cells = (f"{statistics.mean(each):.3f} / {max(each):.3f}" for each in found.values())
-        print(f"{f'{num_devices}, {num_models}':18}" + "".join(f"{cell:>16}" for cell in cells))
+def table() -> None:
+    print(f"ratio to the proved optimum, mean / largest of {INSTANCES} instances")
+    print(f"{'devices, models':18}" + "".join(f"{name:>16}" for name in (*POLICIES, WHOLE)))
+    for size in SIZES:
+        cells = (f"{statistics.mean(each):.3f} / {max(each):.3f}" for each in ratios(*size).values())
+        print(f"{'{}, {}'.format(*size):18}" + "".join(f"{cell:>16}" for cell in cells))
 
 
 def speed_up() -> None:
@@ -61,5 +39,5 @@ def speed_up() -> None:
 
 
 if __name__ == "__main__":
-    ratios()
+    table()
     speed_up()
