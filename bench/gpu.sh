@@ -31,7 +31,7 @@ echo "== nothing but the window on the device: what streaming alone costs; fp32 
 "$python" -m harness sweep -m resident,stronghold "${sizes[@]}" --dtype fp32 "${where[@]}" --results "$results" || status=$?
 echo "== the largest size of every method"
 "$python" -m harness search largest -m all "${search[@]}" --dtype bf16 "${where[@]}" --results "$results" || status=$?
-echo "== the five figures"
+echo "== the six figures"
 "$python" -m harness case all "${figures[@]}" --results "$results" || status=$?
 "$python" -m harness report --results "$results" || status=$?
 exit $status

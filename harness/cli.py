@@ -194,7 +194,7 @@ def setup(results: Path, as_json: bool) -> None:
 @click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=method.ROOT / "results")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def demo_(results: Path, as_json: bool) -> None:
-    """All at a tiny size, in minutes and without a GPU: every method, the five figures, the report."""
+    """All at a tiny size, in minutes and without a GPU: every method, the six figures, the report."""
     from harness import demo
 
     check_writable(results)

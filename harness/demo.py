@@ -1,6 +1,6 @@
 """The verbs `setup` and `demo`: everything ready before any run, then everything shown once in minutes.
 
-A demo is each method at one size that all of them train, the five cases, and the report, all under the profile demo, in
+A demo is each method at one size that all of them train, the six cases, and the report, all under the profile demo, in
 the folder of results where the same call goes on or only writes the page again.
 """
 

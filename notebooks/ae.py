@@ -1,5 +1,5 @@
 # %% [markdown]
-# # The five figures, cell by cell
+# # The six figures, cell by cell
 #
 # Each case runs what has no record yet under the profile, and shows its table and its figure: what was measured here
 # beside what was published. A hollow bar did not pass the gate, a cross is a size that failed. The last cells judge
@@ -51,6 +51,12 @@ show_case(4, PROFILE, MACHINE, RESULTS)
 
 # %%
 show_case(5, PROFILE, MACHINE, RESULTS)
+
+# %% [markdown]
+# ## Case 6: many models at once, beside one after another
+
+# %%
+show_case(6, PROFILE, MACHINE, RESULTS)
 
 # %% [markdown]
 # ## The claims, by what was measured here

@@ -34,6 +34,17 @@ def record(job: Job, seconds: float = 1.0, status: str = "ok", **changes) -> Rec
     return dataclasses.replace(made, **{"step_seconds": timed, "clock": "sim", "machine": FACTS, **changes})
 
 
+def together(job: Job, seconds: float) -> Record:
+    """Models that took turns of a tenth of a second, each model twice in a round."""
+    num_models = job.options["num_models"]
+    turns = [[turn % num_models, 0, "forward", 0, turn / 10, (turn + 1) / 10] for turn in range(2 * num_models)]
+    loads = [{"batch_size": job.workload.batch_size >> number % 2, "learning_rate": 0.5**number}
+             for number in range(1, num_models)]  # fmt: skip
+    others = [{"workload": load, "losses": [], "grad_norms": [], "tensors": {}} for load in loads]
+    key = f"{job.method}-{job.options['double_buffer']}"
+    return record(job, seconds, schedule={"num_models": num_models, "turns": turns}, others=others, key=key)
+
+
 def demo_records(used: Profile = DEMO) -> list[Record]:
     """Every record of the demo: searches that end at DEPTHS, and each job of each case, a second a layer."""
     found = []
@@ -44,7 +55,8 @@ def demo_records(used: Profile = DEMO) -> list[Record]:
             found.append(record(job, status=status))
     for number in case.numbers():
         jobs = case.load(number).jobs(used, {name: DEPTHS[name] for name in METHODS[:4]})
-        found += [record(job, job.workload.num_layers) for job in jobs if number > 2 or job.method == "stronghold"]
+        jobs = [job for job in jobs if number > 2 or job.method == "stronghold"]
+        found += [(together if job.method == "hydra" else record)(job, job.workload.num_layers) for job in jobs]
     return found
 
 
@@ -143,12 +155,12 @@ def test_records_of_two_machines_are_refused() -> None:
     records = demo_records()
     records[0] = dataclasses.replace(records[0], machine={"cpu": "another"})
     with pytest.raises(ValueError, match="another, None cores; some CPU, 2 cores"):
-        case.select(DEMO, records)
+        case.select(1, DEMO, records)
 
 
 def test_records_of_another_profile_are_not_taken() -> None:
     other = dataclasses.replace(DEMO, budget=dataclasses.replace(DEMO.budget, device_bytes=13 * MIB))
-    assert case.select(DEMO, demo_records(other)) == []
+    assert case.select(1, DEMO, demo_records(other)) == []
 
 
 def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness import claims, verdicts, verify
+from harness import case, claims, verdicts, verify
 from harness.record import Gate, Record
 from harness.spec import Job, Workload
 from tests.test_cli import run
@@ -37,10 +37,10 @@ def load(folder: Path, text: str | bytes) -> list[claims.Claim]:
     return claims.load(folder)
 
 
-def test_every_claim_of_this_project_has_its_figure_and_the_five_cases_have_claims() -> None:
+def test_every_claim_of_this_project_has_its_source_and_every_case_has_claims() -> None:
     told = claims.load()
-    assert {claim.case for claim in told} == {1, 2, 3, 4, 5}
-    assert all("Figure" in claim.source or "README" in claim.source for claim in told)
+    assert {claim.case for claim in told} == set(case.numbers()) == set(claims.CASES)
+    assert all(any(word in claim.source for word in ("Figure", "README", "abstract")) for claim in told)
 
 
 def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
         (HEAD + "    kind: ratios", "no kind 'ratios': choose one of order, ratio, shape, value"),
         (HEAD.replace("id: one", "id: One") + RATIO, "id: 'One' is none"),
         (HEAD.replace("    source: Figure 0\n", "") + RATIO, "claim one: source missing"),
-        (HEAD.replace("case: 3", "case: 9") + RATIO, "case: no case '9': choose one of 1, 2, 3, 4, 5"),
-        (HEAD.replace("[gpu]", "[h200]") + RATIO, "no machine 'h200': choose one of any, gpu, v100-vm"),
+        (HEAD.replace("case: 3", "case: 9") + RATIO, "case: no case '9': choose one of 1, 2, 3, 4, 5, 6"),
+        (HEAD.replace("[gpu]", "[h200]") + RATIO, "no machine 'h200': choose one of any, gpu, several-gpus, v100-vm"),
         (HEAD.replace("samples_per_second", "speed") + RATIO, "no metric 'speed': choose one of params"),
         (HEAD + RATIO.replace("l2l", "l3l"), "under: method: no method 'l3l': choose one of"),
         (HEAD + RATIO + "    at_most: 3\n", "it takes one of at_least, at_most, within"),
@@ -188,7 +188,7 @@ def write(folder: Path, *records: Record) -> Path:
 def test_verify_judges_the_original_and_ends_in_1() -> None:
     done = run("verify", "--against", "published")
     assert done.returncode == 1 and done.stderr == ""
-    assert "PASS: 5 of 37: 6a.megatron" in done.stdout
+    assert "PASS: 5 of 39: 6a.megatron" in done.stdout
     assert "rests on a run that did not train" in done.stdout and "no plateau" in done.stdout
 
 
@@ -216,9 +216,9 @@ def test_imported_logs_do_not_count_where_something_was_measured_here(tmp_path: 
     ours = dataclasses.replace(record("l2l", 1.0, "H200"), origin="run")
     alone = run("verify", "--results", str(write(tmp_path, log)), "--machine", "v100-vm")
     assert "Judged by imported logs: nothing of this was measured here" in alone.stdout
-    assert "seen in the logs" in alone.stdout and "PASS: 2 of 37: 6a.megatron, 8a.megatron-32" in alone.stdout
+    assert "seen in the logs" in alone.stdout and "PASS: 2 of 39: 6a.megatron, 8a.megatron-32" in alone.stdout
     beside = run("verify", "--results", str(write(tmp_path, log, ours)))
-    assert "NOT TESTED: 37 of 37" in beside.stdout and "imported logs" not in beside.stdout
+    assert "NOT TESTED: 39 of 39" in beside.stdout and "imported logs" not in beside.stdout
     assert beside.stderr.startswith("1 imported logs are not judged") and len(beside.stderr.splitlines()) == 1
 
 

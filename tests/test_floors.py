@@ -26,7 +26,7 @@ FLOORS = (
     {"harness.worker", "harness.build", "harness.calibrate", "harness.fairness", "harness.importer", "harness.rows",
      "harness.scaled"},
     {"harness.launch", "harness.plot", "cases._*"},
-    {"harness.prepare"},
+    {"harness.prepare", "cases._models"},
     {"harness.remote"},
     {"harness.sweep", "harness.container"},
     {"harness.cluster"},

@@ -98,7 +98,7 @@ def test_the_small_line_tells_machine_clock_profile_window_and_what_error_bars_a
 
 
 def test_the_axes_are_the_published_ones() -> None:
-    labels = [axes.get_ylabel() for number in case.numbers() for axes in drawn(number, [])[1:]]
+    labels = [axes.get_ylabel() for number in range(1, 6) for axes in drawn(number, [])[1:]]
     assert labels == [
         "Model Size (B)", "Throughput (samples/s)", "Throughput (samples/s)", "Iteration Time (ms)",
         "Iteration time (ms)",

@@ -232,13 +232,17 @@ def published() -> dict[str, Finding]:
 
 
 def test_of_the_published_claims_those_about_runs_that_trained_hold(published: dict[str, Finding]) -> None:
-    """By their losses megatron-lm and zero-offload trained, and nothing else did (published logs)."""
+    """By their losses megatron-lm and zero-offload trained, and nothing else did (published logs); of Hydra there are
+    no numbers of runs."""
     holding = {name for name, found in published.items() if found.verdict == "PASS"}
     assert holding == {
         "6a.megatron", "6a.zero-offload", "7a.zero-offload-48", "8a.megatron-32", "8a.zero-offload-32",
     }  # fmt: skip
     untrained = [found for found in published.values() if found.note.startswith(verdicts.UNTRAINED)]
-    assert len(holding) + len(untrained) == len(published) and {found.verdict for found in untrained} == {"FAIL"}
+    assert {found.verdict for found in untrained} == {"FAIL"}
+    untested = {name for name, found in published.items() if found.verdict == verdicts.NOT_TESTED}
+    assert untested == {"hydra.over-zero", "hydra.double-buffer"}
+    assert len(holding) + len(untrained) + len(untested) == len(published)
 
 
 def test_the_published_scaling_is_no_linear_one(published: dict[str, Finding]) -> None:
