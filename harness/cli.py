@@ -139,7 +139,7 @@ def largest(**words: Any) -> None:
         raise ValueError(f"--steps {words['steps']} is too few for a probe: {FEWEST_STEPS} at least")
     folders = tuple(path.resolve() for path in words["methods_folder"])
     jobs = make_jobs({**words, "num_layers": [1]}, folders)
-    limits.check(jobs[0].budget, jobs[0].device)
+    limits.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     check_corpus(jobs[0].workload)
     with reporter(words["as_json"]) as report:
         sweep = Sweep(words["results"], folders, report, words["rerun"])
@@ -221,7 +221,7 @@ def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
     if not jobs:
         raise ValueError(left_out[0])
     if words["on"] == "local":
-        limits.check(jobs[0].budget, jobs[0].device)
+        limits.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     place = place_of(words, jobs[0].device)
     check_corpus(jobs[0].workload)
     check_writable(words["results"])

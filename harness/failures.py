@@ -44,6 +44,7 @@ MESSAGES = (
 # A native library that gives up prints why and aborts: what it says on its last lines.
 LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
 CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
+LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
 ASKED = re.compile(r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
 USED = re.compile(r"(\d+) of (\d+) bytes in use")
@@ -140,6 +141,16 @@ def of_process(end: End) -> Failure:
         told, name = "exit 0 without a result", "exit"
     told += f" at {end.phase}; its log has what it printed last"
     return Failure("crash", told, {**seen, "class": name, "resource": ""})
+
+
+def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
+    """The same end, said of one of several ranks."""
+    return Failure(failure.status, f"rank {rank} of {world_size}: {failure.reason}", {**failure.evidence, "rank": rank})
+
+
+def tells_of_lost_rank(reason: str) -> bool:
+    """Whether a rank ended because it could no longer reach another one."""
+    return bool(LOST_RANK.search(reason))
 
 
 def of_stop(end: End) -> Failure:

@@ -26,7 +26,7 @@ class Probes:
 
     def __init__(self, sweep: Sweep, job: Job) -> None:
         self.sweep, self.job = sweep, job
-        self.budget = machine.budget(job.budget, job.device)
+        self.budget = machine.rank_budget(job)
         self.records: list[Record] = []
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # of each memory, beyond the plan: depth, phases
         self.lacking: dict[str, int] = {}  # what it must be at least, by failures that the plan did not foresee
@@ -124,7 +124,7 @@ class Probes:
         if disk is not None and plan.disk_bytes > disk:
             return "disk"
         at_host = plan.host_bytes + (0 if self.job.device == "cuda" else plan.device_bytes)
-        return "host" if at_host > machine.host_bytes() else ""
+        return "host" if at_host * self.job.world_size > machine.host_bytes() else ""
 
 
 def memory_of(record: Record) -> str:
@@ -134,11 +134,11 @@ def memory_of(record: Record) -> str:
 
 def measured(record: Record) -> dict[str, dict[str, int]]:
     """Peak bytes by memory and phase, as each budget counts them. A device that keeps account of the host counts its
-    tensors; elsewhere the host's share is the whole process."""
+    tensors; elsewhere the host's share is the whole process, or an average rank."""
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
-        "host": peaks.get("host_accounted", record.host_peak_bytes),
+        "host": peaks.get("host_accounted", record.host_peak_bytes // record.job.world_size),
     }
     return {memory: {"run": size} for memory, size in sizes.items() if size}
 

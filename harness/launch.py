@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from harness import cgroup, failures, limits, machine, published
+from harness import cgroup, failures, limits, machine, published, ranks
 from harness.method import ROOT
 from harness.record import Record, new_stem
 from harness.spec import Job
@@ -87,6 +87,8 @@ class Watch:
         self.sampled = dict(self.peaks)
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
+        self.trainers: list[psutil.Process] = []  # whose memory counts: the worker and its children, or the ranks
+        self.rank: dict[str, Any] = {}  # the event of the rank whose end ended the others
         self.phase, self.started = "start", time.time()
         self.last_event, self.signalled = self.started, 0.0
         self.stopped = ""  # what this process ended the worker for: a word of failures.End
@@ -101,7 +103,7 @@ class Watch:
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.system_oom_kills())
         reader, writer = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.worker"],
+            [sys.executable, "-m", "harness.ranks" if job.world_size > 1 else "harness.worker"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True, text=True,
             env=worker_environment(),
         )  # fmt: skip
@@ -158,6 +160,11 @@ class Watch:
             self.stopped = self.stopped or "interrupt"
         self._signal(signal.SIGKILL)
         self.process.wait()
+        for process in self.trainers:  # ranks have sessions of their own, and end with their agent
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(self.trainers, GRACE_SECONDS)
+        shutil.rmtree(ranks.folder_of(self.path), ignore_errors=True)
         self.end = self._end()
         if self.wall:
             self.wall.remove()
@@ -169,6 +176,8 @@ class Watch:
     def obituary(self) -> Record:
         """The record of a worker that could not write its own: what it had reported, and how it ended."""
         failure = failures.of_process(self.end)
+        if self.rank:
+            failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
         return Record(
             job=self.job, key=self.key, status=failure.status, phase=self.phase, reason=failure.reason,
             evidence=failure.evidence, clock=self.job.device, started=self.started, machine=machine.facts(),
@@ -200,7 +209,8 @@ class Watch:
         limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
         log = Path(str(self.path).removesuffix(".json") + ".txt").read_bytes()[-LOG_TAIL_BYTES:]
         return failures.End(
-            phase=self.phase, code=self.process.returncode, stopped=self.stopped, seconds=self._seconds_allowed(),
+            phase=self.phase, code=int(self.rank.get("code", self.process.returncode)), stopped=self.stopped,
+            seconds=self._seconds_allowed(),
             oom_kills=kills, owns_group=bool(self.wall), system_oom_kills=cgroup.system_oom_kills() - self.kills[1],
             host_peak_bytes=self.peaks["host_anonymous"] + self.peaks["host_shared"], host_limit_bytes=limit,
             shm_free_bytes=self.shm_free_bytes, log_tail=log.decode(errors="replace"),
@@ -216,17 +226,22 @@ class Watch:
             self.phase = f"step {event['step']}"
             self.losses.append(event["loss"])
             self.step_seconds.append(event["seconds"])
+        elif event["event"] == "rank":
+            self.rank = event
         self.report(event)
 
     def _sample(self) -> None:
-        """Anonymous and shared memory of the worker and its children; pinned memory counts as either."""
+        """Anonymous and shared memory of the worker and its children, or of all ranks and theirs; pinned memory counts
+        as either."""
         if self.phase in AFTER_TRAINING:
             return
         self._sample_shm()
         anonymous = shared = 0
         with contextlib.suppress(psutil.Error):
             worker = psutil.Process(self.process.pid)
-            for process in [worker, *worker.children(recursive=True)]:
+            alone = [worker] if self.job.world_size == 1 else []  # the agent of several ranks trains nothing
+            self.trainers = [*alone, *worker.children(recursive=True)]
+            for process in self.trainers:
                 sizes = _resident_bytes(process.pid)
                 anonymous, shared = anonymous + sizes[0], shared + sizes[1]
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared}

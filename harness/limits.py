@@ -22,6 +22,7 @@ from harness.spec import Budget, Job, gib
 
 MIB = 2**20
 LEAST_ROOM_BYTES = 64 * MIB  # beyond the imports
+AGENT_BYTES = 256 * MIB  # of torchrun's agent, which is inside the wall and trains nothing
 # The wall stands this much behind the budget: page tables, kernel stacks and code pages are charged to the group, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
 # What the slowest honest run may need, from rates a loaded machine of two cores is well above.
@@ -31,7 +32,7 @@ STATE_BYTES_PER_PARAM, STATE_BYTES_PER_SECOND = 64, 1e8  # all states to a slow 
 FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 
-def check(budget: Budget, device: str) -> None:
+def check(budget: Budget, device: str, world_size: int = 1) -> None:
     """Raise ValueError, one line, where a budget is more than the machine has or less than the imports alone take."""
     there = machine.budget(Budget(), device)
     if device == "sim":  # whose memory is the host's
@@ -41,11 +42,12 @@ def check(budget: Budget, device: str) -> None:
         if asked and most and asked > most:
             raise ValueError(f"{option} {gib(asked)} is more than this machine has: at most {most // MIB}MiB")
     if budget.host_bytes and device in ("cpu", "cuda"):
-        least = baseline_bytes(device) + LEAST_ROOM_BYTES
+        least = (baseline_bytes(device) + LEAST_ROOM_BYTES) * world_size
         if budget.host_bytes < least:
             raise ValueError(
                 f"--host-memory {gib(budget.host_bytes)} is too little: torch with an optimizer takes"
-                f" {gib(least - LEAST_ROOM_BYTES)} here, so the smallest budget is {-(-least // MIB)}MiB"
+                f" {gib(baseline_bytes(device))}{' a rank' if world_size > 1 else ''} here, so the smallest budget is"
+                f" {-(-least // MIB)}MiB"
             )
 
 
@@ -111,7 +113,8 @@ def wall_bytes(job: Job) -> int | None:
     """Where that wall stands; None where the host's budget is not the process's."""
     if job.budget.host_bytes is None or job.device not in ("cpu", "cuda"):
         return None
-    return int(job.budget.host_bytes * (1 + WALL_SHARE)) + WALL_BYTES
+    agent = AGENT_BYTES if job.world_size > 1 else 0
+    return int(job.budget.host_bytes * (1 + WALL_SHARE)) + WALL_BYTES + agent
 
 
 def deadline_seconds(job: Job) -> float:

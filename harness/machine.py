@@ -18,7 +18,7 @@ import psutil
 from harness import cgroup
 from harness.method import ROOT
 from harness.rates import Rates
-from harness.spec import Budget, Workload
+from harness.spec import Budget, Job, Workload
 
 CUDA_CONTEXT_BYTES = 600 * 2**20  # driver and library memory outside torch's allocator: an upper estimate
 CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, by `doctor --calibrate`
@@ -74,6 +74,19 @@ def gpu() -> dict[str, Any]:
         }
     except pynvml.NVMLError:
         return {}
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, each by a name that CUDA_VISIBLE_DEVICES takes."""
+    import pynvml
+
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    try:
+        pynvml.nvmlInit()
+        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
 
 
 def gpu_free_bytes() -> int | None:
@@ -145,6 +158,14 @@ def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budg
         link = asked.link_bytes_per_second
         known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
     return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most, rates=known)
+
+
+def rank_budget(job: Job) -> Budget:
+    """What each rank of a job may use where all are on one machine: what a plan reckons with. Raises ValueError where
+    they cannot train together."""
+    if job.world_size > 1 and job.device == "sim":
+        raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
+    return budget(job.budget, job.device, job.workload).share(job.world_size)
 
 
 def rates(device: str, workload: Workload) -> Rates | None:

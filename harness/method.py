@@ -79,12 +79,15 @@ class Method(Protocol):
     """label, color (hex) and paper are for figures; bit_exact promises the reference's very bits on CPU in fp32;
     is_exact = False says that the method trains otherwise by design; is_reference is set by one method only; has_twin
     says that train() runs on tensors without memory (harness/twin.py); accumulates, that it trains on micro-batches;
-    scales_loss, that it trains in fp16, by the rule of methods/_scale.py."""
+    scales_loss, that it trains in fp16, by the rule of methods/_scale.py.
+
+    A method that trains in several processes has an option world_size, 1 by default: then each runs train() under
+    torchrun's variables, on the whole batch of which it takes its part, yields the loss of all, and rank 0 returns the
+    whole tensors. Its plan is that of one rank."""
 
     label: ClassVar[str]
     color: ClassVar[str]
     paper: ClassVar[str]
-    world_size: ClassVar[int]
     bit_exact: ClassVar[bool]
     is_exact: ClassVar[bool]
     is_reference: ClassVar[bool]
@@ -127,7 +130,6 @@ class Method(Protocol):
 DEFAULTS: dict[str, Any] = {
     "paper": "",
     "color": "#888888",
-    "world_size": 1,
     "bit_exact": False,
     "is_exact": True,
     "is_reference": False,
@@ -221,6 +223,11 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
 
 def option_names(cls: type[Method]) -> list[str]:
     return [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
+def has_ranks(name: str, folders: tuple[Path, ...] = ()) -> bool:
+    """Whether this method trains in several processes."""
+    return name not in broken(folders) and "world_size" in option_names(load(name, folders))
 
 
 def reference(folders: tuple[Path, ...] = ()) -> str:

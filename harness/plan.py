@@ -53,7 +53,7 @@ def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
         resolved, plan, shortfall = resolve(job, folders)
     except ValueError as error:
         return {**row, "error": str(error)}
-    budget = machine.budget(job.budget, job.device, job.workload)
+    budget = machine.rank_budget(job)
     trained = method.create(job.method, job.options, folders)
     depth = largest(trained, job, budget)
     row |= {

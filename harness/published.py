@@ -51,9 +51,9 @@ def interval_lines(job: Job, measured: dict[str, Any], peaks: dict[str, int]) ->
         f" learning rate: {load.learning_rate_at(step):.3E} | global batch size: {load.batch_size:5d} |"
         f"{loss} loss scale: {scale:.1f} |{norm}"
         f" number of skipped iterations: {num_skipped:3d} | number of nan iterations: {interval - len(losses):3d} |",
-        f"Effective Tera Flops per GPU: {load.flops_per_step / seconds / 1e12:.2f}"
+        f"Effective Tera Flops per GPU: {load.flops_per_step / job.world_size / seconds / 1e12:.2f}"
         f" and total parameters {load.num_params / 1e9:.3f} B",
-        f"NumWorkers: 1; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
+        f"NumWorkers: {job.world_size}; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
         f"  SamplesPerSecond: {load.batch_size / seconds}",
     ]
     if peaks and step == interval:

@@ -186,6 +186,10 @@ class Budget:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))  # as in Workload
 
+    def share(self, num_ranks: int) -> Budget:
+        """What each of several ranks on one machine has of its host; a device is a rank's own."""
+        return dataclasses.replace(self, host_bytes=self.host_bytes and self.host_bytes // num_ranks)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -248,6 +252,11 @@ class Job:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
         if not 0 <= self.warmup < self.steps:
             raise ValueError(f"warm-up must be from 0 to {self.steps - 1} of {self.steps} steps, not {self.warmup}")
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together, by the option of methods that have it; each is a rank."""
+        return self.options.get("world_size", 1)
 
     def key(self, **context: str) -> str:
         """Identity of this job in a context: the method's source, the machine's checked facts. How long it may take is

@@ -29,7 +29,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     """
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
-    budget = machine.budget(job.budget, job.device, job.workload)
+    budget = machine.rank_budget(job)
     try:
         plan = trained.plan(job.workload, budget)
     except (ValueError, method.Unavailable):
@@ -45,7 +45,8 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
         shortfall = shortfall.replace("host memory", "memory")
     depth = largest(trained, job, budget)
     hint = f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
-    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers {shortfall}; {hint}"
+    each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
+    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
 
 
 def one_pool(plan: Plan, budget: Budget) -> Plan:

@@ -125,6 +125,7 @@ def job_options(command: Any) -> Any:
         click.option("--warmup", type=int, help="Steps left out of the median; default 5, or fewer of few steps."),
         click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
         click.option("--models", "num_models", type=int, help="Models that take turns, for methods that have this."),
+        click.option("--ranks", "world_size", type=int, help="Processes that train together, for methods that can."),
         click.option("--disk", metavar="DIR", help="Folder on the disk, for methods that use one."),
         click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
                      help="sim: a CPU with a device memory of its own; auto takes it where --device-memory is given."),
@@ -217,9 +218,12 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
         workload = Workload(num_layers=num_layers, hidden_size=hidden_size, batch_size=batch_size, **fixed)
         known = method.option_names(method.load(name, folders))
         asked = {"window_size": window, "placement": words["placement"], "num_models": words.get("num_models"),
-                 "disk": words["disk"]}  # fmt: skip
+                 "world_size": words.get("world_size"), "disk": words["disk"]}  # fmt: skip
         chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
         jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
+    if words.get("world_size") is not None and not any("world_size" in job.options for job in jobs):
+        able = ", ".join(name for name in method.names(folders) if method.has_ranks(name, folders))
+        raise ValueError(f"--ranks: {', '.join(names)} trains in one process; -m {able} in several")
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
 
 

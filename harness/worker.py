@@ -203,7 +203,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
             print(evidence["traceback"], flush=True)
     # Training is over: no signal may end the writing of its record.
     for kind in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(kind) is _interrupt_once:
+        if signal.getsignal(kind) is interrupt_once:
             signal.signal(kind, signal.SIG_IGN)
     gc.collect()
     return Record(
@@ -250,7 +250,7 @@ def _watch_parent() -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _interrupt_once(number: int, frame: Any) -> None:
+def interrupt_once(number: int, frame: Any) -> None:
     """The first signal ends training; what follows it must not end the writing of the record."""
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
@@ -259,7 +259,7 @@ def _interrupt_once(number: int, frame: Any) -> None:
 
 def main() -> None:
     for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, _interrupt_once)
+        signal.signal(kind, interrupt_once)
     order = json.loads(sys.stdin.readline())
     # The device's lock is held until this process is gone; a child that outlives it must not go on holding it.
     os.set_inheritable(order["lock"], False)

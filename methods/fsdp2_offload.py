@@ -3,11 +3,13 @@
 Each layer is sharded over the ranks and lives on the host; it is gathered to the device for its forward pass, again for
 its recompute and backward pass, and its gradient goes back to the host, where torch's AdamW steps after the whole
 backward pass. Upstream code throughout: this file only wraps our model in it.
+
+Of several ranks each trains on its part of every batch; torch averages their gradients.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.method import TensorState, Trained, Training
@@ -20,11 +22,18 @@ class Fsdp2Offload:
     label = "FSDP2 offload"
     color = "#6FA8DC"
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
-    world_size = 1
     scales_loss = True
+    world_size: int = 1  # ranks
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        size, params = workload.weight_bytes, workload.num_params
+        if self.world_size < 1 or workload.batch_size % self.world_size:
+            counts = ", ".join(str(n) for n in range(1, workload.batch_size + 1) if workload.batch_size % n == 0)
+            raise ValueError(f"a batch of {workload.batch_size} is for {counts} ranks, not {self.world_size}")
+        if workload.dropout and self.world_size > 1:
+            raise ValueError("dropout and --ranks exclude each other: each rank would drop other elements")
+        # Sharded over the ranks: all that is kept, and the batch. Whole on each: what is gathered, and its gradients.
+        params = -(-workload.num_params // self.world_size)
+        size, workload = workload.weight_bytes, replace(workload, batch_size=workload.batch_size // self.world_size)
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
         return Plan(
             device={
@@ -33,7 +42,8 @@ class Fsdp2Offload:
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
             host={"weights": 4 * params, "gradients": 4 * params, "optimizer": 8 * params},
-            moved_bytes=4 * (2 * workload.num_layers * workload.layer_params + workload.end_params + params),
+            moved_bytes=4 * (2 * workload.num_layers * workload.layer_params + workload.end_params) // self.world_size
+            + 4 * params,
         )
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
@@ -45,16 +55,19 @@ class Fsdp2Offload:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        from harness.model import DTYPES, GPT, decays, initialize
+        from harness.model import DTYPES, GPT, decays, initial, initialize
         from methods._device import require_device
         from methods._scale import LossScale
 
         require_device(device, "FSDP2")
         on_gpu = device == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        num_ranks = self.world_size
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))  # torchrun's variables name the others
+        rank = dist.get_rank()
         try:
-            mesh = init_device_mesh(device, (1,))
+            mesh = init_device_mesh(device, (num_ranks,))
             half = DTYPES[workload.dtype] if workload.dtype != "fp32" else None
             settings: dict[str, Any] = {
                 "mesh": mesh,
@@ -68,7 +81,11 @@ class Fsdp2Offload:
             fully_shard(model, **settings)
             model.to_empty(device="cpu")
             parameters: list[tuple[str, Any]] = list(model.named_parameters())  # DTensors by now
-            initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
+            if num_ranks == 1:
+                initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
+            for name, p in parameters if num_ranks > 1 else ():
+                for part in initial(name, p.shape, workload).chunk(num_ranks)[rank : rank + 1]:
+                    p.to_local().detach().copy_(part)
             optimizer = torch.optim.AdamW(
                 [
                     {"params": [p for p in model.parameters() if decays(p)], "weight_decay": WEIGHT_DECAY},
@@ -80,7 +97,7 @@ class Fsdp2Offload:
             )
             scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
-                loss = model(inputs, targets, scale.value)
+                loss = model(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale.value)
                 loss.backward()
                 if scale.is_used:
                     torch._foreach_div_([p.grad.to_local() for _, p in parameters], scale.value)
@@ -92,12 +109,17 @@ class Fsdp2Offload:
                 if not is_skipped:
                     optimizer.step()
                 optimizer.zero_grad()
-                yield scale.step(loss.detach(), norm, is_skipped=is_skipped)
-            return Trained(
-                [
-                    TensorState(name, p.to_local().detach(), optimizer.state[p]["exp_avg"].to_local())
-                    for name, p in parameters
-                ]
-            )
+                mean = loss.detach() / num_ranks
+                if num_ranks > 1:
+                    dist.all_reduce(mean)
+                yield scale.step(mean, norm, is_skipped=is_skipped)
+            states = [(name, p.detach(), optimizer.state[p]["exp_avg"]) for name, p in parameters]
+            if num_ranks == 1:
+                return Trained([TensorState(name, p.to_local(), moment.to_local()) for name, p, moment in states])
+            gathered = []
+            for name, p, moment in states:  # by all ranks, for the first
+                state = TensorState(name, p.full_tensor(), moment.full_tensor())
+                gathered += [state] if rank == 0 else []
+            return Trained(gathered)
         finally:
             dist.destroy_process_group()

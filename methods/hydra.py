@@ -50,7 +50,6 @@ class Hydra:
     label = "Hydra"
     color = "#2E8B57"
     paper = "Nagrecha and Kumar 2021, arXiv:2110.08633"
-    world_size = 1
     bit_exact = True
     has_twin = True
 

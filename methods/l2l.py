@@ -20,7 +20,6 @@ class L2L:
     label = "L2L"
     color = "#E7D6EF"
     paper = "Pudipeddi et al. 2020, arXiv:2002.05645"
-    world_size = 1
     bit_exact = True
     has_twin = True
     accumulates = True

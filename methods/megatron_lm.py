@@ -22,7 +22,6 @@ class MegatronLM:
     label = "Megatron-LM"
     color = "#E7D6EF"
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
-    world_size = 1
     has_twin = True
     scales_loss = True
 

@@ -20,7 +20,6 @@ class Resident:
     label = "Resident"
     color = "#8A8A8A"
     paper = "PyTorch, with activation recompute (Chen et al. 2016)"
-    world_size = 1
     bit_exact = True
     has_twin = True
     is_reference = True

@@ -47,7 +47,6 @@ class Stronghold:
     label = "STRONGHOLD"
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
-    world_size = 1
     bit_exact = True
     has_twin = True
     accumulates = True

@@ -19,7 +19,6 @@ class SuperOffload:
     label = "SuperOffload"
     color = "#93C47D"
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
-    world_size = 1
 
     def missing(self, device: str) -> str | None:
         return _zero.missing() or (None if device == "cuda" else GPU_ONLY)

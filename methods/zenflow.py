@@ -21,7 +21,6 @@ class ZenFlow:
     label = "ZenFlow"
     color = "#F6B26B"
     paper = "Lan et al. 2025, arXiv:2505.12242; DeepSpeed"
-    world_size = 1
     is_exact = False
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:

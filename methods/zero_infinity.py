@@ -17,7 +17,6 @@ class ZeroInfinity:
     label = "ZeRO-Infinity"
     color = "#E7D6EF"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
-    world_size = 1
     scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:

@@ -31,7 +31,6 @@ class ZeroInfinityNvme:
     label = "ZeRO-Infinity (NVMe)"
     color = "#E7D6EF"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
-    world_size = 1
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         folder = writable(self.disk)

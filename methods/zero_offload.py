@@ -16,7 +16,6 @@ class ZeroOffload:
     label = "ZeRO-Offload"
     color = "#E7D6EF"
     paper = "Ren et al., USENIX ATC 2021; DeepSpeed"
-    world_size = 1
     scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
