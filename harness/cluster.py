@@ -1,12 +1,14 @@
 """Jobs on a cluster under Slurm: all that are missing are submitted, waited for, and named by Slurm's own state.
 
 On the node launch.py runs as it does here and writes the record into the same folder, which all nodes must see. The
-state comes from sacct, else from scontrol; an exit code alone proves nothing.
+state comes from sacct, else from scontrol; an exit code alone proves nothing. Where the ranks of a job are spread over
+several nodes, each node has an agent and a record of its own, and the submitter makes one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import math
 import shutil
@@ -19,11 +21,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from harness import failures, limits, machine
-from harness.container import memory_limit
-from harness.method import Unavailable
+from harness import failures, limits
+from harness.container import PYTHON, memory_limit, shared_folders
+from harness.method import ROOT, Unavailable
+from harness.node import node_stem, perform_on_node
+from harness.ranks import followed, of_nodes
 from harness.record import Record, new_stem
-from harness.remote import ORDERED, Report, order, perform, place_record, write_end
+from harness.remote import ORDERED, Report, order, place_record, write_end
 from harness.spec import Job
 
 POLL_SECONDS = 1.0
@@ -32,7 +36,7 @@ LATE_SECONDS = 15.0  # by which a record may come after its job's state, through
 CANCEL_SECONDS = 60.0
 # An option's name here, and the word of sbatch that it becomes.
 OPTIONS = {"partition": "partition", "account": "account", "qos": "qos", "time": "time", "gpus": "gpus_per_node",
-           "cpus": "cpus_per_task"}  # fmt: skip
+           "cpus": "cpus_per_task", "nodes": "nodes"}  # fmt: skip
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
 
 
@@ -64,9 +68,28 @@ def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
             raise ValueError(f"--slurm {text}: lines of NAME: VALUE are expected, as partition: gpu")
         found |= loaded
     for name in found:
-        if name not in OPTIONS:
-            raise ValueError(f"--slurm takes {', '.join(OPTIONS)}, not {name!r}")
+        if name not in (*OPTIONS, "container_image"):
+            raise ValueError(f"--slurm takes {', '.join(OPTIONS)}, container_image, not {name!r}")
+    if not isinstance(found.get("nodes", 1), int) or found.get("nodes", 1) < 1:
+        raise ValueError(f"--slurm nodes takes a number from 1 on, not {found['nodes']!r}")
     return found
+
+
+def is_bundle(image: str) -> bool:
+    """Whether this is a folder with a container as OCI describes it, which Slurm runs by itself; else it is a name that
+    a plugin (pyxis) understands."""
+    return (Path(image) / "config.json").is_file()
+
+
+def check_containers(image: str) -> None:
+    """Raise Unavailable where this Slurm does not run such a container."""
+    if is_bundle(image):
+        done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
+        found = [line.partition("=")[2].strip() for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
+        if not found or not Path(found[0]).with_name("oci.conf").exists():
+            raise Unavailable("this Slurm has no oci.conf, so it runs no bundle: leave container_image out")
+    elif "--container-image" not in subprocess.run(["srun", "--help"], capture_output=True, text=True).stdout:
+        raise Unavailable("this Slurm knows no --container-image: its administrator adds pyxis; or leave it out")
 
 
 class Slurm:
@@ -78,11 +101,15 @@ class Slurm:
         for command in ("sbatch", "srun", "scontrol"):
             if not shutil.which(command):
                 raise Unavailable(f"no {command} here: --on slurm is called where jobs are submitted")
-        self.options = options
+        self.options = {name: value for name, value in options.items() if name != "container_image"}
+        self.image = options.get("container_image")
+        if self.image:
+            check_containers(self.image)
 
     def context(self) -> dict[str, str]:
         """The machine that submits is not the one that runs: its facts give way to the partition's name."""
-        nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus")}
+        nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
+        nodes |= {"image": str(self.image)} if self.image else {}
         return {"cpu": "", "cores": "", "gpu": "", **{f"slurm_{name}": value for name, value in nodes.items()}}
 
     def launch(
@@ -96,7 +123,7 @@ class Slurm:
         is_interrupted = False
         try:
             for (job, key), stem in zip(jobs, stems, strict=True):
-                ids.append(self._submit(job, order(job, key, stem, folders), logs))
+                ids.append(self._submit(job, order(job, key, stem, folders), results.resolve(), logs))
             self._wait(ids, report, math.inf)
         except KeyboardInterrupt:
             is_interrupted = True
@@ -114,20 +141,49 @@ class Slurm:
             raise KeyboardInterrupt
         return paths
 
-    def _submit(self, job: Job, order: dict[str, Any], logs: Path) -> str:
+    def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
+        """What submitit is told of a job: the words of sbatch, and those of srun, which starts a container."""
+        seconds = (job.budget.seconds or limits.deadline_seconds(job)) + START_SECONDS
+        found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
+        found |= {"job_name": f"{job.method}-{job.workload.num_layers}"}
+        found |= {OPTIONS[name]: value for name, value in self.options.items()}
+        found |= {"nodes": self._num_nodes(job), "srun_args": self._container(job, results, folders)}
+        if found["nodes"] > 1:  # whole nodes: two jobs that wait for each other's would wait for ever
+            found["exclusive"] = True
+            found["srun_args"] = ["--kill-on-bad-exit=1", *found["srun_args"]]
+        limit = memory_limit(job)
+        return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
+
+    def _num_nodes(self, job: Job) -> int:
+        """That the ranks of a job are spread over; one that trains in one process takes one."""
+        asked = min(self.options.get("nodes", 1), job.world_size)
+        if job.world_size % asked:
+            raise ValueError(f"{job.world_size} ranks do not spread evenly over {asked} nodes: --ranks, --slurm nodes")
+        return asked
+
+    def _container(self, job: Job, results: Path, folders: tuple[Path, ...]) -> list[str]:
+        if not self.image:
+            return []
+        if is_bundle(self.image):  # whose own configuration says what it sees
+            return [f"--container={Path(self.image).resolve()}"]
+        kept = ROOT / ".venv" / f"image-{hashlib.sha256(self.image.encode()).hexdigest()[:12]}"
+        kept.mkdir(parents=True, exist_ok=True)
+        read, shown = shared_folders(job, results, folders)
+        mounts = [f"{path}:{path}:ro" for path in sorted(read)] + [f"{path}:{path}" for path in sorted(shown)]
+        mounts.append(f"{kept.resolve()}:{ROOT / '.venv'}")
+        words = {"image": self.image, "mounts": ",".join(mounts), "workdir": ROOT}
+        return [f"--container-{name}={value}" for name, value in words.items()]
+
+    def _submit(self, job: Job, order: dict[str, Any], results: Path, logs: Path) -> str:
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError
 
-        seconds = (job.budget.seconds or limits.deadline_seconds(job)) + START_SECONDS
-        words: dict[str, Any] = {"time": math.ceil(seconds / 60), "nodes": 1, "ntasks_per_node": 1}
-        words |= {OPTIONS[name]: value for name, value in self.options.items()}
-        limit = memory_limit(job)
-        if limit:
-            words["mem"] = f"{math.ceil(limit / 2**20)}M"
-        executor = SlurmExecutor(logs)
-        executor.update_parameters(job_name=f"{job.method}-{job.workload.num_layers}", signal_delay_s=30, **words)
+        folders = tuple(Path(folder) for folder in order["folders"])
+        executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
+        executor.update_parameters(**self.words(job, results, folders))
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # what sbatch says is in the error, too
+                order = {**order, "num_nodes": self._num_nodes(job), "folder": str(logs)}
                 return str(executor.submit(perform_on_node, order).job_id)
         except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
             text = " ".join(str(getattr(error, "stderr", "") or error).split())
@@ -154,7 +210,11 @@ class Slurm:
         while not path.exists() and time.time() < deadline:
             time.sleep(0.1)
         told = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
-        record = Record.read(path) if path.exists() else None
+        stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
+        made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
+        record = of_nodes([Record.read(each) for each in made]) if made else None
+        if record:
+            record.write(path)
         end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         if record is None:
             said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
@@ -164,6 +224,8 @@ class Slurm:
         is_better = record is not None and (record.status, end.status) in (
             ("interrupted", "timeout"), ("interrupted", "killed"), ("killed", "oom-host"), ("crash", "oom-host"),
         )  # fmt: skip
+        if record and record.status == "crash" and followed(record):
+            is_better = end.status in ("interrupted", "timeout", "killed", "oom-host")
         evidence = {} if record and record.status == "ok" else {"slurm": told}
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
         return place_record(path, place, evidence, end if is_better else None)
@@ -206,11 +268,3 @@ def states_of(ids: list[str]) -> dict[str, State]:
     if done.returncode == 0:  # what it has forgotten has ended
         found = {number: state if state.name else State("FORGOTTEN", "", "") for number, state in found.items()}
     return found
-
-
-def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
-    """On the node: as perform(); Slurm's SIGTERM lets the worker finish its record."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    machine.facts.cache_clear()
-    perform(order)
-    return {"stem": order["stem"]}

@@ -103,10 +103,8 @@ class Docker:
 
         kept = ROOT / ".venv" / f"image-{self.image.short_id.removeprefix('sha256:')}"  # what is compiled in the image
         kept.mkdir(parents=True, exist_ok=True)
-        corpus, disk = job.workload.corpus, job.options.get("disk")
-        read = {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else [])}
-        written = {results, *([Path(disk).resolve()] if disk else [])}
-        mounts = [Mount(str(path), str(path), "bind", read_only=True) for path in sorted(read - written)]
+        read, written = shared_folders(job, results, folders)
+        mounts = [Mount(str(path), str(path), "bind", read_only=True) for path in sorted(read)]
         mounts += [Mount(str(path), str(path), "bind") for path in sorted(written)]
         mounts.append(Mount(str(ROOT / ".venv"), str(kept.resolve()), "bind"))
         found: dict[str, Any] = {
@@ -143,6 +141,13 @@ class Docker:
         place = {"on": "docker", "image": self.image.id, "engine": self.client.version()["Version"]}
         evidence = {"docker": told} if Record.read(path).status != "ok" else {}
         return place_record(path, place, evidence, better)
+
+
+def shared_folders(job: Job, results: Path, folders: tuple[Path, ...]) -> tuple[set[Path], set[Path]]:
+    """What a container of this job sees of this machine, by the same paths: to read, and to write."""
+    corpus, disk = job.workload.corpus, job.options.get("disk")
+    written = {results, *([Path(disk).resolve()] if disk else [])}
+    return {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else [])} - written, written
 
 
 def memory_limit(job: Job) -> int | None:

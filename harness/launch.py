@@ -209,7 +209,7 @@ class Watch:
         limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
         log = Path(str(self.path).removesuffix(".json") + ".txt").read_bytes()[-LOG_TAIL_BYTES:]
         return failures.End(
-            phase=self.phase, code=int(self.rank.get("code", self.process.returncode)), stopped=self.stopped,
+            phase=self.phase, code=self.rank["code"] if self.rank else self.process.returncode, stopped=self.stopped,
             seconds=self._seconds_allowed(),
             oom_kills=kills, owns_group=bool(self.wall), system_oom_kills=cgroup.system_oom_kills() - self.kills[1],
             host_peak_bytes=self.peaks["host_anonymous"] + self.peaks["host_shared"], host_limit_bytes=limit,

@@ -151,6 +151,13 @@ def together(records: list[Record]) -> Record:
     return dataclasses.replace(records[0], peaks=peaks, machine={**records[0].machine, "ranks": stated})
 
 
+def of_nodes(records: list[Record]) -> Record:
+    """One record of those that the machines of a job have written, its first one first: the record of the first rank to
+    fail, else that of rank 0 with what the others add."""
+    failed = [record for record in records if record.status != "ok"]
+    return min(failed, key=followed) if failed else together(records)
+
+
 def _watch_parent(parent: int) -> None:
     while os.read(parent, 4096):
         pass
@@ -190,7 +197,12 @@ def rank(order: dict[str, Any]) -> None:
     if local and record.status != "ok":
         print(record.evidence.get("traceback", record.reason), file=sys.stderr, flush=True)
     resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    stated = {"rank": number, "host": socket.gethostname(), "resident_peak_bytes": resident_bytes, **record.peaks}
+    stated = {
+        "rank": number,
+        "node": int(os.environ["GROUP_RANK"]),
+        "resident_peak_bytes": resident_bytes,
+        **record.peaks,
+    }
     record = dataclasses.replace(record, machine={**record.machine, "ranks": [stated]})
     record.write(folder_of(Path(order["record"])) / f"{number}.json")
     sys.stdout.flush()

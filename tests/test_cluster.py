@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -15,10 +16,13 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import Slurm, State, named, options_of
-from harness.method import ROOT
+from harness.container import PYTHON
+from harness.method import ROOT, Unavailable
 from harness.record import Record, read_all
+from harness.remote import order
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
+from tests.test_ranks import MEETING, SHARDED, processes, wait_for_steps
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
@@ -103,16 +107,71 @@ def test_an_interrupt_cancels_what_was_submitted(place: Slurm, tmp_path: Path) -
     words = [*WORDS, "--steps", "30000", "--results", str(tmp_path)]
     default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     run = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, preexec_fn=default)
-    deadline = time.time() + 120
-    while not any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")):
-        assert time.time() < deadline, "no step in two minutes"
-        time.sleep(0.1)
+    wait_for_steps(tmp_path)
     run.send_signal(signal.SIGINT)
     assert run.wait(120) == 130
     assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.losses
     assert record.evidence["slurm"]["state"] == "CANCELLED"
+
+
+def test_two_ranks_on_two_nodes_train_as_the_reference_does(place: Slurm, tmp_path: Path) -> None:
+    spread = Slurm({**place.options, "nodes": 2})
+    (record,) = Sweep(tmp_path, place=spread).run([resolve(SHARDED)[0]])
+    assert record.gate.verdict == "tolerance", record.gate.text
+    assert record.machine["nodes"] == "n[1-2]" and [rank["rank"] for rank in record.machine["ranks"]] == [0, 1]
+    assert {path.name.split("_")[0] for path in tmp_path.iterdir()} == {"log"}  # no record of a single node
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(place: Slurm, tmp_path: Path, num_nodes: int) -> None:
+    (tmp_path / "meeting.py").write_text(MEETING)
+    killed: list[float] = []
+
+    def kill() -> None:
+        wait_for_steps(tmp_path)
+        ranks = [process for process in processes(str(tmp_path)) if process.environ().get("RANK") == "1"]
+        killed.append(time.time())
+        ranks[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    job = Job("meeting", TINY, {"world_size": 2}, steps=2000, warmup=1)
+    spread = Slurm({**place.options, "nodes": num_nodes})
+    (record,) = Sweep(tmp_path, (tmp_path,), place=spread).run([resolve(job, (tmp_path,))[0]])
+    killer.join()
+    assert time.time() - killed[0] < 30
+    assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL"), record.reason
+    assert record.evidence["rank"] == 1 and len(record.losses) >= 10 and processes(str(tmp_path)) == []
+
+
+def test_a_container_is_srun_s_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is submitted, by commands that stand in for a cluster with the plugin."""
+    for name, does in {
+        "srun": "echo --container-image",
+        "scontrol": "",
+        "sbatch": 'cp "$1" script; echo job 7',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    place = Slurm({"container_image": "registry#harness:1"})
+    place._submit(SHARDED, order(SHARDED, "key", tmp_path / "stem", ()), tmp_path, tmp_path / "logs")
+    (line,) = [line for line in (tmp_path / "script").read_text().splitlines() if line.startswith("srun ")]
+    assert "'--container-image=registry#harness:1'" in line and f"{PYTHON} -u -m submitit" in line
+    assert f"{ROOT}:{ROOT}:ro,{tmp_path}:{tmp_path}," in line and f"--container-workdir={ROOT}" in line
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    (bundle / "config.json").write_text("{}")
+    with pytest.raises(Unavailable, match=r"no oci\.conf"):
+        Slurm({"container_image": str(bundle)})
+
+
+def test_a_slurm_without_containers_says_so_in_one_line(place: Slurm, tmp_path: Path) -> None:
+    done = call(*WORDS, "--slurm", "container_image=harness", "--results", str(tmp_path))
+    assert done.returncode == 7 and "knows no --container-image" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_partition_that_does_not_exist_is_one_line(place: Slurm, tmp_path: Path) -> None:

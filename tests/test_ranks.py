@@ -23,7 +23,7 @@ from harness.sweep import Sweep, resolve
 
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=4, vocab_size=97)
 SHARDED = Job("fsdp2-offload", TINY, {"world_size": 2}, steps=8, warmup=2)
-METHOD = """
+MEETING = """
 from dataclasses import dataclass
 from harness.method import Step, Trained
 from harness.spec import Plan
@@ -54,10 +54,10 @@ class Meeting:
 def words(tmp_path: Path) -> Iterator[list[str]]:
     """A call of a method whose two ranks meet in every step; nothing of it may be left."""
     (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "meeting.py").write_text(METHOD)
+    (tmp_path / "methods" / "meeting.py").write_text(MEETING)
     found = "-m meeting --ranks 2 -l 2 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --steps 2000".split()
     yield [*found, "--methods", str(tmp_path / "methods"), "--results", str(tmp_path)]
-    assert not [process for process in processes() if str(tmp_path) in " ".join(process.cmdline())]
+    assert processes(str(tmp_path)) == []
     assert not list(tmp_path.glob(".ranks-*"))
 
 
@@ -67,25 +67,29 @@ def start(words: list[str]) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=default)
 
 
-def processes() -> list[psutil.Process]:
-    """What a call of these tests may have left."""
+def processes(told: str) -> list[psutil.Process]:
+    """The ranks there are with this word in their orders."""
     found = []
     for process in psutil.process_iter():
         try:
-            found += [process] if "harness.ranks" in process.cmdline() else []
+            words = process.cmdline()
+            found += [process] if "harness.ranks" in words and told in " ".join(words) else []
         except psutil.Error:
             continue
     return found
 
 
-def training_ranks(run: subprocess.Popen, folder: Path) -> dict[int, psutil.Process]:
-    """The ranks of a call, once they train."""
+def wait_for_steps(folder: Path) -> None:
     deadline = time.time() + 120
     while not any("iteration" in log.read_text() for log in folder.glob("*.txt")):
-        assert time.time() < deadline and run.poll() is None, "no steps in two minutes"
+        assert time.time() < deadline, "no steps in two minutes"
         time.sleep(0.1)
-    children = [child for child in psutil.Process(run.pid).children(recursive=True) if len(child.cmdline()) == 4]
-    return {int(child.environ()["RANK"]): child for child in children}
+
+
+def training_ranks(folder: Path) -> dict[int, psutil.Process]:
+    """The ranks of a call, once they train."""
+    wait_for_steps(folder)
+    return {int(rank.environ()["RANK"]): rank for rank in processes(str(folder))}
 
 
 def only_record(folder: Path) -> Record:
@@ -104,7 +108,7 @@ def test_two_ranks_train_as_the_reference_does(tmp_path: Path) -> None:
 
 def test_a_killed_rank_ends_the_job_at_once_and_is_named(words: list[str], tmp_path: Path) -> None:
     run = start(words)
-    ranks = training_ranks(run, tmp_path)
+    ranks = training_ranks(tmp_path)
     assert set(ranks) == {0, 1}
     ranks[1].kill()
     began = time.time()
@@ -117,7 +121,7 @@ def test_a_killed_rank_ends_the_job_at_once_and_is_named(words: list[str], tmp_p
 
 def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(words: list[str], tmp_path: Path) -> None:
     run = start(words)
-    training_ranks(run, tmp_path)
+    training_ranks(tmp_path)
     run.send_signal(signal.SIGINT)
     assert run.wait(60) == 130
     record = only_record(tmp_path)
@@ -128,14 +132,16 @@ def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(words: list[str
 @pytest.mark.parametrize("who", ["caller", "agent"])
 def test_ranks_end_with_who_started_them(words: list[str], tmp_path: Path, who: str) -> None:
     run = start(words)
-    ranks = training_ranks(run, tmp_path)
+    ranks = training_ranks(tmp_path)
     process = psutil.Process(run.pid) if who == "caller" else ranks[0].parent()
     assert process
     process.kill()
     assert psutil.wait_procs(list(ranks.values()), 30)[1] == []
     assert run.wait(30) == (-9 if who == "caller" else 3)
     deadline = time.time() + 30
-    while processes() and time.time() < deadline:  # the agent that lost its caller writes the record
+    while (
+        list(tmp_path.glob(".ranks-*")) and time.time() < deadline
+    ):  # the agent that lost its caller writes the record
         time.sleep(0.1)
     assert only_record(tmp_path).status == ("interrupted" if who == "caller" else "killed")
 
