@@ -34,7 +34,6 @@ def folder_of(path: Path) -> Path:
 def main() -> None:
     """The agent. The order comes on standard input, which stays open: when it closes, the parent is gone, and the run
     ends as interrupted."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     order = json.loads(sys.stdin.readline())
     os.set_inheritable(order["lock"], False)
     parent = os.dup(0)
@@ -67,6 +66,9 @@ def main() -> None:
 def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int], bool]:
     """Run this machine's ranks to their end: exit codes of those that failed, in the order in which that was seen, and
     whether they were interrupted."""
+    interrupts: list[int] = []
+    for kind in (signal.SIGINT, signal.SIGTERM):  # raised in an import, an exception may be taken for its own
+        signal.signal(kind, lambda number, frame: interrupts.append(number))
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,6 +83,10 @@ def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.facts()["cores"] // local_ranks)))
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
     config = LaunchConfig(nproc_per_node=local_ranks, max_restarts=0, logs_specs=logs, **meeting)
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.default_int_handler)
+    if interrupts:
+        return {}, True
     try:
         elastic_launch(config, sys.executable)("-m", "harness.ranks", json.dumps(order))
     except ChildFailedError as error:
