@@ -8,22 +8,19 @@ schedule with Graham's bound, and a hint that was wrong costs a copy.
 from __future__ import annotations
 
 import math
-import pickle
 import random
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-import torch.multiprocessing
-
 from harness.method import Step
+from methods._devices import Failure
+from methods._halves import slot_bytes, split
 from methods._scheduler import key_of, lower_bound
 from methods._turns import Task
-from methods._units import FORWARD, Result, Unit
-from methods._worker import Worker
+from methods._units import FORWARD, Unit
 
 
 class Turned(NamedTuple):
@@ -37,93 +34,12 @@ class Turned(NamedTuple):
     end: float
 
 
-class Here:
-    """The device of this process. `waits`: a unit is done when start() returns, not only queued. `catches`: reply() is
-    the traceback of one that failed; else that is raised."""
-
-    connection = None
-
-    def __init__(self, worker: Worker, *, waits: bool = True, catches: bool = False) -> None:
-        self.worker, self.waits, self.catches = worker, waits, catches
-
-    def start(self, unit: Unit, following: Unit | None) -> None:
-        started = time.perf_counter()
-        if self.catches:
-            left: Result | str = run_unit(self.worker, unit, following)
-        else:
-            left = self.worker.run(unit, following)
-            left = self.worker.finished(left) if self.waits else left
-        self.done = left, time.perf_counter() - started
-
-    def reply(self) -> tuple[Result | str, float]:
-        return self.done
-
-
-class Elsewhere:
-    """A device in a process of its own. `make_worker` makes its worker there, from `given`."""
-
-    def __init__(self, make_worker: Callable[..., Any], *given: Any) -> None:
-        # New processes are forked from one that has imported all that they will and started no thread.
-        context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([make_worker.__module__, "torch._dynamo"])
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, make_worker, *given), daemon=True)
-        self.process.start()
-        other.close()
-
-    def ready(self) -> None:
-        """Wait until it has made its worker. Raises RuntimeError with the traceback where it could not."""
-        text, _ = self.reply()
-        if text:
-            raise RuntimeError(text)
-
-    def start(self, unit: Unit, following: Unit | None) -> None:
-        # By value: boundaries are small beside weights, which are shared.
-        self.connection.send_bytes(pickle.dumps((unit, following)))
-
-    def reply(self) -> tuple[Result | str, float]:
-        """What the unit left, or its traceback; and its seconds. Raises EOFError where the process has died."""
-        return pickle.loads(self.connection.recv_bytes())
-
-    def close(self) -> None:
-        self.connection.close()
-        self.process.join()
-
-
-def serve(connection: Any, make_worker: Callable[..., Any], *given: Any) -> None:
-    """The process of a device: unit after unit, until nobody sends any."""
-    torch.set_num_threads(1)
-    try:
-        worker = make_worker(*given)
-    except Exception:
-        connection.send_bytes(pickle.dumps((traceback.format_exc(), 0.0)))
-        return
-    connection.send_bytes(pickle.dumps(("", 0.0)))
-    while True:
-        try:
-            unit, following = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        started = time.perf_counter()
-        left = run_unit(worker, unit, following)
-        connection.send_bytes(pickle.dumps((left, time.perf_counter() - started)))
-
-
-def run_unit(worker: Any, unit: Unit, following: Unit | None) -> Result | str:
-    """A unit to its end: what it left, or its traceback."""
-    try:
-        return worker.finished(worker.run(unit, following))
-    except Exception:
-        worker.forget(unit)
-        return traceback.format_exc()
-
-
 class Dispatcher:
     """Tasks, devices, a rule; and what has run."""
 
     def __init__(
         self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, most_ahead: float = math.inf,
-        seed: int = 0,
+        splits: list[tuple[int, int]] | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         self.tasks, self.devices, self.key = tasks, list(devices), key_of(policy)
         self.most_ahead = most_ahead  # rounds that a model may have finished before the slowest one has
@@ -134,6 +50,8 @@ class Dispatcher:
         self.running: dict[Any, tuple[Task, float]] = {}
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
+        self.room = math.inf  # bytes of a slot that a shard may take, of those that can be halved
+        self.splits = [] if splits is None else splits  # that were made of these models: model and shard
 
     def run(self) -> Iterator[tuple[Task, Step]]:
         """Every task to its end; yields each step as its last unit is done. A unit that fails elsewhere ends its task
@@ -201,7 +119,8 @@ class Dispatcher:
         if unit.kind == FORWARD and task.keeps_graphs:
             task.device = device
         self.running[device] = (task, time.perf_counter() - self.began)
-        device.start(unit, following)
+        device.start(unit, following, self.splits[device.told :])
+        device.told = len(self.splits)
         return True
 
     def _ready(self) -> list[Any]:
@@ -219,13 +138,57 @@ class Dispatcher:
         except (EOFError, OSError):
             self.devices.remove(device)
             device.close()
-            left, seconds = f"the process of its device ended with code {device.process.exitcode}", 0.0
+            left, seconds = Failure(f"the process of its device ended with code {device.process.exitcode}"), 0.0
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
-        if isinstance(left, str):
-            task.fail(left)
-            return None
-        return task.advance(left, seconds)
+        if not isinstance(left, Failure):
+            step = task.advance(left, seconds)
+            self._fit(task)
+            return step
+        if not (left.is_memory and self._halve(task, unit)):
+            task.fail(left.text)
+            task.lacks_memory = left.is_memory
+        return None
+
+    def _halve(self, task: Task, unit: Unit) -> bool:
+        """After a unit ran out of memory: halve its shard, and all those that keep the slots large; those of models
+        that are running when their units are done. Whether there was any to halve."""
+        tasks = [each for each in self.tasks if not each.keeps_graphs and not each.failure]
+        sizes = [slot_bytes(shard) for each in tasks for shard in each.shards if len(shard.layers) > 1]
+        if task not in tasks or not sizes:
+            return False
+        self.room = max(sizes) // 2
+        if len(task.shards[unit.shard].layers) > 1:
+            self._split(task, unit.shard)
+        running = [each for each, _ in self.running.values()]
+        for each in tasks:
+            if each not in running:
+                self._fit(each)
+        return True
+
+    def _fit(self, task: Task) -> None:
+        """Halve those of its shards that are larger than they may be, and can be halved."""
+        index = 0
+        while index < len(task.shards) and self.room < math.inf and not (task.keeps_graphs or task.failure):
+            if slot_bytes(task.shards[index]) > self.room and len(task.shards[index].layers) > 1:
+                self._split(task, index)
+            else:
+                index += 1
+
+    def halve_all(self) -> bool:
+        """Between two runs: halve the largest shards of all models. Whether there was any to halve."""
+        able = [shard for task in self.tasks for shard in task.shards if len(shard.layers) > 1]
+        room = max(map(slot_bytes, able), default=0) // 2
+        for task in self.tasks:
+            for index in reversed(range(len(task.shards))):
+                if slot_bytes(task.shards[index]) > room and len(task.shards[index].layers) > 1:
+                    split(task.shards, index)
+                    self.splits.append((task.model, index))
+        return bool(able)
+
+    def _split(self, task: Task, index: int) -> None:
+        task.split(index)
+        self.splits.append((task.model, index))
 
     def summary(self) -> dict[str, float]:
         """Makespan, the bound below which no schedule of these units can be, their ratio, and the devices' use; nothing

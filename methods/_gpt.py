@@ -6,18 +6,20 @@ Shapes: B batch, T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.method import OtherModel, Step, TensorState
+from harness.method import OtherModel, Step, TensorState, Unavailable
 from harness.model import DTYPES, Ends, Layer, decays, initialize
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from methods._device import Device
-from methods._shards import NamedLayer, Shard, cut
+from methods._shards import NamedLayer, Shard, cut, settle_shared
 from methods._travel import MASTER
+from methods._turns import Task
 
 
 class Embedding(nn.Module):
@@ -71,11 +73,14 @@ def adamw(parameters: list[nn.Parameter]) -> Any:
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=True)
 
 
-def at_home(workload: Workload, lengths: Sequence[int], device: Device) -> list[Shard]:
-    """The seeded model on the host, cut into shards of so many layers each."""
+def at_home(workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool) -> list[Shard]:
+    """The seeded model on the host, cut into shards of so many layers each; in memory that processes share, or not."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
-    for shard in shards:
+    if is_shared:
+        settle_shared(shards)
+    for shard in () if is_shared else shards:
         shard.settle(lambda num_bytes: device.room(num_bytes, torch.uint8, host=True))
+    for shard in shards:
         weights = [shard.at_home(name) for name in shard.own]
         masters = [shard.states(shard.slabs["states"], name).get(MASTER) for name in shard.own]
         drawn = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
@@ -92,10 +97,47 @@ def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState
     return [TensorState(name, states[name].get(MASTER, weights[name]), states[name]["exp_avg"]) for name in ordered]
 
 
-def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same samples in so many times as many batches."""
+def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same samples in so many times as many batches; on the host where they go to other processes."""
     for inputs, targets in batches:
-        yield from zip(inputs.chunk(number), targets.chunk(number), strict=True)
+        pair = (inputs.cpu(), targets.cpu()) if to_host else (inputs, targets)
+        yield from zip(*(tokens.chunk(number) for tokens in pair), strict=True)
+
+
+def batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
+    """One that takes no memory to rehearse with."""
+    token = torch.zeros((), dtype=torch.int64, device=device)
+    return (token.expand(workload.batch_size, workload.seq_len),) * 2
+
+
+def random_state(workload: Workload, device: str) -> Any:
+    """That of this process, with which training alone starts; None where none is needed."""
+    if not workload.dropout:
+        return None
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+
+
+def elsewhere(device: str, number: int, make: Callable[[str], Any], stack: ExitStack) -> list[Any]:
+    """So many devices, each with a process of its own, until the stack is left."""
+    if device == "sim":
+        raise Unavailable("sim is one device: num_devices=1 there, or --device cpu, whose devices are processes")
+    if device == "cuda" and torch.cuda.device_count() < number:
+        raise Unavailable(f"num_devices={number}: this machine has {torch.cuda.device_count()}")
+    devices = [make(f"cuda:{index}" if device == "cuda" else device) for index in range(number)]
+    for each in devices:
+        stack.callback(each.close)
+    for each in devices:
+        each.ready()
+    return devices
+
+
+def raise_failures(tasks: Sequence[Task]) -> None:
+    """Once all others are done, that of the first model that failed."""
+    failed = [task for task in tasks if task.failure]
+    if failed:
+        kind = torch.OutOfMemoryError if failed[0].lacks_memory else RuntimeError
+        told = "" if len(tasks) == 1 else f" (model {failed[0].model + 1} of {len(tasks)}; {len(failed)} failed in all)"
+        raise kind(f"{failed[0].failure.strip().splitlines()[-1]}{told}\n{failed[0].failure}")
 
 
 def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:

@@ -11,10 +11,11 @@ A model is an ordered list of layers: nn.Sequential, or a module that holds all 
 
 from __future__ import annotations
 
-import copy
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,24 +24,16 @@ from torch import Tensor, nn
 
 from harness.spec import gib
 from methods._device import Device
-from methods._dispatch import Dispatcher, Elsewhere, Here, Turned
-from methods._partition import longest_runs
+from methods._devices import Elsewhere, Here, make_worker
+from methods._dispatch import Dispatcher, Turned
+from methods._fitting import foretold_bytes, rehearse, rehearsing
+from methods._models import bring_home, named_layers, ordered_layers, shard_sizes
+from methods._partition import Sizes, longest_runs, run_sizes
 from methods._scheduler import key_of
-from methods._shards import ALIGNMENT, NamedLayer, Shard, cut
+from methods._shards import Shard, cut
 from methods._turns import Task
 from methods._units import INTERMEDIATES
 from methods._worker import Worker
-
-
-class WithLoss(nn.Module):
-    """The last layer and the criterion: its inputs and the targets to the loss."""
-
-    def __init__(self, layer: nn.Module, criterion: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layer, self.criterion = layer, criterion
-
-    def forward(self, *x: Any) -> Tensor:
-        return self.criterion(self.layer(*x[:-1]), x[-1])
 
 
 @dataclass(eq=False)
@@ -63,6 +56,7 @@ class ModelTask:
     schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1
     seed: int = 0  # of the model's own stream of random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)
+    begun: Any = field(default=None, init=False)  # the first batch and what follows it, where it was looked at
     failure: str = field(default="", init=False)  # the traceback that ended it
 
     def __post_init__(self) -> None:
@@ -76,31 +70,23 @@ class ModelTask:
         if self.shards is not None and (sum(self.shards) != len(self.layers) or min(self.shards) < 1):
             raise ValueError(f"{self.name}: shards {list(self.shards)} are not the {len(self.layers)} layers it has")
 
+    def first_batch(self) -> tuple[Any, Any]:
+        """Looked at, and not lost. Raises ValueError where there is none."""
+        if self.begun is None:
+            rest = iter(self.dataloader)
+            self.begun = next(rest, None), rest
+        if self.begun[0] is None:
+            raise ValueError(f"{self.name}: its dataloader is empty")
+        return self.begun[0]
+
     def batches(self) -> Iterator[tuple[Any, Any]]:
         for _ in range(self.epochs):
-            yield from self.dataloader
+            (*first, rest), self.begun = self.begun or (iter(self.dataloader),), None
+            yield from itertools.chain(first, rest)
 
     @property
     def update(self) -> str:
         return "now" if not self.max_norm else "later" if self.clipping == "global" else "clipped"
-
-
-def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
-    """The layers in their order. Raises ValueError where the model has none, or one that cannot be recomputed."""
-    found = model if isinstance(model, nn.Sequential) else getattr(model, "layers", None)
-    inside = {id(parameter) for layer in found or () for parameter in layer.parameters()}
-    if not isinstance(found, nn.Sequential | nn.ModuleList) or not len(found):
-        raise ValueError(f"{name}: {type(model).__name__} has no ordered layers: nn.Sequential is, or a list `layers`")
-    if any(id(parameter) not in inside for parameter in model.parameters()):
-        raise ValueError(f"{name}: {type(model).__name__} has parameters outside of its list of layers")
-    for index, layer in enumerate(found):
-        for module in layer.modules():
-            if getattr(module, "track_running_stats", False):
-                raise ValueError(
-                    f"{name}: layer {index} ({type(module).__name__}) keeps running statistics, which a recompute"
-                    " would count twice: use track_running_stats=False, or another norm"
-                )
-    return list(found)
 
 
 @dataclass
@@ -114,7 +100,8 @@ class Report:
 
 class ModelOrchestrator:
     """Trains tasks together. `devices`: names as torch has them; the same one twice is two of its processes.
-    `device_memory`: bytes that a shard's two slots may take; None is whatever the largest layer needs."""
+    `device_memory`: bytes that training may take of each, slots and what is computed with; None is whatever slots for
+    the largest layer need."""
 
     def __init__(
         self, tasks: Sequence[ModelTask], devices: Sequence[str] = ("cpu",), *, device_memory: int | None = None,
@@ -134,57 +121,93 @@ class ModelOrchestrator:
     def generate(self) -> list[dict[str, Any]]:
         """Cut every model into shards and bring it home; for each its name, the layers of its shards, bytes at home.
 
-        Raises ValueError naming the layer that is larger than a slot.
+        Raises ValueError where the device is too small for some layer, naming the layer and the smallest that is not.
         """
         self.models, found = [], []
-        for task in self.tasks:
-            layers, optimizer = named_layers(task), functools.partial(make, task.optimizer, task.lr)
-            lengths = list(task.shards) if task.shards is not None else self._lengths(task, layers, optimizer)
-            shards = cut(layers, lengths, optimizer, mixed=False)
-            for shard in shards:
-                self._largest(task, shard)
+        for task, lengths in zip(self.tasks, self._lengths(), strict=True):
+            shards = self._cut(task, lengths)
             bring_home(task, shards)
             self.models.append(shards)
             size = sum(slab.nbytes for shard in shards for slab in shard.slabs.values())
             found.append({"name": task.name, "shards": lengths, "host_bytes": size})
         return found
 
-    def _lengths(self, task: ModelTask, layers: list[NamedLayer], optimizer: Any) -> list[int]:
-        alone = cut(layers, [1] * len(layers), optimizer, mixed=False)
-        sizes = [shard_sizes(shard) for shard in alone]
-        room = self._slot_bytes() if self.device_memory is not None else max(sum(each.values()) for each in sizes)
-        return longest_runs(sizes, room, [f"{task.name}: layer {index}" for index in range(len(layers))])
+    def _cut(self, task: ModelTask, lengths: Sequence[int]) -> list[Shard]:
+        return cut(named_layers(task), lengths, functools.partial(make, task.optimizer, task.lr), mixed=False)
 
-    def _slot_bytes(self) -> int:
-        assert self.device_memory is not None
-        return self.device_memory // (1 + self.double_buffer)
+    def _lengths(self) -> list[list[int]]:
+        """Layers of each model's shards: as asked for, else the longest runs with which the device's peak is foretold
+        to be within its memory, all shards of all models having the same room."""
+        alone = [[shard_sizes(shard) for shard in self._cut(task, [1] * len(task.layers))] for task in self.tasks]
+        if self.device_memory is None:
+            rooms = [max(sum(sizes.values()) for sizes in layers) for layers in alone]
+            return [self._runs(alone[number : number + 1], room, number)[0] for number, room in enumerate(rooms)]
+        names = [f"{task.name}: layer {index}" for task in self.tasks for index in range(len(task.layers))]
+        sizes = [sum(layer.values()) for layers in alone for layer in layers]
+        least, name = max(zip(sizes, names, strict=True))
+        room, num_slots = self.device_memory, 1 + self.double_buffer
+        peak = self._foretold(self._runs(alone, least))
+        if peak is None:  # its code does not run without memory: the rehearsal will tell
+            if least <= room // num_slots:
+                return self._runs(alone, room // num_slots)
+            raise ValueError(f"{name} needs {gib(least)} ({least} bytes) by itself, a shard has room for {gib(room)}")
+        if peak > room:
+            raise ValueError(
+                f"{name} needs {gib(least)} ({least} bytes) by itself in each of {num_slots} slots: with what units"
+                f" compute with the smallest feasible device_memory is {peak} bytes ({gib(peak)}), not {room}"
+            )
+        rooms = sorted({least, *(size for layers in alone for size in run_sizes(layers) if size > least)})
+        fits = lambda number: (self._foretold(self._runs(alone, rooms[number])) or room + 1) <= room  # noqa: E731
+        low, high = 0, len(rooms)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return self._runs(alone, rooms[low])
 
-    def _largest(self, task: ModelTask, shard: Shard) -> None:
-        size = sum(shard_sizes(shard).values())
-        if self.device_memory is not None and size > self._slot_bytes():
-            raise ValueError(f"{task.name}: a shard needs {gib(size)}, a slot has {gib(self._slot_bytes())}")
+    def _runs(self, alone: Sequence[Sequence[Sizes]], room: int, first: int = 0) -> list[list[int]]:
+        pairs = zip(self.tasks[first:], alone, strict=False)
+        return [list(task.shards) if task.shards is not None else longest_runs(layers, room) for task, layers in pairs]
+
+    def _foretold(self, lengths: list[list[int]]) -> int | None:
+        return foretold_bytes(
+            lambda: [self._cut(task, each) for task, each in zip(self.tasks, lengths, strict=True)],
+            [task.first_batch() for task in self.tasks], self._words(), **self._options(),
+        )  # fmt: skip
+
+    def _words(self) -> list[dict[str, Any]]:
+        saves = self.intermediates == "saved"
+        return [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in self.tasks]
+
+    def _options(self) -> dict[str, Any]:
+        """Of a worker."""
+        norms = [task.max_norm for task in self.tasks]
+        return {"double_buffer": self.double_buffer, "intermediates": self.intermediates, "max_norms": norms}
 
     def train_models(self) -> Report:
-        """Every model to its end; what fails ends alone. Their weights and losses are those of training it alone."""
+        """Every model to its end; what fails ends alone. Their weights and losses are those of training it alone.
+
+        On devices with a memory of their own the shards are rehearsed first, and halved where they do not fit after
+        all; raises torch.OutOfMemoryError where single layers do not.
+        """
         if not self.models:
             self.generate()
-        tasks = [self._task(number, task) for number, task in enumerate(self.tasks)]
-        if len(self.devices) == 1:
-            with Device(self.devices[0]) as device:
-                dispatcher = Dispatcher(tasks, [Here(self._worker(device), catches=True)], self.policy)
-                self._follow(dispatcher)
-        else:
-            options = {"double_buffer": self.double_buffer, "intermediates": self.intermediates}
-            norms = [task.max_norm for task in self.tasks]
-            devices = [Elsewhere(make_worker, name, self.models, norms, options) for name in self.devices]
-            try:
+        with ExitStack() as stack:
+            if len(self.devices) == 1:
+                device = stack.enter_context(Device(self.devices[0]))
+                devices: list[Any] = [Here(Worker(device, self.models, **self._options()), catches=True)]
+            else:
+                devices = [Elsewhere(make_worker, name, self.models, self._options()) for name in self.devices]
+                for elsewhere in devices:
+                    stack.callback(elsewhere.close)
                 for elsewhere in devices:
                     elsewhere.ready()
-                dispatcher = Dispatcher(tasks, devices, self.policy)
-                self._follow(dispatcher)
-            finally:
-                for elsewhere in devices:
-                    elsewhere.close()
+            splits: list[tuple[int, int]] = []
+            if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
+                devices = rehearse(self._rehearsal, devices, splits)
+            tasks = [self._task(number, task) for number, task in enumerate(self.tasks)]
+            dispatcher = Dispatcher(tasks, devices, self.policy, splits=splits)
+            for chain, step in dispatcher.run():
+                self.tasks[chain.model].losses.append(step.loss.item())
         for task, chain in zip(self.tasks, tasks, strict=True):
             task.failure = chain.failure
             if task.failure:
@@ -192,91 +215,23 @@ class ModelOrchestrator:
         failures = {task.name: task.failure for task in self.tasks if task.failure}
         return Report(dispatcher.summary(), dispatcher.timeline, failures)
 
-    def _worker(self, device: Device) -> Worker:
-        return Worker(
-            device, self.models, double_buffer=self.double_buffer, intermediates=self.intermediates,
-            max_norms=[task.max_norm for task in self.tasks],
-        )  # fmt: skip
+    def _rehearsal(self) -> list[Task]:
+        rows = zip(self.tasks, self.models, self._words(), strict=True)
+        return [rehearsing(n, shards, task.first_batch(), **words) for n, (task, shards, words) in enumerate(rows)]
 
     def _generators(self) -> list[str]:
         """Where random numbers come from: the CPU and, for models there, the GPU."""
         return ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
-
-    def _follow(self, dispatcher: Dispatcher) -> None:
-        for chain, step in dispatcher.run():
-            self.tasks[chain.model].losses.append(step.loss.item())
 
     def _task(self, number: int, task: ModelTask) -> Task:
         shards = self.models[number]
         names = [name for shard in shards for name in shard.trained]
         random = [torch.Generator(device).manual_seed(task.seed).get_state() for device in self._generators()]
         return Task(
-            number, shards, names, task.batches(), task.epochs * len(task.dataloader), max_norm=task.max_norm,
-            update=task.update, learning_rate_at=task.schedule, random_state=(*random, None)[:2],
-            keeps_graphs=self.intermediates == "saved",
+            number, shards, names, task.batches(), task.epochs * len(task.dataloader), **self._words()[number],
+            learning_rate_at=task.schedule, random_state=(*random, None)[:2],
         )  # fmt: skip
 
 
 def make(optimizer: Callable[..., torch.optim.Optimizer], lr: float, parameters: Any) -> torch.optim.Optimizer:
     return optimizer(parameters, lr=lr)
-
-
-def make_worker(name: str, models: list[list[Shard]], max_norms: list[float], options: dict[str, Any]) -> Worker:
-    """In the process of a device."""
-    return Worker(Device(name), models, max_norms=max_norms, **options)
-
-
-def named_layers(task: ModelTask) -> list[NamedLayer]:
-    """The task's layers without their memory, the criterion in the last one."""
-    names: dict[int, str] = {}
-    for index, layer in enumerate(task.layers):
-        for local, parameter in layer.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), f"{index}.{local}")
-    found = []
-    for index, layer in enumerate(task.layers):
-        own = dict(layer.named_parameters(remove_duplicate=False))
-        empty: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in own.values()
-        }
-        module, prefix = copy.deepcopy(layer, empty), ""
-        if index == len(task.layers) - 1:
-            module, prefix = WithLoss(module, task.criterion), "layer."
-        found.append(NamedLayer(module, {prefix + local: names[id(p)] for local, p in own.items()}))
-    return found
-
-
-def bring_home(task: ModelTask, shards: list[Shard]) -> None:
-    """Move a model's weights into slabs that processes share; the model itself stays a view of them."""
-    sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in ("weights", "grads", "states")]
-    arena = torch.zeros(sum(sizes), dtype=torch.uint8).share_memory_()
-    start = 0
-
-    def room(num_bytes: int) -> Tensor:
-        nonlocal start
-        start += num_bytes
-        return arena[start - num_bytes : start]
-
-    for shard in shards:
-        shard.settle(room)
-    home = {name: shard for shard in shards for name in shard.own}
-    for index, layer in enumerate(task.layers):
-        for local, parameter in layer.named_parameters():
-            name = f"{index}.{local}"
-            if name in home:
-                view = home[name].at_home(name)
-                with torch.no_grad():
-                    view.copy_(parameter)
-                parameter.data = view
-
-
-def shard_sizes(shard: Shard) -> dict[str, int]:
-    """Bytes in a slot by name: weight, gradient, states."""
-    found = {}
-    for name in shard.sites:
-        start, end = shard.weights_at.spans[name]
-        size = -(-(end - start) // ALIGNMENT) * ALIGNMENT * 2
-        for key in shard.states_of.get(name, ()):
-            start, end = shard.states_at.spans[f"{name} {key}"]
-            size += -(-(end - start) // ALIGNMENT) * ALIGNMENT
-        found[name] = size
-    return found

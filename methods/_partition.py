@@ -41,6 +41,17 @@ def longest_runs(layers: Sequence[Sizes], room: int, names: Sequence[str] = ()) 
     return lengths
 
 
+def run_sizes(layers: Sequence[Sizes]) -> set[int]:
+    """What each run of layers takes."""
+    found = set()
+    for start in range(len(layers)):
+        held: Sizes = {}
+        for sizes in layers[start:]:
+            held |= sizes
+            found.add(sum(held.values()))
+    return found
+
+
 class GptShard(NamedTuple):
     """A run of the harness's GPT; both ends share the token embedding."""
 

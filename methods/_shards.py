@@ -63,7 +63,7 @@ class Shard:
     def __init__(
         self, layers: Sequence[NamedLayer], lenders: dict[str, Shard], make_optimizer: MakeOptimizer, *, mixed: bool
     ) -> None:
-        self.layers = [layer.module for layer in layers]
+        self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.sites: dict[str, list[tuple[int, str]]] = {}  # layers and their names for a parameter
         found: dict[str, nn.Parameter] = {}
@@ -114,16 +114,25 @@ class Shard:
 
     def bind(self, slab: Tensor, grads: Tensor) -> None:
         """Make the layers' parameters, and their gradients, views of two slabs of a device."""
-        for name, sites in self.sites.items():
+        for name in self.sites:
             weight, grad = self.weights_at.view(slab, name), self.weights_at.view(grads, name)
             if name not in self.parameters:
-                self.parameters[name] = nn.Parameter(weight, requires_grad=name not in self.frozen)
-                for index, local in sites:
-                    owner, _, leaf = local.rpartition(".")
-                    setattr(self.layers[index].get_submodule(owner), leaf, self.parameters[name])
+                self._place(name, nn.Parameter(weight, requires_grad=name not in self.frozen))
             # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.
             self.parameters[name].data = weight
             self.parameters[name].grad = None if name in self.frozen else grad
+
+    def _place(self, name: str, parameter: nn.Parameter) -> None:
+        self.parameters[name] = parameter
+        for index, local in self.sites[name]:
+            owner, _, leaf = local.rpartition(".")
+            setattr(self.layers[index].get_submodule(owner), leaf, parameter)
+
+    def release(self) -> None:
+        """Leave the layers without memory, as they were before bind() gave them slabs of a device."""
+        for name, parameter in list(self.parameters.items()):
+            self._place(name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+        self.parameters, self.masters, self.optimizer = {}, [], None
 
 
 def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool) -> list:
@@ -142,6 +151,21 @@ def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: Ma
         shards.append(shard)
         start += length
     return shards
+
+
+def settle_shared(shards: Sequence[Shard]) -> None:
+    """Take memory at home that processes share: one piece for all."""
+    sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in ("weights", "grads", "states")]
+    arena = torch.zeros(sum(sizes), dtype=torch.uint8).share_memory_()
+    start = 0
+
+    def room(num_bytes: int) -> Tensor:
+        nonlocal start
+        start += num_bytes
+        return arena[start - num_bytes : start]
+
+    for shard in shards:
+        shard.settle(room)
 
 
 class ShardSlot:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.method import Step
+from methods._halves import split
 from methods._shards import Shard, Version
 from methods._travel import clip_factor
 from methods._units import BACKWARD, FORWARD, LOSS, UPDATE, Result, Unit
@@ -28,20 +29,18 @@ class Task:
     """A model, its data, and how far its training is."""
 
     def __init__(
-        self, model: int, shards: Sequence[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
+        self, model: int, shards: list[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
         max_norm: float = 0.0, update: str = "later", learning_rate_at: Callable[[int], float] | None = None,
-        random_state: object = None, keeps_graphs: bool = False, per_round: int = 1,
+        random_state: object = None, keeps_graphs: bool = False, per_round: int = 1, rehearses: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.shards, self.names, self.batches = model, shards, names, batches
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
         self.random, self.keeps_graphs, self.num_steps = random_state, keeps_graphs and len(shards) > 1, 0
         self.batches_left: float = math.inf if num_batches is None else num_batches
         self.per_round, self.num_done = per_round, 0  # minibatches of a round of all models, and how many are done
-        self.updates = [0] * len(shards)
-        last = len(shards) - 1
-        turn = [(FORWARD, i) for i in range(last)] + [(LOSS, last)] + [(BACKWARD, i) for i in reversed(range(last))]
-        self.script = turn + [(UPDATE, i) for i in range(last + 1) if update == "later"]
-        self.position = 0
+        self.updates, self.rehearses = [0] * len(shards), rehearses
+        self.script, self.position = self._script(), 0
+        self.cursor = 0  # the shard of the next unit
         self.seconds = {
             (kind, i): GUESSED_SECONDS * GUESSES[kind] * max(1, shards[i].num_bytes("weights"))
             for kind, i in self.script
@@ -50,6 +49,7 @@ class Task:
         self.next_unit: Unit | None = None
         self.device: Any = None  # the only one that can go on, where graphs are kept there
         self.failure = ""  # the traceback of the unit that ended it
+        self.lacks_memory = False  # of the device, which is why it failed
 
     @property
     def remaining(self) -> float:
@@ -66,8 +66,32 @@ class Task:
 
     def unit(self, kind: str, shard: int, **given: object) -> Unit:
         rate = self.learning_rate_at(self.num_steps) if self.learning_rate_at else None
-        values = {"random": self.random, "learning_rate": rate, "update": self.update, **given}
-        return Unit(self.model, shard, kind, self.version(shard), **values)  # type: ignore[arg-type]
+        values = {"random": self.random, "learning_rate": rate, "update": self.update, "rehearses": self.rehearses}
+        return Unit(self.model, shard, kind, self.version(shard), **{**values, **given})  # type: ignore[arg-type]
+
+    def _script(self) -> list[tuple[str, int]]:
+        """The units of a minibatch: kind and shard."""
+        last = len(self.shards) - 1
+        turn = [(FORWARD, i) for i in range(last)] + [(LOSS, last)] + [(BACKWARD, i) for i in reversed(range(last))]
+        return turn + [(UPDATE, i) for i in range(last + 1) if self.update == "later"]
+
+    def split(self, index: int) -> None:
+        """Halve a shard, between two units: the next one is then of what has not been done of it."""
+        size = max(1, self.shards[index].num_bytes("weights"))
+        split(self.shards, index)
+        before, self.seconds, self.script = self.seconds, {}, self._script()
+        for kind, i in self.script:
+            whole = i - (i > index)
+            share = self.shards[i].num_bytes("weights") / size if whole == index else 1.0
+            alike = (kind, whole) if (kind, whole) in before else (LOSS, whole)
+            self.seconds[kind, i] = max(before[alike] * share, GUESSED_SECONDS)
+        self.updates.insert(index, self.updates[index])
+        unit = self.next_unit
+        if unit is not None:
+            self.cursor += index < self.cursor or (index == self.cursor and unit.kind == BACKWARD)
+            item = self.coroutine.send(None)
+            assert isinstance(item, Unit)
+            self.next_unit, self.position = item, self.script.index((item.kind, item.shard))
 
     def hint(self) -> Unit | None:
         """The next unit without its tensors: enough to fetch its shard."""
@@ -102,10 +126,8 @@ class Task:
             self.position, self.batches_left, self.device = 0, self.batches_left - 1, None
             self.num_done += 1
         item = self.coroutine.send(result)
-        if isinstance(item, Step):
-            return item
-        self.next_unit = item
-        return None
+        self.next_unit = None if isinstance(item, Step) else item
+        return item if isinstance(item, Step) else None
 
     def fail(self, text: str) -> None:
         """End this model's training; its weights stay as its last update left them."""
@@ -117,38 +139,46 @@ class Task:
         borrowed = sum(self.updates[other] for other, shard in enumerate(self.shards) if shard in lenders)
         return Version(self.updates[index], borrowed)
 
-    def norm(self, norms: dict[int, list[Tensor]]) -> Tensor:
+    def norm(self, norms: dict[str, Tensor]) -> Tensor:
         """The global gradient norm, of each parameter's in the model's order."""
-        found = {
-            name: norm
-            for index, shard in enumerate(self.shards)
-            for name, norm in zip(shard.trained, norms[index], strict=True)
-        }
-        ordered = [found[name] for name in self.names if name in found]
+        ordered = [norms[name] for name in self.names if name in norms]
         return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
 
 
-def training(task: Task) -> Generator[Unit | Step, Result, None]:
-    """The minibatches of a model, unit by unit."""
-    last = len(task.shards) - 1
+def training(task: Task) -> Generator[Unit | Step, Result | None, None]:
+    """The minibatches of a model, unit by unit. What is sent for a unit is what it left, or None where shards have been
+    halved before it could be done."""
     for inputs, targets in task.batches:
         task.num_steps += 1
-        x, kept = (inputs,), []
-        for shard in range(last):
-            done = yield task.unit(FORWARD, shard, x=x)
-            x = done.y
-            kept.append(done.kept)
+        task.cursor, x = 0, (inputs,)
+        kept: list = []  # of each layer that is still to be differentiated
+        while True:
+            kind = FORWARD if task.cursor < len(task.shards) - 1 else LOSS
+            done = yield task.unit(kind, task.cursor, x=x, targets=targets if kind == LOSS else None)
+            if done is None:
+                continue
+            if kind == LOSS:
+                break
+            task.cursor, x = task.cursor + 1, done.y
+            kept += done.kept or []
 
-        done = yield task.unit(LOSS, last, x=x, targets=targets)
-        loss, norms = done.loss, {last: done.norms or []}
-        for shard in reversed(range(last)):
-            done = yield task.unit(BACKWARD, shard, dy=done.y, kept=kept.pop())
-            norms[shard] = done.norms or []
+        loss, norms = done.loss, dict(zip(task.shards[task.cursor].trained, done.norms or [], strict=False))
+        dy = done.y
+        task.cursor -= 1
+        while task.cursor >= 0:
+            first = len(kept) - len(task.shards[task.cursor].layers)
+            done = yield task.unit(BACKWARD, task.cursor, dy=dy, kept=kept[first:])
+            if done is None:
+                continue
+            norms |= zip(task.shards[task.cursor].trained, done.norms or [], strict=False)
+            task.cursor, dy = task.cursor - 1, done.y
+            del kept[first:]
 
         total = task.norm(norms)
         factor = clip_factor(total, task.max_norm) if task.max_norm else None
-        if task.update == "later":
-            for shard in range(last + 1):
-                yield task.unit(UPDATE, shard, factor=factor)
+        task.cursor = 0
+        while task.update == "later" and task.cursor < len(task.shards):
+            if (yield task.unit(UPDATE, task.cursor, factor=factor)) is not None:
+                task.cursor += 1
         assert loss is not None
         yield Step(loss, total)

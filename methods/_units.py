@@ -10,7 +10,7 @@ Boundaries between layers are tuples of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ class Unit(NamedTuple):
     factor: Tensor | None = None  # by which gradients are scaled before the update
     learning_rate: float | None = None  # None leaves the optimizer's own
     update: str = "later"  # or "now": with the backward pass; or "clipped": by the shard's own norm
+    rehearses: bool = False  # nothing goes home: it is done to see whether it fits
 
 
 class Result(NamedTuple):
@@ -150,18 +151,22 @@ class Turn:
         grads = [self.slot.view(name, "grads") for name in self.shard.trained]
         norms = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
         if self.unit.update == "later":
-            moved = self.slot.offload(["grads"], self.shard.lenders)
+            self._offload(["grads"], self.shard.lenders)
             self.slot.valid.add("grads")
-            self.worker.device.moved_bytes += moved
         else:
-            self.worker.device.moved_bytes += self.slot.offload([], self.shard.lenders) if self.shard.lenders else 0
             factor = None
             if self.unit.update == "clipped" and norms:
                 factor = clip_factor(
                     torch.linalg.vector_norm(torch.stack(norms)), self.worker.max_norms[self.unit.model]
                 )
             self._step(factor)
+            if self.shard.lenders:
+                self._offload([], self.shard.lenders)
         return Result(self.worker.to_host(dy), norms=norms)
+
+    def _offload(self, parts: Sequence[str], names: Iterable[str] = ()) -> None:
+        if not self.unit.rehearses:
+            self.worker.device.moved_bytes += self.slot.offload(parts, names)
 
     def _step(self, factor: Tensor | None) -> None:
         """One step of the optimizer on the shard's own parameters; the weights and its states go home."""
@@ -170,7 +175,7 @@ class Turn:
             if factor is not None:
                 (factor,) = self.worker.to_device((factor,))
             step(shard, slot.slabs["states"], factor, self.unit.learning_rate, is_first=self.unit.version.own == 0)
-            self.worker.device.moved_bytes += slot.offload(["weights", "states"])
+            self._offload(["weights", "states"])
         slot.version = slot.version._replace(own=self.unit.version.own + 1)
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
 

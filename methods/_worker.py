@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,12 +23,37 @@ class Worker:
         shards = [shard for model in models for shard in model]
         self.device, self.models, self.max_norms = device, models, max_norms
         self.saves, self.keeps_random = intermediates == "saved", keeps_random
-        self.slots = [ShardSlot(device, shards) for _ in range(min(1 + double_buffer, len(shards)))]
+        self.double_buffer, self.rehearses = double_buffer, False
+        self.slots: list[ShardSlot] = []
+        with suppress(torch.OutOfMemoryError):  # the first unit tells
+            self._make_slots()
         for module in (module for shard in shards for layer in shard.layers for module in layer.modules()):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device.name))
         self.busy: ShardSlot | None = None
         self.graphs: dict[tuple[int, int], Any] = {}  # of saved forward passes, until their backward passes
+
+    def _make_slots(self) -> None:
+        self.slots, self.num_shards = [], 0
+        shards = [shard for model in self.models for shard in model]
+        self.slots = [ShardSlot(self.device, shards) for _ in range(min(1 + self.double_buffer, len(shards)))]
+        self.num_shards = len(shards)
+
+    def _fit(self, rehearses: bool) -> None:
+        """Smaller slots where shards were halved; empty ones after a rehearsal, and nothing counted of it."""
+        if self.num_shards != sum(map(len, self.models)):
+            self.device.synchronize()
+            for shard in (shard for model in self.models for shard in model):
+                shard.release()
+            self.graphs.clear()
+            self._make_slots()
+        if self.rehearses and not rehearses:
+            self.device.synchronize()
+            for slot in self.slots:
+                slot.shard = None
+            self.graphs.clear()
+            self.device.moved_bytes = 0
+        self.rehearses = rehearses
 
     def prefetch(self, unit: Unit) -> None:
         """Queue what a unit will need into a slot that the running one does not use; nothing where there is none. Where
@@ -42,6 +67,7 @@ class Worker:
 
     def run(self, unit: Unit, following: Unit | None = None) -> Result:
         """Do a unit; what follows it, as far as is known, is fetched meanwhile."""
+        self._fit(unit.rehearses)
         self.prefetch(unit)
         self.busy = self._slot_of(self.models[unit.model][unit.shard], unit.version)
         shard = self.busy.arrive(to_write=unit.kind != FORWARD)

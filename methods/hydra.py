@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import tee
 from typing import Any
@@ -45,6 +46,8 @@ class Hydra:
     intermediates: str = "checkpointed"  # layers are recomputed; or "saved": activations go to the host
     num_models: int = 1  # each with a learning rate of its own; the first one's is the workload's
     num_batch_sizes: int = 1  # learning rates times so many batch sizes: the workload's, and halves of it
+    num_devices: int = 1  # on a CPU processes, else GPUs
+    partitioner: str = "exact"  # shards are rehearsed, and halved where they do not fit; or "presharded": as asked
     policy: str = "lrtf"  # longest remaining time first; or srtf, fifo, random
 
     label = "Hydra"
@@ -63,8 +66,19 @@ class Hydra:
             raise ValueError(
                 f"num_batch_sizes={self.num_batch_sizes}: the batch size {workload.batch_size} is not halved so often"
             )
+        if self.num_devices < 1:
+            raise ValueError(f"num_devices must be at least 1, not {self.num_devices}")
+        if self.num_devices > self.num_models:
+            raise ValueError(
+                f"num_devices={self.num_devices} is more than there are models, {self.num_models}: a device without one"
+                " is idle"
+            )
+        if self.partitioner not in ("exact", "presharded"):
+            raise ValueError(f"partitioner is exact or presharded, not {self.partitioner!r}")
         key_of(self.policy)
         asked = self.shard_layers
+        if self.partitioner == "presharded" and asked is None:
+            raise ValueError("partitioner=presharded needs shard_layers: how many layers a shard has")
         if asked is not None and not 1 <= asked <= workload.num_layers:
             raise ValueError(f"shard_layers={asked} is beyond the {workload.num_layers} layers: 1 to them are")
         room = budget.device_bytes
@@ -86,45 +100,62 @@ class Hydra:
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods import _gpt
         from methods._device import Device
-        from methods._dispatch import Dispatcher, Here
+        from methods._devices import Elsewhere, Here, make_worker
+        from methods._dispatch import Dispatcher
+        from methods._fitting import rehearse, rehearsing
         from methods._turns import Task
         from methods._worker import Worker
 
         lengths = self._lengths(workload, self.plan(workload, Budget()).options["shard_layers"])
-        names, update = _gpt.names(workload), "later" if workload.clip_norm else "now"
-        own = self._workloads(workload)
+        names, own, is_alone = _gpt.names(workload), self._workloads(workload), self.num_models == 1
         number_of_batches = len(batches) if hasattr(batches, "__len__") else None
-        with Device(device) as gpu:
-            models = [_gpt.at_home(workload, lengths, gpu) for _ in own]
-            worker = Worker(
-                gpu, models, double_buffer=self.double_buffer, intermediates=self.intermediates,
-                keeps_random=workload.dropout > 0,
-            )  # fmt: skip
+        words: dict[str, Any] = {"max_norm": workload.clip_norm, "update": "later" if workload.clip_norm else "now",
+                 "keeps_graphs": self.intermediates == "saved"}  # fmt: skip
+        options: dict[str, Any] = {"double_buffer": self.double_buffer, "intermediates": self.intermediates,
+                   "keeps_random": workload.dropout > 0}  # fmt: skip
+        with ExitStack() as stack:
+            gpu = stack.enter_context(Device(device))
+            models = [_gpt.at_home(workload, lengths, gpu, is_shared=self.num_devices > 1) for _ in own]
+            if self.num_devices == 1:
+                # Of several models each unit is waited for: the rule goes by what units take.
+                devices: list[Any] = [Here(Worker(gpu, models, **options), waits=not is_alone, catches=not is_alone)]
+            else:
+                devices = _gpt.elsewhere(device, self.num_devices, lambda name: Elsewhere(
+                    make_worker, name, models, options
+                ), stack)  # fmt: skip
+            splits: list[tuple[int, int]] = []
+            if self.partitioner == "exact" and device != "cpu":
+                rehearse(lambda: [
+                    rehearsing(number, models[number], _gpt.batch(mine, device), **words)
+                    for number, mine in enumerate(own)
+                ], devices, splits)  # fmt: skip
             tasks = []
             for number, (mine, shared) in enumerate(zip(own, tee(batches, len(own)), strict=True)):
                 parts = workload.batch_size // mine.batch_size
                 tasks.append(Task(
-                    number, models[number], names, _gpt.parts(shared, parts),
-                    number_of_batches and parts * number_of_batches, max_norm=workload.clip_norm, update=update,
-                    learning_rate_at=mine.learning_rate_at, random_state=worker.random_state(),
-                    keeps_graphs=self.intermediates == "saved", per_round=parts,
+                    number, models[number], names, _gpt.parts(shared, parts, to_host=self.num_devices > 1),
+                    number_of_batches and parts * number_of_batches, learning_rate_at=mine.learning_rate_at,
+                    random_state=_gpt.random_state(workload, device), per_round=parts, **words,
                 ))  # fmt: skip
-            # Of several models each unit is waited for: the rule goes by what units take.
-            dispatcher = Dispatcher(tasks, [Here(worker, waits=len(tasks) > 1)], self.policy, most_ahead=0)
+            # Where devices would wait for the slowest model, the others may be a step ahead of it.
+            most_ahead = int(number_of_batches is not None and self.num_devices > 1)
+            dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
             steps: list[list[Step]] = [[] for _ in tasks]
             rounds = 0
             for task, step in dispatcher.run():
                 steps[task.model].append(step)
-                while rounds < dispatcher.rounds:
-                    yield steps[0][rounds]._replace(shares=dispatcher.shares() if len(tasks) > 1 else None)
+                while not tasks[0].failure and rounds < dispatcher.rounds:
+                    yield steps[0][rounds]._replace(shares=None if is_alone else dispatcher.shares())
                     rounds += 1
             gpu.synchronize()
-            schedule: dict[str, Any] = {}
-            if len(tasks) > 1:
+            _gpt.raise_failures(tasks)
+            schedule: dict[str, Any] = {"shards": [[len(shard.layers) for shard in shards] for shards in models]}
+            if not is_alone:
                 turns = [[*turned] for turned in dispatcher.timeline[-MOST_TURNS:]]
-                schedule = {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
+                schedule |= {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
             others = [_gpt.other(own[n], models[n], steps[n], names) for n in range(1, len(own))]
-            return Trained(_gpt.tensors(models[0], names), gpu.moved_bytes, schedule, others)
+            moved_bytes = sum(each.moved_bytes for each in devices)
+            return Trained(_gpt.tensors(models[0], names), moved_bytes, schedule, others)
 
     def _workloads(self, workload: Workload) -> list[Workload]:
         """Each model's own: learning rates times batch sizes, each half of the one before."""
@@ -159,6 +190,7 @@ class Hydra:
         embedding, block, head = tensors
         norms = self.num_models * (len(embedding | head) + workload.num_layers * len(block)) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
+        device["activations"] += 8 * workload.batch_size * workload.seq_len  # of a rehearsal the tokens
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
         host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
         moved = self.num_models * self._moved_bytes(workload, whole, num_shards)

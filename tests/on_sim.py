@@ -5,6 +5,7 @@ call() runs a function of this file in a new process and returns, or raises, wha
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import multiprocessing
@@ -165,3 +166,29 @@ def seconds(work: Any) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def hydra(device_memory: int | None, words: dict[str, Any], is_whole: bool = False) -> list[str]:
+    """Where each of four models that take turns parts from plain training; they may start as one shard each."""
+    from methods.hydra import ModelOrchestrator
+    from tests.test_fitting import FOUR
+    from tests.test_orchestrator import difference, tasks
+
+    together = tasks(FOUR)
+    for task in together if is_whole else ():
+        task.shards = [len(task.layers)]
+    orchestrator = ModelOrchestrator(together, ["sim"], device_memory=device_memory, **words)
+    orchestrator.generate()
+    orchestrator.train_models()
+    return [difference(task, seed) for seed, task in enumerate(together)]
+
+
+def hydra_peaks(budgets: list[int]) -> list[int]:
+    """Of the same without a limit: the device's peak for each memory that shards are made for."""
+    found = []
+    for budget in budgets:
+        sim.reset_peaks()
+        assert hydra(budget, {}) == ["", "", "", ""]
+        gc.collect()
+        found.append(sim.stats()["device_peak"])
+    return found

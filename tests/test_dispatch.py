@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import torch
 
-from methods._dispatch import Dispatcher, Elsewhere
+from methods._devices import Elsewhere
+from methods._dispatch import Dispatcher
 from methods._scheduler import simulate
 from methods._turns import Task
 from methods._units import FORWARD, LOSS, Result, Unit
@@ -14,6 +16,8 @@ from methods._units import FORWARD, LOSS, Result, Unit
 
 class Sleeper:
     """A device whose units take a time and do nothing."""
+
+    device = SimpleNamespace(moved_bytes=0)
 
     def __init__(self, seconds: dict[tuple[int, str, int], float]) -> None:
         self.seconds = seconds
@@ -31,6 +35,7 @@ class Nothing:
 
     lenders: dict = {}  # noqa: RUF012
     trained: tuple = ()
+    layers: tuple = ()
 
     def num_bytes(self, part: str) -> int:
         return 1

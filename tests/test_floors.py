@@ -12,14 +12,14 @@ import pytest
 from harness import method
 from harness.method import ROOT
 
-# A file imports only from floors below its own. Methods see rates to compiler, and the underscore modules.
+# A file imports only from floors below its own. Methods see rates to twin, and the underscore modules.
 FLOORS = (
     {"harness.rates"},
     {"harness.spec", "harness.search"},
     {"harness.method", "harness.model", "harness.data", "harness.cgroup", "harness.tracker"},
-    {"harness.compiler"},
+    {"harness.compiler", "harness.twin"},
     {"harness.record", "harness.machine", "harness.published", "harness.rawlog", "methods._*",
-     "harness.twin", "harness.laws", "harness.profiles"},
+     "harness.laws", "harness.profiles"},
     {"methods.*", "harness.gate", "harness.curves", "harness.logrecord", "harness.inspection", "harness.failures",
      "harness.sim", "harness.published_megatron", "harness.redact"},
     {"harness.limits", "harness.turns"},
@@ -44,7 +44,7 @@ FLOORS = (
     {"harness.cli"},
     {"harness.__main__", "tests.*", "bench.*"},
 )  # fmt: skip
-SEEN_BY_METHODS = {f"harness.{name}" for name in ("rates", "spec", "model", "data", "method", "compiler")}
+SEEN_BY_METHODS = {f"harness.{name}" for name in ("rates", "spec", "model", "data", "method", "compiler", "twin")}
 FOLDERS = ("harness", "methods", "cases", "tests", "bench")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 

@@ -164,10 +164,11 @@ def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> 
     assert predict(create("hydra", plan.options), workload).device_bytes <= plan.device_bytes
 
 
-def test_several_models_end_where_each_would_alone() -> None:
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_several_models_end_where_each_would_alone(num_devices: int) -> None:
     """Three learning rates times two batch sizes, half a batch twice as often."""
     workload = tiny(num_layers=3, dropout=0.1)
-    result = train("hydra", workload, STEPS, num_models=6, num_batch_sizes=2)
+    result = train("hydra", workload, STEPS, num_models=6, num_batch_sizes=2, num_devices=num_devices)
     assert difference(result, train_resident(workload, STEPS)) == ""
     for number, other in enumerate(result.trained.others, start=1):
         rate, half = divmod(number, 2)
@@ -178,6 +179,7 @@ def test_several_models_end_where_each_would_alone() -> None:
     schedule = result.trained.schedule
     assert schedule["num_models"] == 6 and 1 <= schedule["ratio"] < 2
     assert {turn[0] for turn in schedule["turns"]} == set(range(6))
+    assert {turn[3] for turn in schedule["turns"]} == set(range(num_devices))
 
 
 @pytest.mark.parametrize(
@@ -186,6 +188,9 @@ def test_several_models_end_where_each_would_alone() -> None:
         ({"shard_layers": 13}, "shard_layers=13 is beyond the 12 layers"),
         ({"num_models": 0}, "num_models must be at least 1, not 0"),
         ({"num_batch_sizes": 4}, "the batch size 4 is not halved so often"),
+        ({"num_devices": 2}, "num_devices=2 is more than there are models, 1"),
+        ({"partitioner": "pilot"}, "exact or presharded, not 'pilot'"),
+        ({"partitioner": "presharded"}, "presharded needs shard_layers"),
         ({"policy": "longest"}, "no policy 'longest': choose one of lrtf, srtf, fifo, random"),
         ({"intermediates": "kept"}, "checkpointed or saved, not 'kept'"),
     ],
