@@ -45,6 +45,8 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
         shortfall = shortfall.replace("host memory", "memory")
     depth = largest(trained, job, budget)
     hint = f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
+    if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
+        hint += f", and this one needs --device-memory {-(-plan.device_bytes // 1024)}KiB at least"
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
 
