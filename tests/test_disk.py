@@ -180,6 +180,14 @@ def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_ro
     assert same.started == other.started
 
 
+def test_no_room_for_results_is_one_line_and_exit_4(small_disk: Path) -> None:
+    fill(small_disk)
+    words = f"-m resident -l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --results {small_disk}"
+    done = subprocess.run([sys.executable, "-m", "harness", *words.split()], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
+    assert done.stderr.startswith("error: no room left on the disk")
+
+
 def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp_path: Path) -> None:
     """Through the door, on the device sim, whose host has two thirds of what weights, gradients and states take."""
     layer_params = Workload(hidden_size=128, num_heads=4).layer_params
