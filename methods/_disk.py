@@ -95,7 +95,7 @@ class Shelf:
                 visit.result().result()
             self._move(torch.ops.harness.read, buffer)
             update(buffer).result()
-            return disk.writer.submit(self._move, torch.ops.harness.write, buffer)
+            return disk.writer.submit(lambda: self._move(torch.ops.harness.write, buffer))
 
         self.last = disk.visits[turn] = disk.visitors.submit(work)
         return self.last

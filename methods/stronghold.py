@@ -241,7 +241,8 @@ class Stronghold:
 
                 clip.add(ends.norms())
                 clip.finish()
-                clip.send_home()
+                if scale.is_used or speculates or travels - {"S"}:
+                    clip.send_home()
                 is_skipped = clip.overflows()
                 if not is_skipped:
                     ends.home.update(learning_rate, clip.factor)
