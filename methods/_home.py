@@ -59,8 +59,8 @@ class Home:
     forward pass needs them.
 
     A spare state takes an update that is made ahead of the clip factor; a commit exchanges it for the one in force. A
-    streamed home lies on the host and is updated by the device, in a slot. With a shelf, the state but for the weights
-    lies on the disk.
+    streamed home lies on the host and is updated by the device, in a slot; where its update need not wait, its gradient
+    never comes home. With a shelf, the state but for the weights lies on the disk.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Home:
         kept = kept_dtypes(workload, host=host)
         self.shelf, self.state = shelf, _room_for_state(device, numel, dtype, [] if shelf else kept, host=host)
         self.spare = _room_for_state(device, numel, dtype, kept, host=host) if spare else None
-        self.grads = device.room(numel, dtype, host=host)
+        sends_gradients = workload.waits_for_norm or not streamed
+        self.grads = device.room(numel, dtype, host=host) if sends_gradients else torch.empty(0, dtype=dtype)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
         self.chunks = chunks(self.layout.pieces(), BLOCK if streamed or not host else CHUNK)

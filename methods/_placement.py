@@ -134,6 +134,7 @@ def placed_plan(
     host = {kind: each * hosted * layer for kind, each in at_home.items()}
     on_disk = at_home["optimizer"] * stored_numel(layer)
     host["optimizer"] -= at_home["optimizer"] * count["D"] * layer
+    host["gradients"] -= 0 if clipping else at_home["gradients"] * count["S"] * layer
     if count["D"]:
         host["buffers"] = min(NUM_BUFFERS, count["D"]) * on_disk
     if clipping == "speculate":

@@ -108,8 +108,8 @@ class Gradients:
     """Room on the device for a layer's gradient; that of a resident layer is its home's own."""
 
     def __init__(self, home: Home, *, resident: bool = False) -> None:
-        numel, dtype = home.grads.numel(), home.grads.dtype
-        self.slab = home.grads if resident else home.device.room(numel, dtype, host=False)
+        weights = home.state.weights
+        self.slab = home.grads if resident else home.device.room(weights.numel(), weights.dtype, host=False)
         self.drained: Any = None  # what was sent home from here has left
 
 

@@ -157,10 +157,13 @@ def test_a_committed_step_of_streamed_layers_moves_no_gradient_in() -> None:
     assert three - two == create("stronghold", options).plan(workload, Budget()).moved_bytes
 
 
-@pytest.mark.parametrize(("dtype", "clipping"), [("fp32", "deferred"), ("bf16", "speculate")])
+@pytest.mark.parametrize(("dtype", "clipping"), [("fp32", "deferred"), ("bf16", "speculate"), ("fp32", None)])
 @pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
-def test_the_plan_is_within_a_tenth_of_the_twin_in_both_memories(placement: str, dtype: str, clipping: str) -> None:
-    workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype)
+def test_the_plan_is_within_a_tenth_of_the_twin_in_both_memories(
+    placement: str, dtype: str, clipping: str | None
+) -> None:
+    clip_norm = 1.0 if clipping else 0.0
+    workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm)
     stronghold = create("stronghold", {"placement": placement, "clipping": clipping})
     predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Budget())
     assert planned.device_bytes == pytest.approx(predicted.device_bytes, rel=0.1)
@@ -177,6 +180,14 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
     assert plan.device["optimizer"] == 8 * (ends + layer)
     assert plan.device["buffers"] == (4 + 2 * 4 + 16) * layer
     assert plan.host == {"weights": 12 * layer, "gradients": 12 * layer, "optimizer": (3 * 8 + 3 * 12) * layer}
+
+
+def test_a_streamed_layer_whose_update_need_not_wait_takes_12_bytes_a_parameter_of_the_host() -> None:
+    workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, clip_norm=0.0)
+    predicted = [predict(create("stronghold", {"placement": f"S{n}"}), workload.at_depth(n)) for n in (4, 6)]
+    each = 12 * workload.layer_params
+    assert predicted[1].host_bytes - predicted[0].host_bytes == pytest.approx(2 * each, rel=0.01)
+    assert placed_plan(workload, "SSSS", 3, None).host_bytes == 4 * each
 
 
 def test_speculation_is_chosen_where_both_memories_are_known_and_the_host_has_room() -> None:
