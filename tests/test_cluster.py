@@ -22,35 +22,20 @@ from harness.record import Record, read_all
 from harness.remote import order
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
+from tests import tiny
 from tests.test_ranks import MEETING, SHARDED, processes, wait_for_steps
+from tests.tiny import TINY, write_ending
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
-TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
-WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --on slurm".split()
-METHOD = """
-from dataclasses import dataclass
-from harness.method import Step, Trained
-from harness.spec import Plan
-
-@dataclass(frozen=True)
-class Ending:
-    how: str = ""
-
-    def plan(self, workload, budget):
-        return Plan(device={"weights": 1})
-
-    def train(self, workload, batches, device):
-        import os, subprocess, time, torch
-        for inputs, targets in batches:
-            yield Step(torch.tensor(1.5))
-            if self.how == "memory":
-                torch.ones(2**28)
-            elif self.how == "killed":
-                os.kill(os.getppid(), 9)
-            elif self.how == "cancelled":
-                subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]])
-            time.sleep(60)
-        return Trained([])
+WORDS = [*tiny.WORDS, "--on", "slurm"]
+ENDINGS = """
+if self.how == "memory":
+    torch.ones(2**28)
+elif self.how == "killed":
+    os.kill(os.getppid(), 9)
+elif self.how == "cancelled":
+    subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]])
+time.sleep(60)
 """
 
 
@@ -69,13 +54,13 @@ def call(*words: str, **environment: str) -> subprocess.CompletedProcess:
 def test_twelve_jobs_have_twelve_records_and_the_same_call_runs_those_without_a_result(
     place: Slurm, tmp_path: Path
 ) -> None:
-    (tmp_path / "ending.py").write_text(METHOD)
+    folders = (write_ending(tmp_path, ENDINGS),)
     jobs = [Job("resident", dataclasses.replace(TINY, seed=seed), steps=4, warmup=1) for seed in range(8)]
     budgets = {"memory": Budget(host_bytes=500 * 2**20), "killed": Budget(), "times out": Budget(seconds=25.0)}
     for how in ("memory", "killed", "times out", "cancelled"):
         options, budget = {"how": how}, budgets.get(how, Budget())
         jobs.append(Job("ending", TINY, options, budget, steps=3, warmup=1))
-    records = Sweep(tmp_path, (tmp_path,), place=place).run(jobs)
+    records = Sweep(tmp_path, folders, place=place).run(jobs)
     assert [record.status for record in records[:8]] == ["ok"] * 8
     found = {record.job.options["how"]: record for record in records[8:]}
     told = {how: (record.status, record.evidence.get("slurm", {}).get("state")) for how, record in found.items()}
@@ -85,7 +70,7 @@ def test_twelve_jobs_have_twelve_records_and_the_same_call_runs_those_without_a_
     there, complaints = read_all(tmp_path)
     assert complaints == [] and len(there) == 12  # references are among them
     before = set(there)
-    again = Sweep(tmp_path, (tmp_path,), place=place).run(jobs)
+    again = Sweep(tmp_path, folders, place=place).run(jobs)
     ran = [record.job.options["how"] for path, record in read_all(tmp_path)[0].items() if path not in before]
     assert Counter(ran) == Counter(["killed", "times out", "cancelled"])
     assert [record.status for record in again] == [record.status for record in records]

@@ -15,30 +15,12 @@ import pytest
 
 from harness.method import ROOT
 from harness.record import Record, read_all
-from harness.spec import Budget, Job, Workload
+from harness.spec import Budget, Job
 from harness.sweep import Report, Sweep, resolve
 from tests.engine import BASE, IMAGE, docker
+from tests.tiny import TINY, WORDS, write_ending
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
-TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
-WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97".split()
-METHOD = """
-from dataclasses import dataclass
-from harness.method import Step, Trained
-from harness.spec import Plan
-
-@dataclass(frozen=True)
-class Ending:
-    def plan(self, workload, budget):
-        return Plan(device={{"weights": 1}})
-
-    def train(self, workload, batches, device):
-        import mmap, time, torch
-        for inputs, targets in batches:
-            yield Step(torch.tensor(1.5))
-            {line}
-        return Trained([])
-"""
 
 
 @pytest.fixture
@@ -59,9 +41,9 @@ def run_there(tmp_path: Path, line: str, budget: Budget | None = None, report: R
     """The record of a method that does this after its first step."""
     from harness.container import Docker
 
-    (tmp_path / "ending.py").write_text(METHOD.format(line=line))
+    methods = write_ending(tmp_path, line)
     job = Job("ending", TINY, budget=budget or Budget(), steps=3, warmup=1)
-    return Sweep(tmp_path, (tmp_path,), report, place=Docker(IMAGE)).run([job])[0]
+    return Sweep(tmp_path, (methods,), report, place=Docker(IMAGE)).run([job])[0]
 
 
 def test_the_image_alone_trains_without_network_and_without_root(engine: str) -> None:

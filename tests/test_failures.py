@@ -17,27 +17,9 @@ from harness.method import ROOT, Unavailable
 from harness.record import Record, read_all
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep
+from tests.tiny import TINY, write_ending
 
 MIB = 2**20
-TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
-METHOD = """
-from dataclasses import dataclass
-from harness.method import Step, Trained, Unavailable
-from harness.spec import Plan
-
-@dataclass(frozen=True)
-class Ending:
-    def plan(self, workload, budget):
-        return Plan(device={{"weights": 1}})
-
-    def train(self, workload, batches, device):
-        import ctypes, mmap, os, signal, sys, tempfile, time, torch
-        loss = 1.5
-        for inputs, targets in batches:
-            yield Step(torch.tensor(loss))
-{lines}
-        return Trained([])
-"""
 
 
 class Row(NamedTuple):
@@ -134,16 +116,9 @@ HEAVY = {
 }
 
 
-def write_method(folder: Path, lines: str) -> Path:
-    (folder / "methods").mkdir()
-    text = METHOD.format(lines="\n".join(f"            {line}" for line in lines.strip().splitlines()))
-    (folder / "methods" / "ending.py").write_text(text)
-    return folder / "methods"
-
-
 def ended(folder: Path, lines: str, **budget) -> Record:
     """The record of a method that runs `lines` after its first step."""
-    methods = write_method(folder, lines)
+    methods = write_ending(folder, lines)
     job = Job("ending", TINY, budget=Budget(**budget), steps=3, warmup=0)
     return Record.read(launch(job, "key", folder, (methods,)))
 
@@ -195,7 +170,7 @@ def test_a_full_dev_shm_is_host_memory_of_its_own_kind(tmp_path: Path, lines: st
 
 def ended_elsewhere(folder: Path, lines: str, before=None, prefix=()) -> Record:
     """As ended(), with a parent in a process of its own; `before` runs in it first."""
-    methods = write_method(folder, lines)
+    methods = write_ending(folder, lines)
     code = f"""
 from pathlib import Path
 from harness.launch import launch
@@ -216,7 +191,7 @@ launch(Job("ending", {TINY!r}, steps=3, warmup=0), "key", Path({str(folder)!r}),
     ids=["nan", "swallowed"],
 )
 def test_a_run_that_ended_and_did_not_train_is_left_to_the_gate(tmp_path: Path, lines: str, reason: str) -> None:
-    methods = write_method(tmp_path, lines)
+    methods = write_ending(tmp_path, lines)
     (record,) = Sweep(tmp_path, (methods,)).run([Job("ending", TINY, steps=3, warmup=0)])
     assert (record.status, record.gate.verdict, record.gate.reason) == ("ok", "failed", reason)
     assert record.samples_per_second is None

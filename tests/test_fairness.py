@@ -8,10 +8,9 @@ import pytest
 
 from harness import fairness, machine
 from harness.record import Record
-from harness.spec import Job, Workload
+from harness.spec import Job
 from harness.sweep import Sweep
-
-TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
+from tests.tiny import TINY
 
 
 @pytest.fixture(scope="module")

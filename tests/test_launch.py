@@ -18,10 +18,10 @@ import pytest
 from harness.launch import launch
 from harness.method import ROOT
 from harness.record import Record, read_all
-from harness.spec import Job, Workload
+from harness.spec import Job
 from harness.sweep import Sweep, resolve
+from tests.tiny import TINY
 
-TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
 
 

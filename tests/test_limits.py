@@ -15,11 +15,10 @@ import pytest
 from harness import cgroup, limits, machine, turns
 from harness.method import ROOT
 from harness.record import read_all
-from harness.spec import Budget, Job, Workload
+from harness.spec import Budget, Job
+from tests.tiny import TINY, WORDS
 
 MIB = 2**20
-TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
-WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97".split()
 
 
 def harness(*words: str, **arguments) -> subprocess.CompletedProcess:

@@ -9,8 +9,7 @@ from harness.progress import closing_line
 from harness.record import read_all
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
-
-TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
+from tests.tiny import TINY
 
 
 def jobs(*methods: str, **changes) -> list[Job]:
