@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness import cgroup, machine, method, sim
+from tests import packages
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-SHARED = Path(tempfile.gettempdir())
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Devices are taken in turns by locks in the temporary folder: tests side by side have a device each.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
@@ -52,43 +50,26 @@ def shared_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def libaio() -> None:
-    """The Debian package that asynchronous I/O is built against, installed where this is Debian and its root."""
-    if not Path("/usr/include/libaio.h").exists() and shutil.which("apt-get") and os.geteuid() == 0:
-        with open(SHARED / "tests-apt.lock", "w") as one_at_a_time:
-            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
-            for command in (["update"], ["install", "-y", "libaio-dev"]):
-                subprocess.run(["apt-get", "-q", *command], check=True, stdout=subprocess.DEVNULL)
+    """What asynchronous I/O is built against, where it can be had."""
+    packages.install(("libaio-dev",), "/usr/include/libaio.h")
 
 
 @pytest.fixture(scope="session")
 def docker_engine() -> Iterator[str]:
     """The address of a container engine that has the tests' image."""
-    from tests import engine
+    from tests.engine import engine
 
-    ask_for("docker", engine.cannot_run(), "dockerd")
-    with engine.engine(SHARED) as address:
+    with engine() as address:
         yield address
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The configuration of a running Slurm with two nodes."""
-    from tests import engine
     from tests.slurm import cluster
 
-    ask_for("slurm", engine.cannot_run(), "slurmctld")
-    with cluster(SHARED, tmp_path_factory.mktemp("slurm")) as configuration:
+    with cluster(tmp_path_factory.mktemp("slurm")) as configuration:
         yield configuration
-
-
-def ask_for(what: str, reason: str | None, command: str) -> None:
-    """Skip where it cannot be had; minutes of installing and of making an image are taken where CI_REQUIRE_* asks for
-    them, and then a reason is a failure."""
-    variable = f"CI_REQUIRE_{what.upper()}"
-    if variable in os.environ and reason:
-        pytest.fail(reason)
-    elif reason or (variable not in os.environ and not shutil.which(command)):
-        pytest.skip(reason or f"no {command} here: {variable}=1 installs it")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from harness import case, pages, report, verify
 from harness.record import Gate, Record
 from harness.spec import Job, Workload
-from tests import browser
+from tests import browser, packages
 from tests.test_cli import run
 
 MACHINE = {"cpu": "Some CPU", "cores": 2, "host_bytes": 2**34}
@@ -47,9 +48,11 @@ RECORDS = [
 ]
 
 
-needs_chromium = pytest.mark.skipif(
-    not browser.program(), reason="no Chromium here: apt-get install chromium, to try the page in it"
-)
+@pytest.fixture
+def chromium() -> Iterator[browser.Browser]:
+    packages.need(("chromium",), *browser.NAMES)
+    with browser.Browser() as opened:
+        yield opened
 
 
 def put(folder: Path, records: list[Record]) -> Path:
@@ -242,33 +245,29 @@ def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_d
     assert "by a flood" in told and "by Ctrl-C" not in told
 
 
-@needs_chromium
-def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path) -> None:
+@pytest.mark.heavy
+def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path, chromium: browser.Browser) -> None:
     table = f"[...document.querySelectorAll('table')].find((t) => t.caption.textContent === '{ALL}')"
     header = f"[...{table}.tHead.rows[0].cells].find((c) => c.textContent.trim() === '%s')"
     layers = f"[...{table}.tBodies[0].rows].map((row) => row.cells[3].textContent)"
-    with browser.Browser() as chromium:
-        chromium.open(written)
-        assert chromium.value(layers) == ["2", "10", "11", "9", "3"]
-        chromium.click(f"{header % 'layers'}.querySelector('button')")
-        assert chromium.value(layers) == ["2", "3", "9", "10", "11"]  # as numbers
-        assert chromium.value(f"{header % 'layers'}.ariaSort") == "ascending"
-        chromium.press_enter()  # the button has the focus
-        assert chromium.value(layers) == ["11", "10", "9", "3", "2"]
-        assert chromium.value(f"{header % 'layers'}.ariaSort") == "descending"
-        chromium.click(f"{header % 'samples/s'}.querySelector('button')")
-        assert chromium.value(layers)[:3] == ["10", "3", "2"]  # what has no throughput comes last
-        assert chromium.value(f"{header % 'layers'}.ariaSort") == "none"
-        chromium.click(f"{table}.tBodies[0].rows[0].querySelector('a')")
-        assert chromium.value("[...document.querySelectorAll('details[open] .number')].map((e) => e.textContent)") == [
-            "#2"
-        ]
-        assert chromium.complaints == []
-        assert {url.partition(":")[0] for url in chromium.requests} == {"file", "data"}
+    chromium.open(written)
+    assert chromium.value(layers) == ["2", "10", "11", "9", "3"]
+    chromium.click(f"{header % 'layers'}.querySelector('button')")
+    assert chromium.value(layers) == ["2", "3", "9", "10", "11"]  # as numbers
+    assert chromium.value(f"{header % 'layers'}.ariaSort") == "ascending"
+    chromium.press_enter()  # the button has the focus
+    assert chromium.value(layers) == ["11", "10", "9", "3", "2"]
+    assert chromium.value(f"{header % 'layers'}.ariaSort") == "descending"
+    chromium.click(f"{header % 'samples/s'}.querySelector('button')")
+    assert chromium.value(layers)[:3] == ["10", "3", "2"]  # what has no throughput comes last
+    assert chromium.value(f"{header % 'layers'}.ariaSort") == "none"
+    chromium.click(f"{table}.tBodies[0].rows[0].querySelector('a')")
+    assert chromium.value("[...document.querySelectorAll('details[open] .number')].map((e) => e.textContent)") == ["#2"]
+    assert chromium.complaints == []
+    assert {url.partition(":")[0] for url in chromium.requests} == {"file", "data"}
 
 
-@needs_chromium
-def test_on_paper_nothing_is_cut_off(written: Path) -> None:
-    with browser.Browser() as chromium:
-        chromium.open(written)
-        assert chromium.printed_width(A4_LANDSCAPE_PIXELS) <= A4_LANDSCAPE_PIXELS
+@pytest.mark.heavy
+def test_on_paper_nothing_is_cut_off(written: Path, chromium: browser.Browser) -> None:
+    chromium.open(written)
+    assert chromium.printed_width(A4_LANDSCAPE_PIXELS) <= A4_LANDSCAPE_PIXELS
