@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,8 @@ def exit_code(records: list[Record], is_sweep: bool) -> int:
 
 
 def main() -> None:
-    """The door: every error of the user's is one line on standard error and exit code 2."""
+    """The door: every error of the user's is one line on standard error and exit code 2. SIGTERM is as Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         door.main(standalone_mode=False, prog_name="./run.sh")
     except click.exceptions.Exit as end:

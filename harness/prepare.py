@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,14 +35,24 @@ def build(job: Job, results: Path, folders: tuple[Path, ...]) -> None:
     Where it fails, the method's own run says so.
     """
     order = {"method": job.method, "options": job.options, "folders": [str(folder) for folder in folders]}
-    with open(results / published.BUILD_LOG.format(job.method), "w") as log:
-        subprocess.run(
-            [sys.executable, "-m", "harness.build"],
-            input=json.dumps(order), stdout=log, stderr=log, text=True, env=worker_environment(),
-        )  # fmt: skip
+    _run("harness.build", results / published.BUILD_LOG.format(job.method), json.dumps(order))
 
 
 def build_sim(results: Path) -> None:
     """Compile the device sim in a process of its own; where that fails, the run counts bytes in Python, and says so."""
-    with open(results / published.BUILD_LOG.format("sim"), "w") as log:
-        subprocess.run([sys.executable, "-m", "harness.sim"], stdout=log, stderr=log, env=worker_environment())
+    _run("harness.sim", results / published.BUILD_LOG.format("sim"), "")
+
+
+def _run(module: str, log_path: Path, order: str) -> None:
+    """In a session of its own: no compiler outlives an interrupted call."""
+    with open(log_path, "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
+            env=worker_environment(), start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.communicate(order)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -20,6 +20,7 @@ from harness.method import ROOT
 from harness.record import Record, read_all
 from harness.spec import Job
 from harness.sweep import Sweep, resolve
+from tests import tiny
 from tests.tiny import TINY
 
 KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
@@ -34,6 +35,30 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
     assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
 
 
+COMPILES = """
+from dataclasses import dataclass
+from pathlib import Path
+from harness.spec import Plan
+
+@dataclass(frozen=True)
+class Compiles:
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 1})
+
+    def train(self, workload, batches, device):
+        raise AssertionError("it is not compiled")
+
+    def to_build(self):
+        return "a kernel"
+
+    def build(self):
+        import os, subprocess
+        compiler = subprocess.Popen(["sleep", "600"])
+        unfinished = Path(__file__).with_name("unfinished")
+        unfinished.write_text(str(compiler.pid))
+        unfinished.rename(unfinished.with_name("pid"))
+        compiler.wait()
+"""
 COLLECTS_LATE = """
 import time
 from dataclasses import dataclass
@@ -80,9 +105,28 @@ launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
     assert record.status == "interrupted" and record.losses
 
 
+def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / "compiles.py").write_text(COMPILES)
+    command = [
+        sys.executable,
+        "-m",
+        "harness",
+        "-m",
+        "compiles",
+        "--methods",
+        str(tmp_path),
+        "--results",
+        str(tmp_path),
+    ]
+    call = subprocess.Popen([*command, *tiny.WORDS[2:]], cwd=ROOT, stderr=subprocess.DEVNULL)
+    compiler = wait_for(lambda: (file := tmp_path / "pid").exists() and psutil.Process(int(file.read_text())))
+    call.send_signal(signal.SIGTERM)
+    assert call.wait(30) == 130
+    compiler.wait(5)
+
+
 def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path) -> None:
-    words = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97".split()
-    command = [sys.executable, "-m", "harness", *words, "--steps", "30000", "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "harness", *tiny.WORDS, "--steps", "30000", "--results", str(tmp_path)]
     # A shell that puts the tests in the background lets them ignore Ctrl-C, and all that they start.
     default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     run = subprocess.Popen(
