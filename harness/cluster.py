@@ -34,6 +34,7 @@ POLL_SECONDS = 1.0
 START_SECONDS = 600.0  # that Slurm gives a job beyond its own time: imports, and a compiler
 LATE_SECONDS = 15.0  # by which a record may come after its job's state, through a network's file system
 CANCEL_SECONDS = 60.0
+OOM_KILL = "oom-kill event"  # slurmstepd's words
 # An option's name here, and the word of sbatch that it becomes.
 OPTIONS = {"partition": "partition", "account": "account", "qos": "qos", "time": "time", "gpus": "gpus_per_node",
            "cpus": "cpus_per_task", "nodes": "nodes"}  # fmt: skip
@@ -215,9 +216,11 @@ class Slurm:
         record = of_nodes([Record.read(each) for each in made]) if made else None
         if record:
             record.write(path)
+        said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
+        if state.name == "FAILED" and OOM_KILL in said:  # of what srun started, sbatch knows only that it failed
+            state = state._replace(name="OUT_OF_MEMORY")
         end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         if record is None:
-            said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
             with open(f"{stem}.txt", "a") as log:
                 log.write(said)
             write_end(job, key, stem, end)
@@ -226,7 +229,9 @@ class Slurm:
         )  # fmt: skip
         if record and record.status == "crash" and followed(record):
             is_better = end.status in ("interrupted", "timeout", "killed", "oom-host")
-        evidence = {} if record and record.status == "ok" else {"slurm": told}
+        evidence: dict[str, Any] = {} if record and record.status == "ok" else {"slurm": told}
+        if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
+            evidence["limit_of"] = "the cluster"
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
         return place_record(path, place, evidence, end if is_better else None)
 

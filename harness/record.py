@@ -86,8 +86,10 @@ class Record:
 
     @property
     def is_lasting(self) -> bool:
-        """A result that the same call does not try again: room on a disk comes and goes."""
-        return self.is_result and (self.status != "does-not-fit" or self.phase == "plan")
+        """A result that the same call does not try again: room on a disk comes and goes, and so does what a cluster
+        gives a job that asks for no memory."""
+        is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
+        return self.is_result and not is_of_elsewhere
 
     @property
     def timed_seconds(self) -> list[float]:

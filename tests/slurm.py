@@ -31,13 +31,15 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/cgroup
 TaskProlog={folder}/prolog
 MpiDefault=none
 SwitchType=switch/none
 SchedulerType=sched/builtin
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+DefMemPerNode=2048
+FirstJobId={ports[0]}
 SlurmdParameters=config_overrides
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -47,6 +49,10 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMe
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=4096
 PartitionName=tests Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
+
+
+# What a job asks for, or else DefMemPerNode, is enforced. Groups are named by node and job, so that number is its own.
+LIMITS = "CgroupAutomount=no\nConstrainRAMSpace=yes\nIgnoreSystemd=yes\n"
 
 
 def free_ports(number: int) -> list[int]:
@@ -76,6 +82,7 @@ def cluster(folder: Path) -> Iterator[Path]:
     configuration.write_text(
         CONFIGURATION.format(host=socket.gethostname().split(".")[0], ports=free_ports(3), folder=folder)
     )
+    (folder / "cgroup.conf").write_text(LIMITS)
     environment = {**os.environ, "SLURM_CONF": str(configuration)}
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     parts = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
@@ -101,6 +108,10 @@ def cluster(folder: Path) -> Iterator[Path]:
                 process.wait(20)
             process.kill()
             process.wait()
+        for groups in Path("/sys/fs/cgroup").glob("*/slurm_n[12]"):
+            for group, _, _ in os.walk(groups, topdown=False):
+                with contextlib.suppress(OSError):  # another cluster has jobs in it
+                    os.rmdir(group)
 
 
 def idle_nodes(environment: dict[str, str]) -> int:

@@ -37,6 +37,11 @@ def test_a_nan_loss_survives_as_plain_json(tmp_path: Path) -> None:
     assert [str(loss) for loss in Record.read(path).losses] == ["1.0", "nan", "inf"]
 
 
+def test_what_depends_on_the_place_alone_is_tried_again() -> None:
+    budget, cluster = dataclasses.replace(RECORD, status="oom-host"), {"limit_of": "the cluster"}
+    assert budget.is_lasting and not dataclasses.replace(budget, evidence=cluster).is_lasting
+
+
 def test_the_median_leaves_the_warm_up_out() -> None:
     assert RECORD.median_step_seconds == 3.0
 
