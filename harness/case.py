@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from harness import machine, method, plot, scaled
 from harness.method import ROOT
 from harness.record import Record
-from harness.rows import Row, row
+from harness.rows import Row, machine_of, row
 from harness.scaled import PROBE, Profile
 from harness.search import Answer, Outcome, Trial
 from harness.spec import Job
@@ -100,7 +100,7 @@ def select(number: int, used: Profile, records: Sequence[Record]) -> list[Record
     own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
     fresh = {record.job.method for record in own if is_current(record)}
     own = [record for record in own if record.job.method not in fresh or is_current(record)]
-    machines = {f"{row('params', [record]).machine}, {record.machine.get('cores')} cores" for record in own}
+    machines = {machine_of(record) for record in own}
     if len(machines) > 1:
         raise ValueError(
             f"records of several machines meet ({'; '.join(sorted(machines))}): keep each machine's in a folder of its"
@@ -242,7 +242,7 @@ def draw(number: int, path: Path) -> list[Path]:
     found, names = read_csv(path)
     machines = {row.machine for row in found if row.origin == "run"}
     if len(names) > 1 or len(machines) > 1:
-        raise ValueError(f"{path} mixes {', '.join(sorted(names if len(names) > 1 else machines))}: one a figure")
+        raise ValueError(f"{path} mixes {'; '.join(sorted(names if len(names) > 1 else machines))}: one a figure")
     made = load(number).figure(found, f"profile {names.pop()}")
     return plot.save(made, path.with_suffix(""))
 

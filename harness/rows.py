@@ -72,8 +72,10 @@ def row(metric: str, repeats: Sequence[Record]) -> Row:
 
 
 def machine_of(record: Record) -> str:
-    """The name by which runs are told apart."""
-    return str(record.machine.get("gpu") or record.machine.get("cpu") or "")
+    """The name by which runs are told apart: what computes, and by how many cores its host steps."""
+    name = str(record.machine.get("gpu") or record.machine.get("cpu") or "")
+    cores = record.machine.get("cores")
+    return f"{name}, {cores} cores" if name and cores else name
 
 
 def scatter(repeats: Sequence[Record]) -> float | None:

@@ -145,7 +145,7 @@ def test_records_of_two_machines_have_a_report_each(tmp_path: Path) -> None:
     other = dataclasses.replace(RECORDS[1], machine={"gpu": "NVIDIA H100/80"})
     with tarfile.open(bundle.write(put(tmp_path, [RECORDS[0], other]))) as tar:
         pages = [name for name in tar.getnames() if name.endswith(".html")]
-    assert pages == [f"{bundle.FOLDER}/report/{name}/index.html" for name in ("NVIDIA-H100-80", "Some-CPU")]
+    assert pages == [f"{bundle.FOLDER}/report/{name}/index.html" for name in ("NVIDIA-H100-80", "Some-CPU-2-cores")]
 
 
 def test_the_report_of_an_archive_with_imported_logs_says_what_the_report_here_says(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_table_takes_the_repeats_of_the_newest_code_and_no_other_options() -> 
 def test_records_of_two_machines_are_refused() -> None:
     records = demo_records()
     records[0] = dataclasses.replace(records[0], machine={"cpu": "another"})
-    with pytest.raises(ValueError, match="another, None cores; some CPU, 2 cores"):
+    with pytest.raises(ValueError, match="another; some CPU, 2 cores"):
         case.select(1, DEMO, records)
 
 
@@ -189,7 +189,7 @@ def test_the_same_records_give_the_same_bytes(number: int, tmp_path: Path) -> No
 def test_a_csv_of_two_machines_is_not_drawn(tmp_path: Path) -> None:
     path = case.extract(3, DEMO, demo_records(), tmp_path)
     path.write_text(path.read_text().replace("some CPU", "another CPU", 1))
-    with pytest.raises(ValueError, match=r"mixes another CPU, some CPU"):
+    with pytest.raises(ValueError, match="mixes another CPU, 2 cores; some CPU, 2 cores"):
         case.draw(3, path)
 
 
