@@ -41,7 +41,8 @@ class Finding:
 
 
 def judge(claim: Claim, tables: dict[str, list[Row]], is_there: Callable[[Claim, Row], bool]) -> Finding:
-    """By the first table, best profile first, that has the rows of the claim on a machine where it is said to hold.
+    """By the first table, best profile first, that has the rows of the claim on a machine where it is said to hold, and
+    is finished, if any is.
 
     `is_there` says whether a row was measured on such a machine.
     """
@@ -52,9 +53,10 @@ def judge(claim: Claim, tables: dict[str, list[Row]], is_there: Callable[[Claim,
             found[profile] = _choose(claim, [row for row in rows if row.metric == claim.metric])
         except LookupError as error:
             missing = missing or str(error)
-    for profile, chosen in found.items():
-        if all(is_there(claim, row) for row in chosen):
-            return _judge(claim, profile, chosen)
+    there = {profile: rows for profile, rows in found.items() if all(is_there(claim, row) for row in rows)}
+    judged = [_judge(claim, profile, rows) for profile, rows in there.items()]
+    if judged:
+        return next((finding for finding in judged if finding.verdict != NOT_TESTED), judged[0])
     if found:
         profile, chosen = next(iter(found.items()))
         row = next(row for row in chosen if not is_there(claim, row))

@@ -142,6 +142,9 @@ def test_a_size_whose_search_goes_on_is_not_judged_and_names_the_call_that_goes_
     assert (found.verdict, found.note) == (
         "NOT TESTED", "./run.sh case 3 --profile fit --machine v100-vm (search not finished: stronghold, 4 layers)",
     )  # fmt: skip
+    tables["demo"] = [row("stronghold", 3000.0, **sizes), row("l2l", 2000.0, **sizes)]  # a lesser one that is finished
+    found = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
+    assert (found.verdict, found.profile) == ("PASS", "demo")
 
 
 def test_what_imported_logs_lack_is_not_tested() -> None:
