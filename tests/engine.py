@@ -109,7 +109,8 @@ def stop(folder: Path) -> None:
             subprocess.run(["umount", "--lazy", line.split()[1]])
     for path in (folder, in_memory(folder)):
         shutil.rmtree(path, ignore_errors=True)
-    for path in (*Path("/sys/fs/cgroup").glob("*/docker"), *map(Path, FIXED_FOLDERS)):
+    compiled = (ROOT / ".venv").glob("image-*")  # there, nothing by the tests' image
+    for path in (*Path("/sys/fs/cgroup").glob("*/docker"), *compiled, *map(Path, FIXED_FOLDERS)):
         with contextlib.suppress(OSError):  # it is not there, or another engine has something in it
             path.rmdir()
 
