@@ -17,6 +17,7 @@ from harness.record import Gate, Record, new_stem, read_all
 from harness.spec import Budget, Job, Workload
 
 JOB = Job("some-method", Workload(), {"window_size": 4}, Budget(seconds=9.5), steps=4, warmup=1)
+UNSCALED: dict[str, list] = {"loss_scales": [], "skipped_steps": []}  # of any but fp16
 RECORD = Record(JOB, "k", "ok", losses=[3.0, 2.0, 1.5, 1.25], step_seconds=[9.0, 2.0, 4.0, 3.0], started=5.0)
 
 
@@ -81,7 +82,7 @@ def test_names_follow_the_published_pattern_and_are_never_taken_twice(tmp_path: 
 )
 def test_scripts_made_for_the_published_logs_read_ours(wanted: str, column: int, value: str) -> None:
     job = dataclasses.replace(JOB, steps=10)
-    measured = {"losses": [5.0] * 10, "grad_norms": [1.0] * 10, "step_seconds": [2.0] * 10}
+    measured = {"losses": [5.0] * 10, "grad_norms": [1.0] * 10, "step_seconds": [2.0] * 10, **UNSCALED}
     path = "./results/log_some-method_l-16_hs-2048_bs-4_ws-4_2022-07-02.1656730240.txt"
     line = next(line for line in interval_lines(job, measured, {}) if wanted in line)
     fields = re.split(r"[/,_: ]", f"{path}:{line}")
@@ -95,11 +96,11 @@ def test_metric_lines_have_the_published_words() -> None:
         " number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
     job = dataclasses.replace(JOB, steps=50)
-    measured = {"losses": [10.90563] * 10, "grad_norms": [36.791] * 10, "step_seconds": [5.4003] * 10}
+    measured = {"losses": [10.90563] * 10, "grad_norms": [36.791] * 10, "step_seconds": [5.4003] * 10, **UNSCALED}
     assert interval_lines(job, measured, {})[0] == published
 
 
 def test_no_loss_is_printed_for_an_interval_of_nans() -> None:
-    measured = {"losses": [math.nan] * 10, "grad_norms": [], "step_seconds": [1.0] * 10}
+    measured = {"losses": [math.nan] * 10, "grad_norms": [], "step_seconds": [1.0] * 10, **UNSCALED}
     line = interval_lines(dataclasses.replace(JOB, steps=10), measured, {})[0]
     assert "lm loss" not in line and "number of nan iterations:  10" in line
