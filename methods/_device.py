@@ -21,6 +21,7 @@ from harness.method import Unavailable
 from methods._pool import Workers
 
 PART_BYTES = 32 * 2**20  # of host memory that one core takes at once
+UNNOTED = nullcontext()
 
 
 class HostStream:
@@ -42,6 +43,10 @@ class CpuStreams:
 
     stream: Any = HostStream
     current: Any = HostStream
+    # Who has a clock puts them here: around work on streams and threads, in a run that is traced (harness/trace.py);
+    # and around the taking of so many bytes of host memory.
+    span: Any = None
+    taking: Any = nullcontext
 
     def use(self, stream: Any) -> AbstractContextManager[None]:
         return nullcontext()
@@ -129,6 +134,12 @@ class Device:
         for slab in self._page_locked:
             torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
+    def span(self, track: str, work: str, of: str) -> AbstractContextManager[None]:
+        """Around work of one kind on a part of the model: what a stream is given to do after all that it waits for
+        ("compute", "inbound", "outbound"), or what a thread of the host does (any other track)."""
+        note = self.streams.span
+        return UNNOTED if note is None else note(getattr(self, track, None), track, work, of)
+
     def threads(self, num_threads: int) -> Any:
         """More threads of the host, as long as the device."""
         self._threads.append(self.streams.pool(num_threads))
@@ -141,6 +152,10 @@ class Device:
         """
         if not host:
             return torch.zeros(numel, dtype=dtype, device=self.name)
+        with self.streams.taking(numel * dtype.itemsize):
+            return self._host_room(numel, dtype)
+
+    def _host_room(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.name.type == "sim":
             return torch.zeros(numel, dtype=dtype)  # from the allocator whose bytes are budgeted
         # A mapping of its own: no two slabs share a page, which could be locked only once; and pages can be huge ones.

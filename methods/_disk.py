@@ -79,7 +79,7 @@ class Shelf:
     """One layer's place in the files."""
 
     def __init__(self, disk: Disk, place: int) -> None:
-        self.disk = disk
+        self.disk, self.prefix = disk, ""  # of the layer that it belongs to
         sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
         self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
         self.last: Any = None  # visit; its result is that of the writing
@@ -108,8 +108,8 @@ class Shelf:
         self._move(torch.ops.harness.read, copy)
         return copy
 
-    def _move(self, move: Callable[[Tensor, Tensor], None], buffer: list[Tensor]) -> None:
-        with named(self.disk.folder):
+    def _move(self, move: Any, buffer: list[Tensor]) -> None:
+        with named(self.disk.folder), self.disk.device.span("disk", move.__name__, self.prefix):
             for file, slab in zip(self.state, buffer, strict=True):
                 move(file, slab)
 

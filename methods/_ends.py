@@ -21,33 +21,36 @@ class ResidentEnds:
     def __init__(self, device: Device, workload: Workload) -> None:
         with torch.device("meta"):
             self.module = Ends(workload)
-        self.home = Home(device, self.module, "ends.", workload, host=False)
+        self.device, self.home = device, Home(device, self.module, "ends.", workload, host=False)
         self.slot = Slot(self.home, "R")
         self.num_parts = workload.micro_batches
 
     def embed(self, inputs: Tensor) -> list[Tensor]:
         """Token ids to (B, T, D); only the small graph of the look-up is kept for backward()."""
-        self.embedded = [self.module.embed(part) for part in inputs.chunk(self.num_parts)]
+        with self.device.span("compute", "forward", self.home.prefix):
+            self.embedded = [self.module.embed(part) for part in inputs.chunk(self.num_parts)]
         return [x.detach() for x in self.embedded]
 
     def loss(self, xs: list[Tensor], targets: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
         """The mean loss, detached, and the gradients of the last layer's outputs, times `scale`, as all gradients are
         then; starts this step's gradients."""
-        self.home.grads.zero_()
-        total, dxs = torch.zeros((), device=xs[0].device), []
-        for x, part in zip(xs, targets.chunk(self.num_parts), strict=True):
-            x = x.detach().requires_grad_()
-            loss = self.module.loss(x, part, scale) / self.num_parts
-            loss.backward()
-            total += loss.detach()
-            assert x.grad is not None
-            dxs.append(x.grad)
+        with self.device.span("compute", "loss", self.home.prefix):
+            self.home.grads.zero_()
+            total, dxs = torch.zeros((), device=xs[0].device), []
+            for x, part in zip(xs, targets.chunk(self.num_parts), strict=True):
+                x = x.detach().requires_grad_()
+                loss = self.module.loss(x, part, scale) / self.num_parts
+                loss.backward()
+                total += loss.detach()
+                assert x.grad is not None
+                dxs.append(x.grad)
         return total, dxs
 
     def backward(self, dxs: list[Tensor]) -> None:
         """Add the look-up's share to the gradients."""
-        for x, dx in zip(self.embedded, dxs, strict=True):
-            x.backward(dx)
+        with self.device.span("compute", "backward", self.home.prefix):
+            for x, dx in zip(self.embedded, dxs, strict=True):
+                x.backward(dx)
         del self.embedded
 
     def norms(self) -> list[Tensor]:

@@ -76,6 +76,7 @@ class Home:
         shelf: Shelf | None = None,
     ) -> None:
         self.device, self.module, self.layout, self.prefix = device, module, Layout(module), prefix
+        self.updater = "update" if host else "compute"  # whose work update() is
         self.has_dropout = workload.dropout > 0
         self.deadline = device.next_place()
         dtype, numel = DTYPES[workload.dtype], self.layout.numel
@@ -95,6 +96,7 @@ class Home:
         if shelf is None:
             self._draw(workload, self.state)
         else:
+            shelf.prefix = prefix
             shelf.visit(lambda kept: self._draw(workload, self.state_of(kept))).result()
 
     def state_of(self, kept: list[Tensor]) -> State:
@@ -130,7 +132,8 @@ class Home:
 
     def update(self, learning_rate: float, factor: Factor) -> None:
         """One AdamW step from this home's gradient, scaled by the clip factor; decay on matrices only."""
-        update(self.grads, self.state, self.state, self.chunks, self.next_step(learning_rate), factor)
+        with self.device.span(self.updater, "update", self.prefix):
+            update(self.grads, self.state, self.state, self.chunks, self.next_step(learning_rate), factor)
 
     def update_when_landed(self, learning_rate: float, clip: Clip) -> None:
         """Queue the update on the host's threads: it waits for the gradient and for the clip factor, nothing waits
@@ -147,7 +150,8 @@ class Home:
                     if not ahead.skipped and clip.is_one():
                         self.state, self.spare = spare, state  # every chunk comes to the same end
                         return
-                update(self.grads, state, state, self.chunks[first:last], step, factor)
+                with self.device.span("update", "update", self.prefix):
+                    update(self.grads, state, state, self.chunks[first:last], step, factor)
 
             # What waits for the factor shall not keep a thread from what need not.
             return self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
@@ -171,7 +175,8 @@ class Home:
             if skipped or not is_within():
                 skipped.append(True)
                 return
-            update(self.grads, state, spare, self.chunks[first:last], step, unclipped)
+            with self.device.span("update", "update ahead", self.prefix):
+                update(self.grads, state, spare, self.chunks[first:last], step, unclipped)
 
         done = self.device.workers.update(self.deadline, landed, len(self.chunks), work)
         self.speculation = Speculation(step, done, skipped)

@@ -65,6 +65,7 @@ class Shard:
     ) -> None:
         self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
+        self.name = ""
         self.sites: dict[str, list[tuple[int, str]]] = {}  # layers and their names for a parameter
         found: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
@@ -198,14 +199,15 @@ class ShardSlot:
             for event in (used, self.drained, *(home.landed for home in (shard, *shard.lenders.values()))):
                 if event is not None:
                     device.inbound.wait_event(event)
-            for part in PARTS:
-                if part in missing:
-                    size = shard.own_size(part)
-                    self.slabs[part][:size].copy_(shard.slabs[part][:size], non_blocking=True)
-                    moved += size
-            for name in shard.lenders if "borrowed" in missing else ():
-                self.view(name).copy_(shard.at_home(name), non_blocking=True)
-                moved += self.view(name).nbytes
+            with device.span("inbound", ", ".join(sorted(missing)), shard.name):
+                for part in PARTS:
+                    if part in missing:
+                        size = shard.own_size(part)
+                        self.slabs[part][:size].copy_(shard.slabs[part][:size], non_blocking=True)
+                        moved += size
+                for name in shard.lenders if "borrowed" in missing else ():
+                    self.view(name).copy_(shard.at_home(name), non_blocking=True)
+                    moved += self.view(name).nbytes
             self.arrived = device.inbound.record_event()
         for home in (shard, *shard.lenders.values()):
             home.fetched = self.arrived
@@ -236,13 +238,14 @@ class ShardSlot:
             for event in (done, *(home.fetched for home in homes)):
                 if event is not None:
                     device.outbound.wait_event(event)
-            for part in parts:
-                size = shard.own_size(part)
-                shard.slabs[part][:size].copy_(self.slabs[part][:size], non_blocking=True)
-                moved += size
-            for name in names:
-                shard.at_home(name, "grads").copy_(self.view(name, "grads"), non_blocking=True)
-                moved += shard.at_home(name, "grads").nbytes
+            with device.span("outbound", "home", shard.name):
+                for part in parts:
+                    size = shard.own_size(part)
+                    shard.slabs[part][:size].copy_(self.slabs[part][:size], non_blocking=True)
+                    moved += size
+                for name in names:
+                    shard.at_home(name, "grads").copy_(self.view(name, "grads"), non_blocking=True)
+                    moved += shard.at_home(name, "grads").nbytes
             self.drained = device.outbound.record_event()
         for home in homes:
             home.landed = self.drained

@@ -93,7 +93,8 @@ class Clip:
         device, done = self.device, self.device.compute.record_event()
         with device.streams.use(device.outbound):
             device.outbound.wait_event(done)
-            here = value.to("cpu", non_blocking=True)
+            with device.span("outbound", "norm", ""):
+                here = value.to("cpu", non_blocking=True)
             return here, device.outbound.record_event()
 
 
@@ -142,14 +143,16 @@ class Slot:
         device owes it an update, the rest of its state comes along, and its gradient."""
         self.home = home
         home.bind(self.weights)
-        self.loaded = self._fetch(lambda: [(self.weights, home.state.weights)])
+        self.loaded = self._fetch("weights", lambda: [(self.weights, home.state.weights)])
         if home.due is not None:
-            self.completed = self._fetch(lambda: [*_pairs(self.state, home.state)[1:], (self.grads, home.grads)])
+            self.completed = self._fetch(
+                "state", lambda: [*_pairs(self.state, home.state)[1:], (self.grads, home.grads)]
+            )
 
     def prefetch_state(self) -> None:
         """Queue the copy of the rest of the layer's state into this slot."""
         home = self.home
-        self.completed = self._fetch(lambda: _pairs(self.state, home.state)[1:])
+        self.completed = self._fetch("state", lambda: _pairs(self.state, home.state)[1:])
 
     def forward(self, xs: list[Tensor]) -> tuple[list[Tensor], list[Saved]]:
         """The layer's outputs, and what its backward pass needs: only the inputs are kept. xs: (B, T, D) each.
@@ -159,10 +162,11 @@ class Slot:
         """
         self._arrive()
         kept = []
-        for x in xs:
-            x = x.detach().requires_grad_()
-            y = checkpoint(self.home.module, x, use_reentrant=False, preserve_rng_state=self.home.has_dropout)
-            kept.append(Saved(x, y))
+        with self.device.span("compute", "forward", self.home.prefix):
+            for x in xs:
+                x = x.detach().requires_grad_()
+                y = checkpoint(self.home.module, x, use_reentrant=False, preserve_rng_state=self.home.has_dropout)
+                kept.append(Saved(x, y))
         return [y.detach() for _, y in kept], kept
 
     def backward(self, kept: list[Saved], dys: list[Tensor]) -> list[Tensor]:
@@ -172,25 +176,28 @@ class Slot:
         if self.gradients.drained is not None:
             # The copy home may still be reading the last gradient that was here: wait for it, not for the device.
             self.device.compute.wait_event(self.gradients.drained)
-        self.gradients.slab.zero_()
-        self.home.bind_gradients(self.gradients.slab)
         dxs = []
-        for (x, y), dy in zip(kept, dys, strict=True):
-            torch.autograd.backward(y, dy)
-            assert x.grad is not None
-            dxs.append(x.grad)
+        with self.device.span("compute", "backward", self.home.prefix):
+            self.gradients.slab.zero_()
+            self.home.bind_gradients(self.gradients.slab)
+            for (x, y), dy in zip(kept, dys, strict=True):
+                torch.autograd.backward(y, dy)
+                assert x.grad is not None
+                dxs.append(x.grad)
         return dxs
 
     def norms(self) -> list[Tensor]:
         """The norm of each parameter's gradient, fp32, on the device."""
-        return list(torch._foreach_norm(self.home.layout.views(self.gradients.slab), 2, dtype=torch.float32))
+        with self.device.span("compute", "norm", self.home.prefix):
+            return list(torch._foreach_norm(self.home.layout.views(self.gradients.slab), 2, dtype=torch.float32))
 
     def offload(self, home: Home) -> None:
         """Queue the copy of the gradient to its home."""
         device, done, slab = self.device, self.device.compute.record_event(), self.gradients.slab
         with device.streams.use(device.outbound):
             device.outbound.wait_event(done)
-            home.grads.copy_(slab, non_blocking=True)
+            with device.span("outbound", "gradient", home.prefix):
+                home.grads.copy_(slab, non_blocking=True)
             self.gradients.drained = home.landed = device.outbound.record_event()
         device.moved_bytes += slab.nbytes
 
@@ -212,22 +219,24 @@ class Slot:
         device = self.device
         if self.completed is not None:
             device.compute.wait_event(self.completed.result())
-        update(grads, self.state, self.state, self.home.chunks, step, factor)
+        with device.span("compute", "update", self.home.prefix):
+            update(grads, self.state, self.state, self.home.chunks, step, factor)
         done = device.compute.record_event()
         with device.streams.use(device.outbound):
             device.outbound.wait_event(done)
-            for here, there in _pairs(self.state, target):
-                there.copy_(here, non_blocking=True)
-                device.moved_bytes += here.nbytes
+            with device.span("outbound", "state", self.home.prefix):
+                for here, there in _pairs(self.state, target):
+                    there.copy_(here, non_blocking=True)
+                    device.moved_bytes += here.nbytes
             self.sent = device.outbound.record_event()
 
     def wait(self) -> None:
         """Wait on the host until what this slot asked for, in either direction, has happened."""
         self.device.synchronize(*([self.loaded] if self.loaded else []))
 
-    def _fetch(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> Future:
+    def _fetch(self, what: str, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> Future:
         """Queue copies from home. Which of its states is in force is known when its update is over."""
-        device, updated = self.device, self.home.updated
+        device, updated, home = self.device, self.home.updated, self.home.prefix
         # The slot's last use; what was sent home from it, which was after the layer to come was sent to its own home.
         before = (device.compute.record_event(), self.sent, self.home.landed)
 
@@ -236,8 +245,9 @@ class Slot:
             with device.streams.use(device.inbound):
                 for event in filter(None, before):
                     device.inbound.wait_event(event)
-                for here, there in pairs():
-                    here.copy_(there, non_blocking=True)
+                with device.span("inbound", what, home):
+                    for here, there in pairs():
+                        here.copy_(there, non_blocking=True)
                 return device.inbound.record_event()
 
         device.moved_bytes += sum(here.nbytes for here, _ in pairs())

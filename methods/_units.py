@@ -76,20 +76,29 @@ class Turn:
     def __init__(self, worker: Worker, slot: ShardSlot, shard: Shard, unit: Unit) -> None:
         self.worker, self.slot, self.shard, self.unit = worker, slot, shard, unit
 
+    def _span(self, work: str = "") -> Any:
+        return self.worker.device.span("compute", work or self.unit.kind, self.shard.name)
+
     def forward(self) -> Result:
         worker = self.worker
         if worker.saves:
             return self._forward_saved()
         host, x, kept = self.unit.x, worker.to_device(self.unit.x), []
-        for layer in self.shard.layers:
-            kept.append(Kept(host, worker.random_state()))
-            with torch.no_grad():
-                x = call(layer, x)
-            host = worker.to_host(x)
+        with self._span():
+            for layer in self.shard.layers:
+                kept.append(Kept(host, worker.random_state()))
+                with torch.no_grad():
+                    x = call(layer, x)
+                host = worker.to_host(x)
         return Result(host, kept)
 
     def loss(self) -> Result:
         """All layers but the last as in a forward pass, then the loss, then the backward pass of them all."""
+        with self._span():
+            loss, dy = self._loss()
+        return self._end(dy)._replace(loss=loss.detach())
+
+    def _loss(self) -> tuple[Tensor, Tensors]:
         worker, (*below, last) = self.worker, self.shard.layers
         start = x = leaves(worker.to_device(self.unit.x))
         (targets,) = worker.to_device((self.unit.targets,))
@@ -110,14 +119,14 @@ class Turn:
         if not worker.saves:
             dy = self._down(below, kept, tuple(map(gradient, x)))
             worker.set_random(after)
-        return self._end(dy)._replace(loss=loss.detach())
+        return loss, dy
 
     def backward(self) -> Result:
-        self._start_gradients()
-        dy = self.worker.to_device(self.unit.dy)
-        if self.worker.saves:
-            return self._end(self._backward_saved(dy))
-        return self._end(self._down(self.shard.layers, self.unit.kept, dy))
+        with self._span():
+            self._start_gradients()
+            dy = self.worker.to_device(self.unit.dy)
+            dx = self._backward_saved(dy) if self.worker.saves else self._down(self.shard.layers, self.unit.kept, dy)
+        return self._end(dx)
 
     def update(self) -> Result:
         self._step(self.unit.factor)
@@ -174,7 +183,8 @@ class Turn:
         if shard.trained:
             if factor is not None:
                 (factor,) = self.worker.to_device((factor,))
-            step(shard, slot.slabs["states"], factor, self.unit.learning_rate, is_first=self.unit.version.own == 0)
+            with self._span("update"):
+                step(shard, slot.slabs["states"], factor, self.unit.learning_rate, is_first=self.unit.version.own == 0)
             self._offload(["weights", "states"])
         slot.version = slot.version._replace(own=self.unit.version.own + 1)
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
@@ -183,7 +193,7 @@ class Turn:
         """The graph stays in this process until the shard's backward pass; the device keeps nothing of it."""
         inputs: list[Tensor | None] = []
         anchor = torch.zeros((), device=self.worker.device.name, requires_grad=True)
-        with torch.enable_grad(), self._saving():
+        with torch.enable_grad(), self._saving(), self._span():
             x = _Start.apply(inputs, anchor, *self.worker.to_device(self.unit.x))
             for layer in self.shard.layers:
                 x = call(layer, x)

@@ -59,6 +59,7 @@ class Worker:
         """Queue what a unit will need into a slot that the running one does not use; nothing where there is none. Where
         it will need the running one's shard, its states alone may come already."""
         shard, parts = self.models[unit.model][unit.shard], parts_of(unit)
+        shard.name = f"model {unit.model} shard {unit.shard}"
         slot = self._slot_of(shard, unit.version)
         if slot is self.busy:
             parts = parts & {"states"} if slot.holds(shard, unit.version) else set()

@@ -20,11 +20,11 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
+from unittest import mock
 
-import pytest
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -154,7 +154,7 @@ class FakeStreams:
     """The table's entry, and the book: who is running, and which memory is whose."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+        self.clock, self.span, self.taking = clock, None, nullcontext
         self.compute = Stream(self, "compute", clock.zero)
         self.thread = HostThread("main", clock.zero, self.compute)
         self.memories = Memories(self._freed)
@@ -251,20 +251,19 @@ class _CopiesHome(TorchFunctionMode):
 def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
     """Stand in for DEVICE's streams, and for the host's threads with this many for updates."""
     streams = FakeStreams(clock)
-    with pytest.MonkeyPatch.context() as patch, _Ops(streams), _CopiesHome(streams):
-        _install(streams, num_workers, patch)
+    with ExitStack() as stack, _Ops(streams), _CopiesHome(streams):
+        _install(streams, num_workers, stack)
         try:
             yield streams
         finally:
             streams.memories.forget()
 
 
-def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) -> None:
+def _install(streams: FakeStreams, num_workers: int, stack: ExitStack) -> None:
     """Put the streams in the table; tell host memory from device memory, and name things, where they are made."""
     names = ("_device", "_home", "_disk", "_stream")
     device, home, disk, stream = (importlib.import_module(f"methods.{name}") for name in names)
-    new_device, new_room = device.Device.__init__, device.Device.room
-    new_home = home.Home.__init__
+    new_device, new_room, new_home = device.Device.__init__, device.Device.room, home.Home.__init__
 
     def make_device(self: Any, *args: Any, **options: Any) -> None:
         new_device(self, *args, **{**options, "num_workers": num_workers})
@@ -291,10 +290,10 @@ def _install(streams: FakeStreams, num_workers: int, patch: pytest.MonkeyPatch) 
 
         return made
 
-    patch.setitem(device.STREAMS, "cpu", streams)
-    patch.setattr(device.Device, "__init__", make_device)
-    patch.setattr(device.Device, "room", make_room)
-    patch.setattr(home.Home, "__init__", make_home)
-    patch.setattr(disk.Shelf, "__init__", numbered(disk.Shelf.__init__, "shelf"))
-    patch.setattr(stream.Slot, "__init__", numbered(stream.Slot.__init__, "slot"))
-    patch.setattr(stream.Gradients, "__init__", numbered(stream.Gradients.__init__, "gradients"))
+    stack.enter_context(mock.patch.dict(device.STREAMS, cpu=streams))
+    stack.enter_context(mock.patch.object(device.Device, "room", make_room))
+    made = {device.Device: make_device, home.Home: make_home}
+    for cls, name in ((disk.Shelf, "shelf"), (stream.Slot, "slot"), (stream.Gradients, "gradients")):
+        made[cls] = numbered(cls.__init__, name)
+    for cls, make in made.items():
+        stack.enter_context(mock.patch.object(cls, "__init__", make))
