@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -81,6 +82,12 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
 
 @door.command(cls=JobCommand, epilog=EXAMPLES)
 @job_options
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a timeline of the last three steps, for Perfetto or chrome://tracing.",
+)
 @place_options
 def run(**words: Any) -> None:
     """Train by one method, by several, or by all; what has a record is not run again (--rerun)."""
@@ -157,7 +164,7 @@ def largest(**words: Any) -> None:
 
 
 @door.command()
-@click.argument("number", metavar="N|all")
+@click.argument("number", metavar="N|overlap|all")
 @click.option(
     "--profile", "name", metavar="NAME", help="demo (minutes, on a CPU), quick, paper or fit (to this machine)."
 )
@@ -170,7 +177,8 @@ def largest(**words: Any) -> None:
 @click.option("--draw", "only", flag_value="draw", help="Only draw the table there is.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def case(**words: Any) -> None:
-    """Run what is missing for a figure of the papers, or for all, write its table and draw it."""
+    """Run what is missing for a figure of the papers, or for all, write its table and draw it; overlap is a figure of
+    ours: what hides behind what in one step, by a trace."""
     from harness import campaign
 
     if words["only"] is None:
@@ -223,6 +231,11 @@ def execute(words: dict[str, Any], is_sweep: bool = False) -> None:
         raise ValueError(left_out[0])
     if words["on"] == "local":
         limits.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
+    if words.get("trace"):
+        if len(asked) > 1 or words["on"] != "local" or jobs[0].world_size > 1:
+            raise ValueError("--trace is of one run in one process, here: one method and size, and no --on or --ranks")
+        check_writable(words["trace"].parent, "--trace")
+        jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
     place = place_of(words, jobs[0].device)
     check_corpus(jobs[0].workload)
     check_writable(words["results"])

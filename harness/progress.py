@@ -48,13 +48,13 @@ class _Lines:
     """A line at the start, at every tenth of the steps, and at the end of a job."""
 
     def __init__(self, write: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
-        self.write, self.steps = write, 0
+        self.write, self.steps, self.host_bytes = write, 0, 0
 
     def report(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "start":
-            self.steps = event["job"].steps
             plan, job = event["plan"], event["job"]
+            self.steps, self.host_bytes = job.steps, plan.host_bytes
             options = "".join(f" {name}={value}" for name, value in job.options.items())
             seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
             self.write(
@@ -70,8 +70,13 @@ class _Lines:
         elif kind == "step" and (event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps):
             told = f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
             self.write(told + shares_text(event))
+        elif kind == "memory":
+            done, rate = event["bytes"], event["bytes"] / event["seconds"]
+            self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
             self.write(closing_line(event["record"]))
+            if event["record"].job.trace and event["record"].status == "ok":
+                self.write(f"  trace, for https://ui.perfetto.dev: {event['record'].job.trace}")
         elif kind in ("build", "wait"):
             self.write(f"  {event['text']}")
         elif kind == "warning":

@@ -84,6 +84,10 @@ class Record:
     def is_result(self) -> bool:
         return self.status in RESULTS
 
+    def answers(self, job: Job) -> bool:
+        """Whether the trace is there that a job of the same key asks for, if it does."""
+        return job.trace is None or (self.job.trace == job.trace and Path(job.trace).exists())
+
     @property
     def is_lasting(self) -> bool:
         """A result that the same call does not try again: room on a disk comes and goes, and so does what a cluster

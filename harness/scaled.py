@@ -66,7 +66,9 @@ class Profile:
 
     def probe(self, name: str, num_layers: int = 1) -> Job:
         """A run of a search for the largest size; its options are the search's to choose."""
-        return Job(name, self.workload.at_depth(num_layers), {}, self.budget, self.device, **PROBE)
+        return Job(
+            name, self.workload.at_depth(num_layers), {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"]
+        )
 
     def largest_planned(self, name: str) -> int:
         """Layers that should fit, by the method's plan."""

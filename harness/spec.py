@@ -246,6 +246,7 @@ class Job:
     device: str = "cpu"  # or "cuda", or "sim": a CPU with a second memory (harness/sim.py)
     steps: int = 20
     warmup: int = 5
+    trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; as budget.seconds
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -260,14 +261,16 @@ class Job:
 
     def key(self, **context: str) -> str:
         """Identity of this job in a context: the method's source, the machine's checked facts. How long it may take is
-        no part of it."""
-        untimed = dataclasses.replace(self, budget=dataclasses.replace(self.budget, seconds=None))
+        no part of it, nor whether it is traced."""
+        untimed = dataclasses.replace(self, budget=dataclasses.replace(self.budget, seconds=None), trace=None)
         text = json.dumps([untimed.to_dict(), context], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
         del data["budget"]["rates"]
+        if self.trace is None:
+            del data["trace"]
         if self.workload.micro_batches == 1:
             del data["workload"]["micro_batches"]  # a job keeps the key that it had before there were any
         return data

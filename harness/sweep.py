@@ -146,7 +146,7 @@ class Sweep:
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
         """The path of the job's record: the newest result there is, else one made now."""
         key = self.key(job)
-        known = self._known(key)
+        known = [path for path in self._known(key) if self.records[path].answers(job)]
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
             known = []  # it was refused before it ran; by now there is more memory
         if known:
@@ -162,18 +162,18 @@ class Sweep:
             (path,) = self.place.launch([(job, key)], self.results, self.folders, self.report)
         else:
             prepare(job, self.results, self.folders, self.report)
-            path = launch(job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(key))
+            path = launch(job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(job, key))
         self.records[path] = Record.read(path)
         return path
 
-    def _made_meanwhile(self, key: str) -> Path | None:
+    def _made_meanwhile(self, job: Job, key: str) -> Path | None:
         """A result of this job that another call has put into the folder since this one read it."""
         if self.rerun:
             return None
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
             with contextlib.suppress(ValueError):
                 record = Record.read(path)
-                if record.key == key and record.is_lasting:
+                if record.key == key and record.is_lasting and record.answers(job):
                     return path
         return None
 
@@ -216,7 +216,7 @@ class Sweep:
 
     def _reference(self, job: Job) -> Job:
         """The job whose training this one's is compared with."""
-        other = dataclasses.replace(job, method=method.reference(self.folders), options={})
+        other = dataclasses.replace(job, method=method.reference(self.folders), options={}, trace=None)
         if job.device == "sim":  # whose kernels are the CPU's, so it is the CPU's training
             return dataclasses.replace(other, device="cpu", budget=Budget())
         return other
@@ -230,7 +230,7 @@ class Sweep:
         for job in (whole.job, reference):
             trainer = method.create(job.method, job.options, self.folders)
             options = trainer.twin_options(job.workload.num_layers, depth)
-            small = dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options)
+            small = dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None)
             try:
                 resolve(small, self.folders)
             except ValueError as error:

@@ -101,6 +101,7 @@ class Run:
 
         from harness import data
         from harness.inspection import inspect
+        from harness.trace import Taking, Trace
 
         job = self.job
         self.enter("data")
@@ -110,14 +111,19 @@ class Run:
         inputs, targets = batches[..., :-1].contiguous(), batches[..., 1:].contiguous()
         self.clock = Clock(job.device)
         torch.manual_seed(job.workload.seed)
+        taking = Taking(job.device, self.emit)
+        trace = Trace(job) if job.trace else None
         self.enter("build")
 
         def feed() -> Iterator[tuple[Any, Any]]:
             """The first batch is asked for when the method has built its model: the clock starts there."""
             for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
                 if step == 1:
+                    taking.end()
                     self.clock.synchronize()
                     self.clock.mark()
+                if trace:
+                    trace.begin(step)
                 self.enter(f"step {step}")
                 yield batch
             self.enter("drain")
@@ -130,6 +136,8 @@ class Run:
             training.close()
         self.clock.synchronize()
         self._collect(wait=True)
+        if trace:
+            trace.write(self.clock.marks, self.emit)
         self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
         self.enter("inspect")
         self.measured["tensors"] = inspect(trained.tensors, job)

@@ -15,13 +15,13 @@ from harness.method import ROOT
 # A file imports only from floors below its own. Methods see rates to twin, and the underscore modules.
 FLOORS = (
     {"harness.rates"},
-    {"harness.spec", "harness.search"},
+    {"harness.spec", "harness.search", "harness.timeline"},
     {"harness.method", "harness.model", "harness.data", "harness.cgroup", "harness.tracker"},
     {"harness.compiler", "harness.twin"},
     {"harness.record", "harness.machine", "harness.published", "harness.rawlog", "methods._*",
      "harness.laws", "harness.profiles"},
     {"methods.*", "harness.gate", "harness.curves", "harness.logrecord", "harness.inspection", "harness.failures",
-     "harness.sim", "harness.published_megatron", "harness.redact"},
+     "harness.sim", "harness.published_megatron", "harness.redact", "harness.trace"},
     {"harness.limits", "harness.turns"},
     {"harness.worker", "harness.build", "harness.calibrate", "harness.fairness", "harness.importer", "harness.rows",
      "harness.scaled"},

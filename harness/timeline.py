@@ -1,0 +1,146 @@
+"""Who did what when, as a value: spans of streams and threads, as files in the trace format of Chrome and Perfetto, and
+what of them hid behind what."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # in the order of a timeline
+KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # what may hide behind compute
+US = 1e6  # microseconds in a second: the format's unit
+Interval = tuple[float, float]
+
+
+class Span(NamedTuple):
+    """Work on a part of the model, by a stream or a thread, in seconds."""
+
+    track: str  # one of TRACKS; where several threads share one, with the number of the thread
+    work: str
+    of: str
+    start: float
+    end: float
+
+
+class Timeline(NamedTuple):
+    """Spans, the steps in which they lie, and what they are of: `title`, `clock` and more."""
+
+    spans: list[Span]
+    steps: list[Span]
+    about: dict[str, Any]
+
+
+class Share(NamedTuple):
+    """Of a step, in seconds: how long the device computed; how long each of KINDS was at work meanwhile (hidden), and
+    how long while it did not compute (exposed). Whose exposed times coincide, they are counted each."""
+
+    step: float
+    compute: float
+    hidden: dict[str, float]
+    exposed: dict[str, float]
+
+
+def steps(ends: Sequence[float], first_step: int) -> list[Span]:
+    """The steps between these moments."""
+    pairs = enumerate(itertools.pairwise(ends), first_step)
+    return [Span("steps", f"step {number}", "", start, end) for number, (start, end) in pairs]
+
+
+# ---- Files
+
+
+def write(timeline: Timeline, path: Path) -> None:
+    """One JSON file, whole or not at all; times count from the start of the first step."""
+    names = sorted({span.track for span in (*timeline.steps, *timeline.spans)}, key=_rank)
+    threads = {name: number for number, name in enumerate(names, 1)}
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name",
+                                     "args": {"name": timeline.about.get("title", "")}}]  # fmt: skip
+    for name, number in threads.items():
+        events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}})
+        events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}})
+    zero = min((span.start for span in timeline.steps), default=0.0)
+    for span in sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start):
+        events.append({
+            "ph": "X", "pid": 1, "tid": threads[span.track], "ts": (span.start - zero) * US,
+            "dur": (span.end - span.start) * US, "name": f"{span.work} {span.of}".strip(), "cat": span.work,
+            "args": {"of": span.of},
+        })  # fmt: skip
+    lines = ",\n".join(json.dumps(event) for event in events)
+    about = json.dumps(timeline.about)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
+    os.replace(temporary, path)
+
+
+def read(path: Path) -> Timeline:
+    """Raises ValueError, naming the file, where it is no trace of ours."""
+    try:
+        data = json.loads(path.read_text())
+        names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+        spans = [
+            Span(names[e["tid"]], e["cat"], e["args"]["of"], e["ts"] / US, (e["ts"] + e["dur"]) / US)
+            for e in data["traceEvents"]
+            if e["ph"] == "X"
+        ]
+        whole = [span for span in spans if span.track == "steps"]
+        return Timeline([span for span in spans if span.track != "steps"], whole, data["otherData"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of this harness: {error}") from error
+
+
+def _rank(track: str) -> tuple[int, str]:
+    kind = track.split(" ")[0]
+    return TRACKS.index(kind) if kind in TRACKS else len(TRACKS), track
+
+
+# ---- What hid behind what
+
+
+def share(spans: Iterable[Span], step: Span) -> Share:
+    """Of one step of a timeline."""
+    tracks: dict[str, list[Interval]] = {}
+    for span in spans:
+        start, end = max(span.start, step.start), min(span.end, step.end)
+        if end > start:
+            tracks.setdefault(span.track.split(" ")[0], []).append((start, end))
+    compute = union(tracks.get("compute", []))
+    hidden, exposed = {}, {}
+    for kind, names in KINDS.items():
+        busy = union([interval for name in names for interval in tracks.get(name, [])])
+        hidden[kind] = length(common(busy, compute))
+        exposed[kind] = length(busy) - hidden[kind]
+    return Share(step.end - step.start, length(compute), hidden, exposed)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The moments of any of them, as disjoint intervals in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
+    """The moments of both; each is disjoint and in order."""
+    found, here, there = [], iter(one), iter(other)
+    a, b = next(here, None), next(there, None)
+    while a and b:
+        start, end = max(a[0], b[0]), min(a[1], b[1])
+        if end > start:
+            found.append((start, end))
+        if a[1] <= b[1]:
+            a = next(here, None)
+        else:
+            b = next(there, None)
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
