@@ -1,6 +1,7 @@
 """The schedule under a virtual clock, beside its bound: what a step takes on machines by name, and what hides.
 
     .venv/bin/python -m bench.virtual [--machine NAME ...] [--layers 16,32,48,78,100] [--out FILE.md]
+    .venv/bin/python -m bench.virtual --traces DIR [--clipping deferred] ...    timelines instead of the table
 
 The published shape (hidden 2048, 16 heads, sequence 1024, batch 4). The method's own code trains a scale model; every
 op is charged by the machine's rates (tests/overlap.py). Nothing here was measured: clock: virtual.
@@ -9,6 +10,7 @@ op is charged by the machine's rates (tests/overlap.py). Nothing here was measur
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +21,10 @@ from harness import method, profiles
 from harness.method import ROOT
 from harness.rates import Rates
 from harness.spec import Plan, Workload
+from harness.timeline import write
 from methods._placement import parse
 from methods._planner import forecast, rows
-from tests.overlap import model_machine, scale_model, virtual_rates, virtual_run
+from tests.overlap import VirtualRun, model_machine, scale_model, virtual_rates, virtual_run
 
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
@@ -37,6 +40,7 @@ class Point(NamedTuple):
     binds: str
     schedule: float
     resident: float  # all on a device of unlimited memory
+    run: VirtualRun
 
     @property
     def share(self) -> float:
@@ -63,7 +67,7 @@ def timed(workload: Workload, rates: Rates, plan: Plan, clipping: str | None) ->
     machine = model_machine(workload, rates, counts, clipping)
     model = dataclasses.replace(scale_model(workload), clip_norm=CLIP_NORMS[clipping])
     run = virtual_run(method.create(NAME, plan.options), model, machine, STEPS)
-    return Point(plan.options["placement"], bound.seconds, bound.binds, run.last_step_seconds, resident.seconds)
+    return Point(plan.options["placement"], bound.seconds, bound.binds, run.last_step_seconds, resident.seconds, run)
 
 
 def line(machine: str, num_layers: int, clipping: str | None) -> str:
@@ -77,11 +81,31 @@ def line(machine: str, num_layers: int, clipping: str | None) -> str:
     )
 
 
+def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> None:
+    """Write a point's timeline, where it fits."""
+    found = point(machine, num_layers, clipping)
+    if isinstance(found, str):
+        print(f"{machine}, {num_layers} layers: {found}")
+        return
+    path = folder / f"virtual_{machine}_{num_layers}_{clipping or 'none'}.json"
+    title = f"{NAME} on {machine}, {num_layers} layers, {found.placement}, clipping {clipping or 'off'}"
+    about = {"title": title, "source": method.source_hash(NAME), "machine": machine, "num_layers": num_layers}
+    write(found.run.timeline(about), path)
+    print(path)
+
+
 @click.command()
 @click.option("--machine", "machines", multiple=True, type=click.Choice(list(DTYPES)), default=list(DTYPES))
 @click.option("--layers", default="16,32,48,78,100")
+@click.option("--clipping", "clippings", multiple=True, type=click.Choice(["none", "deferred", "speculate"]))
+@click.option("--traces", type=click.Path(path_type=Path, file_okay=False), help="Write a timeline of each point here.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=ROOT / "results" / "virtual.md")
-def main(machines: tuple[str, ...], layers: str, out: Path) -> None:
+def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], traces: Path | None, out: Path) -> None:
+    wanted = [clipping for clipping in CLIP_NORMS if not clippings or (clipping or "none") in clippings]
+    if traces:
+        for name, num_layers, clipping in itertools.product(machines, map(int, layers.split(",")), wanted):
+            trace(name, num_layers, clipping, traces)
+        return
     lines = [
         "# The schedule under a virtual clock (clock: virtual; nothing here was measured)",
         "",
@@ -97,7 +121,7 @@ def main(machines: tuple[str, ...], layers: str, out: Path) -> None:
     ]
     for name in machines:
         for num_layers in map(int, layers.split(",")):
-            for clipping in CLIP_NORMS:
+            for clipping in wanted:
                 lines.append(line(name, num_layers, clipping))
                 print(lines[-1], flush=True)
     out.write_text("\n".join(lines) + "\n")

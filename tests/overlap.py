@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from harness.method import Method
 from harness.rates import Rates
 from harness.spec import Workload
+from harness.timeline import Span, Timeline, steps
 from methods._planner import ADAM_BYTES, Counts, rows
 from tests.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
 from tests.training import token_batches
@@ -59,6 +61,7 @@ class VirtualRun:
     total_seconds: float  # until all is done
     busy_seconds: dict[str, float]  # what each agent worked, by its name
     device_flops: float
+    spans: list[Span]
 
     @property
     def step_seconds(self) -> float:
@@ -69,6 +72,9 @@ class VirtualRun:
     def last_step_seconds(self) -> float:
         """When all that is done ahead is done so."""
         return self.step_ends[-1] - self.step_ends[-2]
+
+    def timeline(self, about: dict[str, Any]) -> Timeline:
+        return Timeline(self.spans, steps([0.0, *self.step_ends], 1), {**about, "clock": "virtual"})
 
 
 class VirtualTime:
@@ -131,11 +137,31 @@ def flops_of(op: Op) -> float:
     return flops / 2 if op.arguments.get("is_causal") else flops
 
 
-class Due:
-    """An update that waits for its gradient, or is under way."""
+class Spans:
+    """What agents do when, in virtual seconds: what takes no time is left out."""
 
-    def __init__(self, pool: Workers, deadline: int, released: float, seconds: float) -> None:
-        self.pool, self.deadline, self.released, self.left = pool, deadline, released, seconds
+    def __init__(self, streams: FakeStreams) -> None:
+        self.streams, self.done = streams, []  # type: FakeStreams, list[Span]
+
+    @contextmanager
+    def span(self, stream: Any, track: str, work: str, of: str) -> Iterator[None]:
+        agent = stream or self.streams.thread
+        if stream:
+            stream.reached()
+        start = agent.now
+        yield
+        self.add(Span(track, work, of.rstrip("."), start, agent.now))
+
+    def add(self, span: Span) -> None:
+        if span.end > span.start:
+            self.done.append(span)
+
+
+class Due:
+    """An update that waits for its gradient, or is under way. `about` is a span of it, at whatever time."""
+
+    def __init__(self, pool: Workers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
+        self.pool, self.deadline, self.released, self.left, self.about = pool, deadline, released, seconds, about
         self.end = math.inf
 
     def result(self) -> None:
@@ -147,22 +173,23 @@ class Workers(Pool):
     """As methods/_pool.py's: of the updates whose gradient has landed, all threads share the one of the earliest
     deadline. What was asked for up to now decides, when somebody waits for an update."""
 
-    def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int) -> None:
+    def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: Spans) -> None:
         super().__init__(streams, "workers", num_threads)
-        self.clock, self.now = clock, 0.0
+        self.clock, self.now, self.spans = clock, 0.0, spans
         self.waiting: list[Due] = []
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Any:
         streams, caller, busy = self.streams, self.streams.thread, self.clock.busy_seconds
         streams.thread = HostThread("workers", caller.now, streams.compute)
-        before = busy["workers"]
+        before, span, aside = busy["workers"], streams.span, Spans(streams)
+        streams.span = aside.span
         try:
             work(0, num_chunks)
             seconds = busy["workers"] - before
             released = streams.thread.now - seconds
         finally:
-            streams.thread = caller
-        self.waiting.append(Due(self, deadline, released, seconds / len(self.threads)))
+            streams.thread, streams.span = caller, span
+        self.waiting.append(Due(self, deadline, released, seconds / len(self.threads), aside.done[:1]))
         return self.waiting[-1]
 
     def work_until(self, wanted: Due) -> None:
@@ -174,6 +201,8 @@ class Workers(Pool):
             first = min(landed, key=lambda due: due.deadline)
             sooner = [due.released - self.now for due in self.waiting if due.released > self.now]
             spent = min(first.left, *sooner) if sooner else first.left
+            for about in first.about:
+                self.spans.add(about._replace(start=self.now, end=self.now + spent))
             self.now += spent
             first.left -= spent
             if first.left <= 1e-9 * self.now:
@@ -186,10 +215,12 @@ def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int
     training = method.train(workload, token_batches(workload, steps), DEVICE)
     clock = VirtualTime(machine)
     with watching(clock, machine.num_workers) as streams:
-        streams.workers = lambda num_threads: Workers(streams, clock, num_threads)  # type: ignore[method-assign]
+        spans = Spans(streams)
+        streams.span = spans.span
+        streams.workers = lambda num_threads: Workers(streams, clock, num_threads, spans)  # type: ignore[method-assign]
         step_ends = [streams.compute.now for _ in training]
         streams.compute.synchronize()
-        return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops)
+        return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops, spans.done)
 
 
 MODEL_HIDDEN_SIZE = 32

@@ -17,7 +17,7 @@ from bench.virtual import point
 from harness.method import create
 from harness.spec import Workload
 from tests.fake_streams import watching
-from tests.overlap import Machine, VirtualRun, VirtualTime, Workers, scale_model, virtual_run
+from tests.overlap import Machine, Spans, VirtualRun, VirtualTime, Workers, scale_model, virtual_run
 from tests.training import tiny
 
 WORKLOAD = tiny(num_layers=8, hidden_size=64, num_heads=2, seq_len=32, batch_size=4)
@@ -207,7 +207,7 @@ def test_the_update_that_is_needed_first_goes_first() -> None:
     with watching(VirtualTime(Machine(host_bytes_per_second=1.0))) as streams:
         clock = streams.clock
         assert isinstance(clock, VirtualTime)
-        workers, home, landing = Workers(streams, clock, 1), on_device(10).to("cpu"), streams.stream()
+        workers, home, landing = Workers(streams, clock, 1, Spans(streams)), on_device(10).to("cpu"), streams.stream()
         late = workers.update(2, None, 1, lambda first, last: home.zero_())
         landing.now = 5.0
         landed = landing.record_event()
