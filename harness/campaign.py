@@ -8,6 +8,7 @@ quick ones. Times are rough: a process, its reference's, and for each the bytes 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 import time
@@ -218,12 +219,15 @@ def main(
 ) -> list[Record]:  # fmt: skip
     """The verb; returns the records of what was run. Raises ValueError for words that make no sense together."""
     there = case.numbers()
-    if number not in ("all", *map(str, there)):
-        raise ValueError(f"no case {number!r}: choose one of {', '.join(map(str, there))}, or all")
-    numbers = there if number == "all" else [int(number)]
+    if number not in ("all", *map(str, there), *case.others()):
+        words = ", ".join([*map(str, there), *case.others()])
+        raise ValueError(f"no case {number!r}: choose one of {words}, or all of those with a number")
     records = list(read_all(results)[0].values())
     facts = records[-1].machine if only and records else None
     used = case.profile_of(name, on, facts)
+    if number in case.others():
+        return _run_other(number, used, results, out or results / "figures", only, as_json)
+    numbers = there if number == "all" else [int(number)]
     used = used if repeats is None else dataclasses.replace(used, repeats=repeats)
     finished = [] if only else _measure(numbers, used, results, seconds, as_json)
     records = list(read_all(results)[0].values())
@@ -231,6 +235,14 @@ def main(
     for each in numbers:
         _write(each, used, records, out, only, is_one=len(numbers) == 1)
     return finished
+
+
+def _run_other(name: str, used: Profile, results: Path, out: Path, only: str | None, as_json: bool) -> list[Record]:
+    """A case that does it all itself: it has one run, and no time to divide."""
+    if not only:
+        used.check_machine()
+    with reporter(as_json) as report:
+        return importlib.import_module(f"cases.{name}").main(used, results, out, only, report)
 
 
 def _measure(numbers: list[int], used: Profile, results: Path, seconds: float | None, as_json: bool) -> list[Record]:

@@ -58,6 +58,11 @@ def numbers() -> list[int]:
     return sorted(int(found[1]) for path in FOLDER.glob("case*.py") if (found := re.fullmatch(r"case(\d+)", path.stem)))
 
 
+def others() -> list[str]:
+    """Cases without a number: no figures of the papers, and no part of `all`."""
+    return sorted(path.stem for path in FOLDER.glob("[!_]*.py") if not path.stem.startswith("case"))
+
+
 def load(number: int) -> Case:
     return cast(Case, importlib.import_module(f"cases.case{number}"))
 

@@ -1,0 +1,247 @@
+"""What hides behind what: one step by streams and threads, measured here and under a virtual clock.
+
+Above each other the timelines of a step: the device computes, copies go in and out, the host updates. Beside each, how
+much of the step these took while the device computed (hidden) and while it did not (exposed). The run is traced; the
+virtual ones are the same code on machines by name (bench/virtual.py), where nothing is measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from harness import method, plot
+from harness.launch import worker_environment
+from harness.method import ROOT
+from harness.record import Record, read_all
+from harness.rows import machine_of
+from harness.scaled import Profile, call
+from harness.sweep import Sweep, resolve
+from harness.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+METHODS = ("stronghold",)
+PUBLISHED_DEPTH = 92  # of the run
+RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # layers under the virtual clock
+MACHINES = ("v100-vm", "h200", "rtx4090")
+CLIPPING = "deferred"
+COLORS = {
+    "forward": "#8FB8DE", "backward": "#2F6DB0", "loss": "#6E6E6E", "norm": "#B0B0B0", "update": "#8E5BD0",
+    "update ahead": "#C3A6EC", "weights": "#57A773", "state": "#1E6B45", "gradient": "#E39A4C", "read": "#B58B6A",
+    "write": "#7A4E2D",
+}  # fmt: skip
+BUSY = {"compute": "#2F6DB0", "copies": "#57A773", "updates": "#8E5BD0", "disk": "#B58B6A"}
+LANES = {
+    "compute": "compute",
+    "inbound": "copies in",
+    "outbound": "copies out",
+    "update": "host update",
+    "disk": "disk",
+}
+WIDTH_INCHES, ROW_INCHES = 7.6, 1.3
+TOP_INCHES, BOTTOM_INCHES = 0.45, 0.8
+GAP_INCHES = 0.42  # between rows: a title and an axis
+COLUMNS = ("clock", "title", "step", "step_seconds", "compute_seconds",
+           *(f"{kind}_{how}_seconds" for kind in KINDS for how in ("hidden", "exposed")))  # fmt: skip
+
+
+class Shown(NamedTuple):
+    """One step of a timeline, and who says so."""
+
+    timeline: Timeline
+    record: Record | None  # of a measured one
+
+    @property
+    def step(self) -> Span:
+        """The last but one: around it, both what came before and what comes after are noted."""
+        return self.timeline.steps[-2]
+
+    @property
+    def share(self) -> Share:
+        return share(self.timeline.spans, self.step)
+
+
+def run(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
+    """Trace what has no trace yet; the virtual ones anew where the method's code is another."""
+    folder = results / "traces"
+    folder.mkdir(parents=True, exist_ok=True)
+    job = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))[0]
+    job = dataclasses.replace(job, trace=str((folder / f"overlap_{used.name}.json").resolve()))
+    finished = Sweep(results, report=report).run([job])
+    missing = [name for name in MACHINES if not _is_current(_virtual(folder, used, name))]
+    if missing:
+        report({"event": "build", "text": f"virtual time: {', '.join(missing)}, {RUNS[used.kind]} layers"})
+        words = [word for name in missing for word in ("--machine", name)]
+        words += ["--layers", str(RUNS[used.kind]), "--clipping", CLIPPING, "--traces", str(folder)]
+        command = [sys.executable, "-W", "ignore", "-m", "bench.virtual", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=worker_environment())
+        if done.returncode:
+            line = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            report({"event": "warning", "text": f"no virtual timelines: {line}"})
+    return finished
+
+
+def _virtual(folder: Path, used: Profile, name: str) -> Path:
+    return folder / f"virtual_{name}_{RUNS[used.kind]}_{CLIPPING}.json"
+
+
+def _is_current(path: Path) -> bool:
+    try:
+        return read(path).about["source"] == method.source_hash(METHODS[0])
+    except ValueError:
+        return False
+
+
+def shown(used: Profile, results: Path) -> list[Shown]:
+    """What there is to be drawn, the measured one first. Raises ValueError where that is missing."""
+    traced = results / "traces" / f"overlap_{used.name}.json"
+    records = [
+        record
+        for record in read_all(results)[0].values()
+        if record.job.trace and Path(record.job.trace).name == traced.name and record.status == "ok"
+    ]
+    if not records or not traced.exists():
+        raise ValueError(f"no trace of profile {used.name} here: {call('overlap', used.name)} makes it")
+    paths = [_virtual(results / "traces", used, name) for name in MACHINES]
+    return [Shown(read(traced), records[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
+
+
+def extract(found: Sequence[Shown], path: Path) -> None:
+    """Write the table: seconds of one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for each in found:
+            about, of = each.timeline.about, each.share
+            times = [of.step, of.compute, *(part[kind] for kind in KINDS for part in (of.hidden, of.exposed))]
+            writer.writerow([about["clock"], about["title"], each.step.work, *(f"{value:.9f}" for value in times)])
+
+
+def figure(found: Sequence[Shown], note: str) -> Figure:
+    """A row for each timeline: its step by lanes, its shares as bars."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    height = TOP_INCHES + len(found) * ROW_INCHES - GAP_INCHES + BOTTOM_INCHES
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(plot.STYLE)  # type: ignore[arg-type]
+        made = Figure(figsize=(WIDTH_INCHES, height))
+        rows = made.subplots(len(found), 2, squeeze=False, gridspec_kw={"width_ratios": (3.4, 1)})
+        works: set[str] = set()
+        for each, (left, right) in zip(found, rows, strict=True):
+            works |= _lanes(left, each)
+            _shares(right, each.share)
+        rows[-1][0].set_xlabel("milliseconds since the start of the step")
+        rows[-1][1].set_xlabel("% of the step")
+        keys = [Patch(color=color, label=work) for work, color in COLORS.items() if work in works]
+        keys.append(Patch(facecolor="white", edgecolor=plot.CROSS, hatch="////", label="exposed"))
+        made.legend(handles=keys, loc="upper right", ncols=len(keys), bbox_to_anchor=(0.995, 1.0), columnspacing=1.2)
+        made.text(0.012, 0.06 / height, _caption(found, note), fontsize=5.4, color=plot.EDGE, va="bottom")
+        made.subplots_adjust(
+            left=0.1, right=0.99, top=1 - TOP_INCHES / height, bottom=BOTTOM_INCHES / height, wspace=0.2,
+            hspace=GAP_INCHES / (ROW_INCHES - GAP_INCHES),
+        )  # fmt: skip
+    return made
+
+
+def _lanes(axes: Axes, each: Shown) -> set[str]:
+    """The step by streams and threads; returns the kinds of work that it shows."""
+    step, spans = each.step, each.timeline.spans
+    inside = [span for span in spans if span.end > step.start and span.start < step.end]
+    lanes = sorted({span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track))
+    for height, lane in enumerate(reversed(lanes)):
+        for span in (span for span in inside if span.track == lane):
+            start, end = max(span.start, step.start), min(span.end, step.end)
+            interval = (1000 * (start - step.start), 1000 * (end - start))
+            axes.broken_barh([interval], (height - 0.4, 0.8), facecolor=COLORS.get(span.work, plot.EDGE))
+    axes.set_yticks(range(len(lanes)), [_name(lane) for lane in reversed(lanes)])
+    axes.set_ylim(-0.6, len(lanes) - 0.4)
+    axes.set_xlim(0, 1000 * (step.end - step.start))
+    clock = each.timeline.about["clock"]
+    who = "virtual, nothing measured" if clock == "virtual" else "measured"
+    gate = "" if each.record is None or each.record.gate.passed else ", gate not passed"
+    milliseconds = plot.number(1000 * (step.end - step.start))
+    title = f"{who}{gate}: {_title(each)}; {step.work}, {milliseconds} ms"
+    axes.set_title(title, fontsize=6.3, loc="left", color=plot.EDGE)
+    return {span.work for span in inside}
+
+
+def _title(each: Shown) -> str:
+    if each.record is None:
+        return str(each.timeline.about["title"])
+    load, options = each.record.job.workload, each.record.job.options
+    return f"{each.record.job.method}, {load.num_layers} layers, {options['placement']}, clipping {options['clipping']}"
+
+
+def _name(lane: str) -> str:
+    kind, _, number = lane.partition(" ")
+    return f"{LANES.get(kind, kind)} {number}".strip()
+
+
+def _shares(axes: Axes, of: Share) -> None:
+    """Bars in per cent of the step: compute, and what hides behind it."""
+    kinds = [kind for kind in KINDS if of.hidden[kind] + of.exposed[kind] > 0]
+    names = ["compute", *kinds]
+    for height, name in enumerate(reversed(names)):
+        hidden = 100 * (of.compute if name == "compute" else of.hidden[name]) / of.step
+        exposed = 0.0 if name == "compute" else 100 * of.exposed[name] / of.step
+        axes.barh(height, hidden, 0.62, color=BUSY[name])
+        if exposed >= 0.5:
+            look: Any = {"facecolor": "white", "edgecolor": plot.CROSS, "hatch": "////", "linewidth": 0.6}
+            axes.barh(height, exposed, 0.62, left=hidden, **look)
+        text = f"{hidden:.0f}" if name == "compute" else f"{hidden:.0f} + {exposed:.0f}"
+        axes.text(hidden + exposed + 2, height, text, fontsize=5.8, va="center", color=plot.EDGE)
+    axes.set_yticks(range(len(names)), list(reversed(names)))
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_xlim(0, 125)
+    axes.set_xticks([0, 50, 100])
+    axes.set_title("busy; hidden + exposed", fontsize=6.5, loc="left", color=plot.EDGE)
+
+
+def _caption(found: Sequence[Shown], note: str) -> str:
+    texts = [
+        "exposed: while the device does not compute; copies and updates that are exposed at once count in both bars"
+    ]
+    for each in found:
+        if each.record:
+            clock, gate = each.record.clock, each.record.gate
+            texts.append(
+                f"measured: {note}; {machine_of(each.record)}; clock {plot.CLOCKS.get(clock, clock)}; one step of one"
+                f" run; gate: {gate.verdict}"
+            )
+    if len(found) > 1:
+        texts.append(
+            "virtual: the method's own code under a virtual clock, by the rates of machines.yaml, published shape; no"
+            " number of it was measured"
+        )
+    return "\n".join(
+        line for text in texts for line in textwrap.wrap(text, plot.NOTE_COLUMNS, subsequent_indent="    ")
+    )
+
+
+def main(
+    used: Profile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
+) -> list[Record]:
+    """The whole case: run, table, figure, or one of the two alone."""
+    finished = [] if only else run(used, results, report)
+    found = shown(used, results)
+    path = out / f"overlap_{used.name}.csv"
+    extract(found, path)
+    if only == "extract":
+        print(path.read_text(), end="")
+        return finished
+    made = plot.save(figure(found, f"profile {used.name}"), path.with_suffix(""))
+    print(f"case overlap: {', '.join(map(str, [path, *made]))}", file=sys.stdout)
+    return finished
