@@ -129,12 +129,12 @@ class Pool:
         self.streams = streams
         self.threads = [HostThread(f"{name} {i}", streams.clock.zero, streams.compute) for i in range(num_threads)]
 
-    def submit(self, work: Callable[[], Any]) -> Task:
+    def submit(self, work: Callable[..., Any], *args: Any) -> Task:
         streams, caller = self.streams, self.streams.thread
         streams.thread = min(self.threads, key=streams.clock.load)
         streams.wait(streams.thread, caller.now)
         try:
-            value = work()
+            value = work(*args)
             return Task(streams, value, streams.thread.now)
         finally:
             streams.thread = caller
