@@ -233,6 +233,7 @@ class Slurm:
         if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
             evidence["limit_of"] = "the cluster"
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
+        place |= {"image": self.image} if self.image else {}
         return place_record(path, place, evidence, end if is_better else None)
 
 

@@ -55,6 +55,8 @@ def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
         return {**row, "error": str(error)}
     budget = machine.rank_budget(job)
     trained = method.create(job.method, job.options, folders)
+    devices = job.world_size if job.device == "cuda" else 1  # of a CPU all ranks share the one
+    part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
     depth = largest(trained, job, budget)
     row |= {
         "options": resolved.options,
@@ -65,7 +67,7 @@ def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
         "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes,
         "moved_bytes": plan.moved_bytes,
-        "least_step_seconds": plan.step_seconds or least_step_seconds(workload, plan, budget.rates),
+        "least_step_seconds": plan.step_seconds or least_step_seconds(part, plan, budget.rates),
         "time_binds": plan.binds,
         "fits": shortfall is None,
         "shortfall": shortfall,
@@ -144,6 +146,8 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
             options += f"; {row['least_step_seconds']:.3g} s a step, bound by {row['time_binds']}"
         if options:
             print(f"{row['method']}, {row['num_layers']} layers: {options}")
+    if any(row["options"].get("world_size", 1) > 1 for row in planned):
+        print("world_size: bytes are one rank's, who has a device of its own and its part of the host's budget.")
     print("binds: the memory that one layer more than the largest would pass.")
     print("seconds, at least: a bound by the machine's rates (facts in machines.yaml), however well all overlaps.")
     for row in found:
