@@ -20,8 +20,8 @@ from harness.ranks import first_to_fail
 from harness.record import Record, read_all
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
+from tests.tiny import TINY
 
-TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=4, vocab_size=97)
 SHARDED = Job("fsdp2-offload", TINY, {"world_size": 2}, steps=8, warmup=2)
 MEETING = """
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
     """A call of a method whose two ranks meet in every step; nothing of it may be left."""
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "meeting.py").write_text(MEETING)
-    found = "-m meeting --ranks 2 -l 2 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --steps 2000".split()
+    found = "-m meeting --ranks 2 -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2000".split()
     yield [*found, "--methods", str(tmp_path / "methods"), "--results", str(tmp_path)]
     assert processes(str(tmp_path)) == []
     assert not list(tmp_path.glob(".ranks-*"))
@@ -201,14 +201,14 @@ def test_a_host_must_hold_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("words_", "told"),
     [
-        ("-m fsdp2-offload --ranks 3", "a batch of 4 is for 1, 2, 4 ranks, not 3"),
+        ("-m fsdp2-offload --ranks 3", "a batch of 2 is for 1, 2 ranks, not 3"),
         ("-m resident --ranks 2", "--ranks: resident trains in one process; -m fsdp2-offload in several"),
         ("-m fsdp2-offload --ranks 2 --dropout 0.1", "dropout and --ranks exclude each other"),
         ("-m fsdp2-offload --ranks 2 --device sim", "not on sim"),
     ],
 )
 def test_ranks_that_cannot_be_are_one_line(words_: str, told: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "harness", *words_.split(), *"-l 2 -h 32 -b 4 --heads 2 --seq 16".split()]
+    command = [sys.executable, "-m", "harness", *words_.split(), *"-l 2 -h 32 -b 2 --heads 2 --seq 16".split()]
     done = subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and told in done.stderr, done.stderr
     assert os.listdir(tmp_path) == []
