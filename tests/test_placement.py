@@ -140,7 +140,7 @@ def test_micro_batches_have_the_very_bits_in_every_place(micro_batches: int, cha
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("placement", MIXTURES)
 def test_the_plan_foretells_what_one_more_step_moves(placement: str, dtype: str, clip_norm: float) -> None:
     workload, options = tiny(**SMALL, dtype=dtype, clip_norm=clip_norm), {"placement": placement, "window_size": 2}
@@ -157,7 +157,10 @@ def test_a_committed_step_of_streamed_layers_moves_no_gradient_in() -> None:
     assert three - two == create("stronghold", options).plan(workload, Budget()).moved_bytes
 
 
-@pytest.mark.parametrize(("dtype", "clipping"), [("fp32", "deferred"), ("bf16", "speculate"), ("fp32", None)])
+UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), ("fp32", None)]
+
+
+@pytest.mark.parametrize(("dtype", "clipping"), UPDATES)
 @pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
 def test_the_plan_is_within_a_tenth_of_the_twin_in_both_memories(
     placement: str, dtype: str, clipping: str | None

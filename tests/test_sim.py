@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "l2l": {},
     "stronghold": {"window_size": 1, "resident_layers": 0},
 }
-CHANGES: list[dict[str, Any]] = [{}, {"dtype": "bf16"}, {"dropout": 0.1}]
+CHANGES: list[dict[str, Any]] = [{}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"dropout": 0.1}]
 CASES = [[method, changes, options] for changes in CHANGES for method, options in METHODS.items()]
 
 
