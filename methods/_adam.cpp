@@ -1,6 +1,7 @@
-// One AdamW step in one pass: in mixed precision bf16 gradients and weights, fp32 master and moments; or all of it fp32.
+// One AdamW step in one pass: in mixed precision bf16 or fp16 gradients and weights, fp32 master and moments; or all of it
+// fp32.
 //
-// The fp32 master of mixed precision is split: its bf16 rounding (to nearest, ties to even) is the weight, its low 16
+// The fp32 master of an fp16 weight is kept whole; that of a bf16 weight is split: its bf16 rounding (to nearest, ties to even) is the weight, its low 16
 // bits are kept beside it. They give its high bits, too, but where a tie (low == 0x8000) was rounded down: that is marked
 // by the sign of the second moment, which is never negative. So 12 bytes a parameter keep every bit of the state.
 //
@@ -15,6 +16,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,14 +24,29 @@
 
 namespace {
 
-template <typename Word>  // of a weight and of its gradient: float, or the bits of a bf16, half of a split master
+struct Fp32 {
+    using Word = float;  // of a weight and of its gradient
+    using Rest = float;  // of the master, beside the weight: none
+};
+
+struct Bf16 {
+    using Word = uint16_t;
+    using Rest = uint16_t;  // the low half of the master; the weight is the other
+};
+
+struct Fp16 {
+    using Word = uint16_t;
+    using Rest = float;  // all of the master
+};
+
+template <typename Format>
 struct State {
-    Word* weights;
-    uint16_t* low;  // the other half of a split master
+    typename Format::Word* weights;
+    typename Format::Rest* rest;
     float *exp_avg, *exp_avg_sq;
 
     State at(int64_t start) const {
-        return {weights + start, low ? low + start : nullptr, exp_avg + start, exp_avg_sq + start};
+        return {weights + start, rest ? rest + start : nullptr, exp_avg + start, exp_avg_sq + start};
     }
 };
 
@@ -53,18 +70,39 @@ inline uint32_t as_bits(float value) {
     return bits;
 }
 
-template <bool is_tail, typename Word>
+// By arithmetic that any vector unit has: a multiplication moves the exponent, of what is below the normal numbers, too.
+inline float from_fp16(uint16_t half) {
+    const uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
+    const uint32_t finite = as_bits(as_float(bits) * 0x1p112f);
+    const uint32_t value = bits >= 0x0f800000 ? bits | 0x7f800000 : finite;
+    return as_float(value | static_cast<uint32_t>(half & 0x8000) << 16);
+}
+
+// Rounded to nearest, ties to even. Below the normal numbers of fp16 an addition to 1/2 rounds to its smallest step.
+inline uint16_t to_fp16(float value) {
+    const uint32_t bits = as_bits(value) & 0x7fffffff;
+    const uint32_t normal = (bits + 0xc8000fff + ((bits >> 13) & 1)) >> 13;
+    const uint32_t small = as_bits(as_float(bits) + 0.5f) - as_bits(0.5f);
+    const uint32_t large = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
+    const uint32_t half = bits >= 0x47800000 ? large : bits < 0x38800000 ? small : normal;
+    return static_cast<uint16_t>(half | (as_bits(value) >> 16 & 0x8000));
+}
+
+template <bool is_tail, typename Format>
 [[gnu::always_inline]] inline void update(
-    const Word* grads, State<Word> from, State<Word> to, int64_t count, Factors by) {
-    constexpr bool is_split = sizeof(Word) == 2;
+    const typename Format::Word* grads, State<Format> from, State<Format> to, int64_t count, Factors by) {
+    constexpr bool is_split = std::is_same_v<Format, Bf16>, is_half = std::is_same_v<Format, Fp16>;
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
         const uint32_t marked = as_bits(from.exp_avg_sq[i]);
         float master, grad;
         if constexpr (is_split) {
-            const uint32_t low = static_cast<int32_t>(static_cast<int16_t>(from.low[i]));
+            const uint32_t low = static_cast<int32_t>(static_cast<int16_t>(from.rest[i]));
             master = as_float((static_cast<uint32_t>(from.weights[i]) << 16) + low + ((marked >> 31) << 16));
             grad = as_float(static_cast<uint32_t>(grads[i]) << 16) * by.factor;
+        } else if constexpr (is_half) {
+            master = from.rest[i];
+            grad = from_fp16(grads[i]) * by.factor;
         } else {
             master = from.weights[i];
             grad = grads[i] * by.factor;
@@ -85,8 +123,12 @@ template <bool is_tail, typename Word>
             const uint32_t kept = static_cast<int32_t>(static_cast<int16_t>(bits));
             const uint32_t mark = (bits - (rounded << 16) - kept) << 15;
             to.weights[i] = static_cast<uint16_t>(rounded);
-            to.low[i] = static_cast<uint16_t>(bits);
+            to.rest[i] = static_cast<uint16_t>(bits);
             to.exp_avg_sq[i] = as_float((as_bits(avg_sq) & 0x7fffffff) | mark);
+        } else if constexpr (is_half) {
+            to.weights[i] = to_fp16(master);
+            to.rest[i] = master;
+            to.exp_avg_sq[i] = avg_sq;
         } else {
             to.weights[i] = master;
             to.exp_avg_sq[i] = avg_sq;
@@ -110,30 +152,30 @@ template <typename Value>
     std::memcpy(reinterpret_cast<char*>(to) + done, reinterpret_cast<const char*>(from) + done, bytes - done);
 }
 
-template <bool is_tail, typename Word>
+template <bool is_tail, typename Format>
 [[gnu::always_inline]] inline void update_run(
-    const Word* grads, State<Word> from, State<Word> to, int64_t start, int64_t stop, Factors by) {
+    const typename Format::Word* grads, State<Format> from, State<Format> to, int64_t start, int64_t stop, Factors by) {
     if (to.weights == from.weights) {
         update<is_tail>(grads + start, from.at(start), to.at(start), stop - start, by);
         return;
     }
-    alignas(64) Word weights[BLOCK];
-    alignas(64) uint16_t low[BLOCK];
+    alignas(64) typename Format::Word weights[BLOCK];
+    alignas(64) typename Format::Rest rest[BLOCK];
     alignas(64) float exp_avg[BLOCK], exp_avg_sq[BLOCK];
     for (; start < stop; start += BLOCK) {
         const int64_t count = std::min(BLOCK, stop - start);
-        const State<Word> there = to.at(start);
-        update<is_tail>(grads + start, from.at(start), State<Word>{weights, low, exp_avg, exp_avg_sq}, count, by);
+        const State<Format> there = to.at(start);
+        update<is_tail>(grads + start, from.at(start), State<Format>{weights, rest, exp_avg, exp_avg_sq}, count, by);
         write_past_caches(there.weights, weights, count);
-        if (sizeof(Word) == 2) write_past_caches(there.low, low, count);
+        if (there.rest) write_past_caches(there.rest, rest, count);
         write_past_caches(there.exp_avg, exp_avg, count);
         write_past_caches(there.exp_avg_sq, exp_avg_sq, count);
     }
 }
 
-template <typename Word>
+template <typename Format>
 [[gnu::always_inline]] inline void update_all(
-    const Word* grads, State<Word> from, State<Word> to, const Piece* pieces, int64_t num_pieces, Factors by) {
+    const typename Format::Word* grads, State<Format> from, State<Format> to, const Piece* pieces, int64_t num_pieces, Factors by) {
     const float decay = by.decay;
     for (const Piece* piece = pieces; piece < pieces + num_pieces; ++piece) {
         const int64_t tail = piece->stop - (piece->stop - piece->start) % 8;
@@ -143,40 +185,43 @@ template <typename Word>
     }
 }
 
-template <typename Word>
-void plain(const Word* grads, State<Word> from, State<Word> to, const Piece* pieces, int64_t num_pieces, Factors by) {
+template <typename Format>
+void plain(const typename Format::Word* grads, State<Format> from, State<Format> to, const Piece* pieces,
+           int64_t num_pieces, Factors by) {
     update_all(grads, from, to, pieces, num_pieces, by);
 }
 
 #if defined(__x86_64__)
-template <typename Word>
+template <typename Format>
 [[gnu::target("avx2,fma")]] void avx2(
-    const Word* grads, State<Word> from, State<Word> to, const Piece* pieces, int64_t num_pieces, Factors by) {
+    const typename Format::Word* grads, State<Format> from, State<Format> to, const Piece* pieces, int64_t num_pieces,
+    Factors by) {
     update_all(grads, from, to, pieces, num_pieces, by);
     _mm_sfence();
 }
 
-template <typename Word>
+template <typename Format>
 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")]] void avx512(
-    const Word* grads, State<Word> from, State<Word> to, const Piece* pieces, int64_t num_pieces, Factors by) {
+    const typename Format::Word* grads, State<Format> from, State<Format> to, const Piece* pieces, int64_t num_pieces,
+    Factors by) {
     update_all(grads, from, to, pieces, num_pieces, by);
     _mm_sfence();
 }
 #endif
 
-template <typename Word>
+template <typename Format>
 void step(int path, const void* grads, void* const* from, void* const* to, const Piece* pieces, int64_t num_pieces,
           Factors by) {
     const auto state = [](void* const* slabs) {
-        return State<Word>{static_cast<Word*>(slabs[0]), static_cast<uint16_t*>(slabs[1]),
-                           static_cast<float*>(slabs[2]), static_cast<float*>(slabs[3])};
+        return State<Format>{static_cast<typename Format::Word*>(slabs[0]), static_cast<typename Format::Rest*>(slabs[1]),
+                             static_cast<float*>(slabs[2]), static_cast<float*>(slabs[3])};
     };
-    auto run = plain<Word>;
+    auto run = plain<Format>;
 #if defined(__x86_64__)
-    if (path == 1) run = avx2<Word>;
-    if (path == 2) run = avx512<Word>;
+    if (path == 1) run = avx2<Format>;
+    if (path == 2) run = avx512<Format>;
 #endif
-    run(static_cast<const Word*>(grads), state(from), state(to), pieces, num_pieces, by);
+    run(static_cast<const typename Format::Word*>(grads), state(from), state(to), pieces, num_pieces, by);
 }
 
 }  // namespace
@@ -195,9 +240,9 @@ int adamw_widest_path() {
     return 0;
 }
 
-// from and to: weights, low, exp_avg, exp_avg_sq; to may be from; without low, all of it is fp32. numbers: clip factor,
-// learning rate, weight decay, beta1, beta2, epsilon, number of this step from 1.
-void adamw(int path, const void* grads, void* const* from, void* const* to, const Piece* pieces, int64_t num_pieces,
+// format: 0 fp32, 1 bf16, 2 fp16. from and to: weights, rest of the master (none in fp32), exp_avg, exp_avg_sq; to may be
+// from. numbers: clip factor, learning rate, weight decay, beta1, beta2, epsilon, number of this step from 1.
+void adamw(int path, int format, const void* grads, void* const* from, void* const* to, const Piece* pieces, int64_t num_pieces,
            const double* numbers) {
     const double learning_rate = numbers[1], beta1 = numbers[3], beta2 = numbers[4], number = numbers[6];
     const Factors by = {
@@ -210,6 +255,7 @@ void adamw(int path, const void* grads, void* const* from, void* const* to, cons
         static_cast<float>(numbers[5]),
         static_cast<float>(-(learning_rate / (1 - std::pow(beta1, number)))),
     };
-    (from[1] ? step<uint16_t> : step<float>)(path, grads, from, to, pieces, num_pieces, by);
+    const auto run = format == 0 ? step<Fp32> : format == 1 ? step<Bf16> : step<Fp16>;
+    run(path, grads, from, to, pieces, num_pieces, by);
 }
 }

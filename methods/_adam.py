@@ -11,7 +11,8 @@ from harness.compiler import Library
 from harness.method import ROOT
 from harness.spec import BETAS, EPSILON, WEIGHT_DECAY
 
-PATHS = ("plain", "AVX2", "AVX-512")  # by their number in _adam.cpp
+PATHS = ("plain", "AVX2", "AVX-512")  # by their number in _adam.cpp, as the next
+FORMATS = ("fp32", "bf16", "fp16")
 LIBRARY = Library("the host's AdamW", 1, ROOT / ".venv" / "adam", (Path(__file__).with_name("_adam.cpp"),))
 # No operation is fused but where the source says so: its three paths and torch give the same bits.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -44,13 +45,12 @@ def describe(dtype: str, *, is_ahead: bool = False) -> str:
     """The host's optimizer, for the fairness table; `is_ahead` from one state into another."""
     if dtype == "fp32" and not (is_ahead and load()):
         return "torch AdamW, fused, host"
-    if dtype == "fp16":
-        return "torch AdamW, fused, in blocks, host"
     return f"AdamW in one pass ({PATHS[widest_path()]}), host" if load() else "torch AdamW, fused, in blocks, host"
 
 
 def run(
     path: int,
+    dtype: str,
     grads: int,
     source: list[int],
     target: list[int],
@@ -59,8 +59,8 @@ def run(
     num_updates: int,
     factor: float,
 ) -> None:
-    """One step on slabs given by their addresses: weights, low (0: all is fp32), exp_avg, exp_avg_sq; the target may be
-    the source.
+    """One step on slabs given by their addresses: weights, rest of their master (0 in fp32), exp_avg, exp_avg_sq; the
+    target may be the source. `dtype` is that of weights and gradients.
 
     `table` has three numbers for each piece of a tensor: start, stop, whether decay applies. Other threads of Python
     run meanwhile.
@@ -70,6 +70,7 @@ def run(
     numbers = (factor, learning_rate, WEIGHT_DECAY, *BETAS, EPSILON, num_updates)
     library.adamw(
         path,
+        FORMATS.index(dtype),
         ctypes.c_void_p(grads),
         (ctypes.c_void_p * 4)(*source),
         (ctypes.c_void_p * 4)(*target),

@@ -9,9 +9,11 @@ import os
 import torch
 from torch import Tensor
 
+from harness.model import DTYPES
 from harness.spec import gib
 from methods import _adam
 
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAGE_BYTES = 4096  # a file is read and written past the system's cache where memory and length are whole pages
 
 _library = torch.library.Library("harness", "DEF")
@@ -33,10 +35,11 @@ def adamw(
     learning_rate: float,
     number: int,
 ) -> None:
-    """The compiled kernel on slabs of the host: weights, in mixed precision the low half of their master, two moments.
+    """The compiled kernel on slabs of the host: weights, in mixed precision the rest of their master, two moments.
     `table` has start, stop and whether decay applies of each piece."""
     _adam.run(
         _adam.widest_path(),
+        NAMES[grads.dtype],
         grads.data_ptr(),
         _addresses(source),
         _addresses(target),
@@ -48,8 +51,8 @@ def adamw(
 
 
 def _addresses(slabs: list[Tensor]) -> list[int]:
-    weights, *low, exp_avg, exp_avg_sq = (slab.data_ptr() for slab in slabs)
-    return [weights, low[0] if low else 0, exp_avg, exp_avg_sq]
+    weights, *rest, exp_avg, exp_avg_sq = (slab.data_ptr() for slab in slabs)
+    return [weights, rest[0] if rest else 0, exp_avg, exp_avg_sq]
 
 
 def reserve(file: Tensor, num_bytes: int) -> None:

@@ -1,15 +1,14 @@
 """AdamW on slabs: the very bits of torch.optim.AdamW(fused=True), in fp32 and in mixed precision, on either memory.
 
-On the host the fp32 master of bf16 is split, so that the weight is half of it: 12 bytes a parameter
-hold weight, master and moments. The weight is the master rounded to nearest, ties to even, as torch rounds; beside it
-lie the master's low 16 bits. At a tie these two fit two masters, one rounded up and one rounded down; a 17th bit tells
-which, the sign of the second moment, which is never negative. So no bit of the master is lost.
+On the host the fp32 master of bf16 is split, so that the weight is half of it: 12 bytes a parameter hold weight, master
+and moments. The weight is the master rounded to nearest, ties to even, as torch rounds; beside it lie the master's low
+16 bits. At a tie these two fit two masters, one rounded up and one rounded down; a 17th bit tells which, the sign of
+the second moment, which is never negative. So no bit of the master is lost. An fp16 weight is no part of its master,
+which is kept whole: 14 bytes a parameter.
 
-An fp16 weight is no part of its fp32 master, which is kept whole: 14 bytes a parameter.
-
-Split masters, and fp32 from one state into another, are updated in one pass by the compiled kernel (_adam.py); where
-there is none, and for all others, by torch's kernels, a block after the other, so that what is fp32 for a moment is
-small and stays in the cache.
+These two, and fp32 from one state into another, are updated in one pass by the compiled kernel (_adam.py); where there
+is none, and fp32 in place, by torch's kernels, a block after the other, so that what is fp32 for a moment is small and
+stays in the cache.
 """
 
 from __future__ import annotations
@@ -110,12 +109,13 @@ def update(
     """One AdamW step of adjacent chunks by their gradient, scaled by the clip factor, out of one state into another,
     which may be the same; decay on matrices only."""
     is_ahead = target.weights is not source.weights
-    takes_one_pass = source.is_split or (is_ahead and source.master is None)
+    takes_one_pass = source.is_split or grads.dtype == torch.float16 or (is_ahead and source.master is None)
     if takes_one_pass and grads.device.type == "cpu" and _adam.load():
         start, stop = runs[0][0].start, runs[-1][-1].stop
         table = [number for run in runs for a, b, decays in run for number in (a - start, b - start, int(decays))]
         slabs = ([slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target))
-        torch.ops.harness.adamw(grads[start:stop], *slabs, factor, table, step.learning_rate, step.number)
+        scale = torch.tensor(factor) if isinstance(factor, float) else factor
+        torch.ops.harness.adamw(grads[start:stop], *slabs, scale, table, step.learning_rate, step.number)
         return
     for run in runs:
         start, stop = run[0].start, run[-1].stop

@@ -35,8 +35,14 @@ def kernel() -> None:
 
 
 def empty_state(numel: int, dtype: torch.dtype = torch.bfloat16) -> State:
-    low = None if dtype == torch.float32 else torch.zeros(numel, dtype=torch.int16)
-    return State(torch.zeros(numel, dtype=dtype), low, *torch.zeros(2, numel))
+    rest = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dtype)
+    master = None if rest is None else torch.zeros(numel, dtype=rest)
+    return State(torch.zeros(numel, dtype=dtype), master, *torch.zeros(2, numel))
+
+
+def half_of(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients are rounded, so that one oracle does for fp32 and bf16."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 def random(numel: int, seed: int) -> Tensor:
@@ -54,8 +60,8 @@ def pieces() -> list[Piece]:
 NUMEL = pieces()[-1].stop
 
 
-def by_torch(factor: float | None) -> list[Tensor]:
-    """bf16 weights, master and moments after some steps of torch's fused AdamW on an fp32 master of each tensor."""
+def by_torch(factor: float | None, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Rounded weights, master and moments after some steps of torch's fused AdamW on an fp32 master of each tensor."""
     masters = [random(NUMEL, 0)[start:stop].clone() for start, stop, _ in pieces()]
     groups = [
         {"params": [each], "weight_decay": 0.01 * piece.is_decayed}
@@ -63,7 +69,7 @@ def by_torch(factor: float | None) -> list[Tensor]:
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=True)
     for number in range(1, NUM_STEPS + 1):
-        grads = random(NUMEL, number).bfloat16().float()
+        grads = random(NUMEL, number).to(half_of(dtype)).float()
         if factor is not None:
             grads *= torch.tensor(factor)
         for each, piece, group in zip(masters, pieces(), optimizer.param_groups, strict=True):
@@ -71,7 +77,7 @@ def by_torch(factor: float | None) -> list[Tensor]:
         optimizer.step()
     states = [optimizer.state[each] for each in masters]
     moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-    return [torch.cat([each.bfloat16() for each in masters]), torch.cat(masters), *map(torch.cat, moments)]
+    return [torch.cat([each.to(half_of(dtype)) for each in masters]), torch.cat(masters), *map(torch.cat, moments)]
 
 
 def by_us(
@@ -84,9 +90,10 @@ def by_us(
     for number in range(1, NUM_STEPS + 1):
         step = AdamStep(1e-3 * number, number, torch.tensor(float(number)))
         scale = None if factor is None else torch.tensor(factor)
-        update(random(NUMEL, number).bfloat16().to(dtype), state, other, chunks(pieces(), max_numel), step, scale)
+        grads = random(NUMEL, number).to(half_of(dtype)).to(dtype)
+        update(grads, state, other, chunks(pieces(), max_numel), step, scale)
         state, other = other, state
-    slabs = (state.weights.bfloat16(), joined(state), state.exp_avg, state.exp_avg_sq.abs())
+    slabs = (state.weights.to(half_of(dtype)), joined(state), state.exp_avg, state.exp_avg_sq.abs())
     return [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
 
 
@@ -109,7 +116,7 @@ def test_a_master_that_is_no_number_stays_none() -> None:
 
 @pytest.mark.parametrize("path", range(len(_adam.PATHS)), ids=_adam.PATHS)
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [None, 0.37])
 def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
     kernel: None, path: int, is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
@@ -117,22 +124,49 @@ def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
     if path > _adam.widest_path():
         pytest.skip(f"no {_adam.PATHS[path]} here")
     monkeypatch.setattr(_adam, "widest_path", lambda: path)
-    assert all(map(torch.equal, by_us(factor, 10**6, dtype, is_ahead=is_ahead), by_torch(factor)))
+    assert all(map(torch.equal, by_us(factor, 10**6, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [None, 0.37])
 def test_without_a_compiler_the_bits_are_the_same(
     is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_adam, "load", lambda: None)
-    assert all(map(torch.equal, by_us(factor, 160, dtype, is_ahead=is_ahead), by_torch(factor)))
+    assert all(map(torch.equal, by_us(factor, 160, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
 
 
 @pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])
 def test_fp32_has_the_same_bits_however_it_is_cut(max_numel: int) -> None:
     assert all(map(torch.equal, by_us(0.37, max_numel, torch.float32), by_torch(0.37)))
+
+
+@pytest.mark.parametrize("path", range(len(_adam.PATHS)), ids=_adam.PATHS)
+def test_every_fp16_gradient_is_read_and_every_master_rounded_as_torch_does(
+    kernel: None, path: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finite fp16, the floats halfway to the next one, and their neighbors; beyond the largest, infinity."""
+    if path > _adam.widest_path():
+        pytest.skip(f"no {_adam.PATHS[path]} here")
+    monkeypatch.setattr(_adam, "widest_path", lambda: path)
+    every = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)
+    exact = torch.cat([every, -every])
+    ties = (every[1:].float() + every[:-1].float()) / 2
+    around = [
+        ties,
+        ties.nextafter(torch.tensor(0.0)),
+        ties.nextafter(torch.tensor(1e9)),
+        torch.tensor([65519.9, 65520]),
+    ]
+    masters = torch.cat([exact.float(), *around, -torch.cat(around)])
+    grads = exact.repeat(-(-len(masters) // len(exact)))[: len(masters)]
+    state = empty_state(len(masters), torch.float16)
+    keep_(state, masters)
+    step = AdamStep(0.0, 1, torch.tensor(1.0))
+    update(grads, state, state, [[Piece(0, len(masters), False)]], step, None)
+    assert torch.equal(state.weights, masters.half())
+    torch.testing.assert_close(state.exp_avg, grads.float() / 10, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
@@ -151,7 +185,7 @@ def test_a_tie_keeps_its_master_through_an_update(
     torch.testing.assert_close(state.exp_avg_sq.abs(), torch.full((len(ties),), 1e-3), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_out_of_one_state_into_another_leaves_the_first(dtype: torch.dtype, kernel: None) -> None:
     source, target, alone = (empty_state(NUMEL, dtype) for _ in range(3))
     keep_(source, random(NUMEL, 0))
