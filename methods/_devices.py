@@ -50,14 +50,15 @@ class Here:
 
 
 class Elsewhere:
-    """A device in a process of its own. `make_worker` makes its worker there, from `given`."""
+    """A device in a process of its own. `make_worker` makes its worker there, from `given`. On a CPU sums over another
+    number of threads round otherwise: what is compared to the last bit needs as many as whom it is compared with."""
 
-    def __init__(self, make_worker: Callable[..., Any], *given: Any) -> None:
+    def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
         # New processes are forked from one that has imported all that they will and started no thread.
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([make_worker.__module__, "torch._dynamo"])
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, make_worker, *given), daemon=True)
+        self.process = context.Process(target=serve, args=(other, num_threads, make_worker, *given), daemon=True)
         self.process.start()
         other.close()
         self.told = 0  # how many halvings of shards it knows of
@@ -83,9 +84,9 @@ class Elsewhere:
         self.process.join()
 
 
-def serve(connection: Any, make_worker: Callable[..., Any], *given: Any) -> None:
+def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:
     """The process of a device: unit after unit, until nobody sends any."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     try:
         worker = make_worker(*given)
     except Exception:

@@ -50,6 +50,7 @@ class Dispatcher:
         self.running: dict[Any, tuple[Task, float]] = {}
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
+        self.chains: dict[Task, list[float]] = {}  # seconds of the units of each
         self.room = math.inf  # bytes of a slot that a shard may take, of those that can be halved
         self.splits = [] if splits is None else splits  # that were made of these models: model and shard
 
@@ -94,6 +95,11 @@ class Dispatcher:
             if task.rounds - slowest <= (self.most_ahead if may_ask else 0):
                 self.held.remove(task)
                 task.start()
+                self._wait(task)
+        for task in self.tasks:
+            if task.failure:
+                self.waiting.pop(task, None)
+            elif task.wakes():
                 self._wait(task)
 
     def _wait(self, task: Task) -> None:
@@ -141,6 +147,9 @@ class Dispatcher:
             left, seconds = Failure(f"the process of its device ended with code {device.process.exitcode}"), 0.0
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
+        if task.failure:  # of the other half of its batch
+            return None
+        self.chains.setdefault(task, []).append(now - started)
         if not isinstance(left, Failure):
             step = task.advance(left, seconds)
             self._fit(task)
@@ -153,7 +162,7 @@ class Dispatcher:
     def _halve(self, task: Task, unit: Unit) -> bool:
         """After a unit ran out of memory: halve its shard, and all those that keep the slots large; those of models
         that are running when their units are done. Whether there was any to halve."""
-        tasks = [each for each in self.tasks if not each.keeps_graphs and not each.failure]
+        tasks = [each for each in self.tasks if each.can_split and not each.failure]
         sizes = [slot_bytes(shard) for each in tasks for shard in each.shards if len(shard.layers) > 1]
         if task not in tasks or not sizes:
             return False
@@ -169,7 +178,7 @@ class Dispatcher:
     def _fit(self, task: Task) -> None:
         """Halve those of its shards that are larger than they may be, and can be halved."""
         index = 0
-        while index < len(task.shards) and self.room < math.inf and not (task.keeps_graphs or task.failure):
+        while index < len(task.shards) and self.room < math.inf and task.can_split and not task.failure:
             if slot_bytes(task.shards[index]) > self.room and len(task.shards[index].layers) > 1:
                 self._split(task, index)
             else:
@@ -193,14 +202,11 @@ class Dispatcher:
     def summary(self) -> dict[str, float]:
         """Makespan, the bound below which no schedule of these units can be, their ratio, and the devices' use; nothing
         of a single model, or where units were only queued."""
-        if len({turned.model for turned in self.timeline}) < 2:
+        if len(self.chains) < 2:
             return {}
-        chains: dict[int, list[float]] = {}
-        for turned in self.timeline:
-            chains.setdefault(turned.model, []).append(turned.end - turned.start)
         makespan, num_devices = max(turned.end for turned in self.timeline), len(self.numbers)
-        bound = lower_bound(list(chains.values()), num_devices)
-        busy = sum(map(sum, chains.values()))
+        bound = lower_bound(list(self.chains.values()), num_devices)
+        busy = sum(map(sum, self.chains.values()))
         return {
             "makespan_seconds": makespan,
             "lower_bound_seconds": bound,

@@ -60,9 +60,9 @@ def named_layers(task: Any) -> list[NamedLayer]:
     return found
 
 
-def bring_home(task: Any, shards: list[Shard]) -> None:
+def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
     """Move a model's weights into slabs that processes share; the model itself stays a view of them."""
-    settle_shared(shards)
+    settle_shared(shards, in_halves=in_halves)
     home = {name: shard for shard in shards for name in shard.own}
     for index, layer in enumerate(task.layers):
         for local, parameter in layer.named_parameters():

@@ -27,6 +27,7 @@ from methods._device import Device
 from methods._devices import Elsewhere, Here, make_worker
 from methods._dispatch import Dispatcher, Turned
 from methods._fitting import foretold_bytes, rehearse, rehearsing
+from methods._hybrid import First
 from methods._models import bring_home, named_layers, ordered_layers, shard_sizes
 from methods._partition import Sizes, longest_runs, run_sizes
 from methods._scheduler import key_of
@@ -105,7 +106,7 @@ class ModelOrchestrator:
 
     def __init__(
         self, tasks: Sequence[ModelTask], devices: Sequence[str] = ("cpu",), *, device_memory: int | None = None,
-        policy: str = "lrtf", double_buffer: bool = True, intermediates: str = "checkpointed",
+        policy: str = "lrtf", double_buffer: bool = True, intermediates: str = "checkpointed", hybrid: bool = True,
     ) -> None:  # fmt: skip
         if not tasks:
             raise ValueError("no tasks: give the orchestrator at least one ModelTask")
@@ -117,6 +118,7 @@ class ModelOrchestrator:
         self.tasks, self.devices, self.policy = list(tasks), list(devices), policy
         self.device_memory, self.double_buffer, self.intermediates = device_memory, double_buffer, intermediates
         self.models: list[list[Shard]] = []
+        self.hybrid = hybrid  # where a device had no model, the longest one has two
 
     def generate(self) -> list[dict[str, Any]]:
         """Cut every model into shards and bring it home; for each its name, the layers of its shards, bytes at home.
@@ -126,11 +128,23 @@ class ModelOrchestrator:
         self.models, found = [], []
         for task, lengths in zip(self.tasks, self._lengths(), strict=True):
             shards = self._cut(task, lengths)
-            bring_home(task, shards)
             self.models.append(shards)
+        self.halved = self._longest()
+        for number, (task, shards) in enumerate(zip(self.tasks, self.models, strict=True)):
+            bring_home(task, shards, in_halves=number == self.halved)
             size = sum(slab.nbytes for shard in shards for slab in shard.slabs.values())
+            lengths = [len(shard.layers) for shard in shards]
             found.append({"name": task.name, "shards": lengths, "host_bytes": size})
         return found
+
+    def _longest(self) -> int | None:
+        """The model whose batches are halved: the longest, where a device had none."""
+        if not self.hybrid or len(self.tasks) >= len(self.devices):
+            return None
+        able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
+        lengths = [sum(shard.num_bytes("weights") for shard in shards) for shards in self.models]
+        steps = [task.epochs * len(task.dataloader) for task in self.tasks]
+        return max(able, key=lambda number: lengths[number] * steps[number], default=None)
 
     def _cut(self, task: ModelTask, lengths: Sequence[int]) -> list[Shard]:
         return cut(named_layers(task), lengths, functools.partial(make, task.optimizer, task.lr), mixed=False)
@@ -205,7 +219,8 @@ class ModelOrchestrator:
             if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
                 devices = rehearse(self._rehearsal, devices, splits)
             tasks = [self._task(number, task) for number, task in enumerate(self.tasks)]
-            dispatcher = Dispatcher(tasks, devices, self.policy, splits=splits)
+            seconds = [task.second for task in tasks if isinstance(task, First)]
+            dispatcher = Dispatcher([*tasks, *seconds], devices, self.policy, splits=splits)
             for chain, step in dispatcher.run():
                 self.tasks[chain.model].losses.append(step.loss.item())
         for task, chain in zip(self.tasks, tasks, strict=True):
@@ -219,18 +234,19 @@ class ModelOrchestrator:
         rows = zip(self.tasks, self.models, self._words(), strict=True)
         return [rehearsing(n, shards, task.first_batch(), **words) for n, (task, shards, words) in enumerate(rows)]
 
-    def _generators(self) -> list[str]:
-        """Where random numbers come from: the CPU and, for models there, the GPU."""
-        return ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
-
     def _task(self, number: int, task: ModelTask) -> Task:
         shards = self.models[number]
         names = [name for shard in shards for name in shard.trained]
-        random = [torch.Generator(device).manual_seed(task.seed).get_state() for device in self._generators()]
-        return Task(
-            number, shards, names, task.batches(), task.epochs * len(task.dataloader), **self._words()[number],
-            learning_rate_at=task.schedule, random_state=(*random, None)[:2],
-        )  # fmt: skip
+        words = {**self._words()[number], "learning_rate_at": task.schedule, "random_state": self._random(task.seed)}
+        given = (number, shards, names, task.batches(), task.epochs * len(task.dataloader))
+        if number == self.halved:
+            return First(*given, second_random=self._random(task.seed + 1), **{**words, "update": "later"})
+        return Task(*given, **words)
+
+    def _random(self, seed: int) -> Any:
+        """Where random numbers of a model come from: the CPU's and, for models there, the GPU's."""
+        names = ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
+        return (*(torch.Generator(name).manual_seed(seed).get_state() for name in names), None)[:2]
 
 
 def make(optimizer: Callable[..., torch.optim.Optimizer], lr: float, parameters: Any) -> torch.optim.Optimizer:

@@ -99,10 +99,12 @@ class Shard:
     def own_size(self, part: str) -> int:
         return self.states_at.num_bytes if part == "states" else self.own_bytes
 
-    def settle(self, room: Room) -> None:
-        """Take memory at home."""
+    def settle(self, room: Room, *, in_halves: bool = False) -> None:
+        """Take memory at home; where batches are in halves, for a second gradient, too."""
         self.slabs = {"weights": room(max(ALIGNMENT, self.own_bytes)), "grads": room(max(ALIGNMENT, self.own_bytes))}
         self.slabs["states"] = room(max(ALIGNMENT, self.states_at.num_bytes))
+        if in_halves:
+            self.slabs["seconds"] = room(max(ALIGNMENT, self.own_bytes))
 
     def at_home(self, name: str, part: str = "weights") -> Tensor:
         """A parameter's weight or gradient at home, wherever it lives."""
@@ -154,9 +156,10 @@ def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: Ma
     return shards
 
 
-def settle_shared(shards: Sequence[Shard]) -> None:
+def settle_shared(shards: Sequence[Shard], *, in_halves: bool = False) -> None:
     """Take memory at home that processes share: one piece for all."""
-    sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in ("weights", "grads", "states")]
+    parts = (*PARTS, "seconds") if in_halves else PARTS
+    sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
     arena = torch.zeros(sum(sizes), dtype=torch.uint8).share_memory_()
     start = 0
 
@@ -166,7 +169,7 @@ def settle_shared(shards: Sequence[Shard]) -> None:
         return arena[start - num_bytes : start]
 
     for shard in shards:
-        shard.settle(room)
+        shard.settle(room, in_halves=in_halves)
 
 
 class ShardSlot:
@@ -228,8 +231,9 @@ class ShardSlot:
         self.shard.bind(self.slabs["weights"], self.slabs["grads"])
         return self.shard
 
-    def offload(self, parts: Iterable[str], names: Iterable[str] = ()) -> int:
-        """Queue copies home: of what is the shard's own in these parts, and of the gradients of borrowed names."""
+    def offload(self, parts: Iterable[str], names: Iterable[str] = (), grads: str = "grads") -> int:
+        """Queue copies home: of what is the shard's own in these parts, and of the gradients of borrowed names. `grads`
+        says to which slab gradients go."""
         device, shard, done, moved = self.device, self.shard, self.device.compute.record_event(), 0
         assert shard is not None
         homes = [shard, *shard.lenders.values()]
@@ -241,11 +245,12 @@ class ShardSlot:
             with device.span("outbound", "home", shard.name):
                 for part in parts:
                     size = shard.own_size(part)
-                    shard.slabs[part][:size].copy_(self.slabs[part][:size], non_blocking=True)
+                    home_slab = shard.slabs[grads if part == "grads" else part]
+                    home_slab[:size].copy_(self.slabs[part][:size], non_blocking=True)
                     moved += size
                 for name in names:
-                    shard.at_home(name, "grads").copy_(self.view(name, "grads"), non_blocking=True)
-                    moved += shard.at_home(name, "grads").nbytes
+                    shard.at_home(name, grads).copy_(self.view(name, "grads"), non_blocking=True)
+                    moved += self.view(name, "grads").nbytes
             self.drained = device.outbound.record_event()
         for home in homes:
             home.landed = self.drained

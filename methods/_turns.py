@@ -20,6 +20,9 @@ from methods._shards import Shard, Version
 from methods._travel import clip_factor
 from methods._units import BACKWARD, FORWARD, LOSS, UPDATE, Result, Unit
 
+Coroutine = Generator[Unit | Step | None, Result | None, None]
+Passes = Generator[Unit | Step | None, Result | None, tuple[Tensor, dict[str, Tensor]]]
+
 # What a unit takes before it was ever measured, relative to a forward pass: the backward pass recomputes.
 GUESSES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
 GUESSED_SECONDS = 1e-10  # for each byte of weights; only ratios matter, and only until a unit was measured
@@ -50,6 +53,7 @@ class Task:
         self.device: Any = None  # the only one that can go on, where graphs are kept there
         self.failure = ""  # the traceback of the unit that ended it
         self.lacks_memory = False  # of the device, which is why it failed
+        self.can_split = not self.keeps_graphs
 
     @property
     def remaining(self) -> float:
@@ -129,6 +133,10 @@ class Task:
         self.next_unit = None if isinstance(item, Step) else item
         return item if isinstance(item, Step) else None
 
+    def wakes(self) -> bool:
+        """Whether it has a unit to do again that it had to wait for others to have."""
+        return False
+
     def fail(self, text: str) -> None:
         """End this model's training; its weights stay as its last update left them."""
         self.failure, self.next_unit = text, None
@@ -145,40 +153,50 @@ class Task:
         return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
 
 
-def training(task: Task) -> Generator[Unit | Step, Result | None, None]:
+def training(task: Task) -> Coroutine:
     """The minibatches of a model, unit by unit. What is sent for a unit is what it left, or None where shards have been
     halved before it could be done."""
     for inputs, targets in task.batches:
         task.num_steps += 1
-        task.cursor, x = 0, (inputs,)
-        kept: list = []  # of each layer that is still to be differentiated
-        while True:
-            kind = FORWARD if task.cursor < len(task.shards) - 1 else LOSS
-            done = yield task.unit(kind, task.cursor, x=x, targets=targets if kind == LOSS else None)
-            if done is None:
-                continue
-            if kind == LOSS:
-                break
-            task.cursor, x = task.cursor + 1, done.y
-            kept += done.kept or []
+        loss, norms = yield from passes(task, inputs, targets)
+        yield from updates(task, loss, norms)
 
-        loss, norms = done.loss, dict(zip(task.shards[task.cursor].trained, done.norms or [], strict=False))
-        dy = done.y
-        task.cursor -= 1
-        while task.cursor >= 0:
-            first = len(kept) - len(task.shards[task.cursor].layers)
-            done = yield task.unit(BACKWARD, task.cursor, dy=dy, kept=kept[first:])
-            if done is None:
-                continue
-            norms |= zip(task.shards[task.cursor].trained, done.norms or [], strict=False)
-            task.cursor, dy = task.cursor - 1, done.y
-            del kept[first:]
 
-        total = task.norm(norms)
-        factor = clip_factor(total, task.max_norm) if task.max_norm else None
-        task.cursor = 0
-        while task.update == "later" and task.cursor < len(task.shards):
-            if (yield task.unit(UPDATE, task.cursor, factor=factor)) is not None:
-                task.cursor += 1
-        assert loss is not None
-        yield Step(loss, total)
+def passes(task: Task, inputs: Any, targets: Any, part: int | None = None) -> Passes:
+    """Forward and backward pass of a batch, or of a part of it: the loss, and norms by the parameter's name."""
+    task.cursor, x = 0, (inputs,)
+    kept: list = []  # of each layer that is still to be differentiated
+    while True:
+        kind = FORWARD if task.cursor < len(task.shards) - 1 else LOSS
+        done = yield task.unit(kind, task.cursor, x=x, targets=targets if kind == LOSS else None, part=part)
+        if done is None:
+            continue
+        if kind == LOSS:
+            break
+        task.cursor, x = task.cursor + 1, done.y
+        kept += done.kept or []
+
+    loss, norms = done.loss, dict(zip(task.shards[task.cursor].trained, done.norms or [], strict=False))
+    assert loss is not None
+    dy = done.y
+    task.cursor -= 1
+    while task.cursor >= 0:
+        first = len(kept) - len(task.shards[task.cursor].layers)
+        done = yield task.unit(BACKWARD, task.cursor, dy=dy, kept=kept[first:], part=part)
+        if done is None:
+            continue
+        norms |= zip(task.shards[task.cursor].trained, done.norms or [], strict=False)
+        task.cursor, dy = task.cursor - 1, done.y
+        del kept[first:]
+    return loss, norms
+
+
+def updates(task: Task, loss: Tensor, norms: dict[str, Tensor]) -> Coroutine:
+    """Where they are units of their own; then the step."""
+    total = task.norm(norms)
+    factor = clip_factor(total, task.max_norm) if task.max_norm else None
+    task.cursor = 0
+    while task.update == "later" and task.cursor < len(task.shards):
+        if (yield task.unit(UPDATE, task.cursor, factor=factor)) is not None:
+            task.cursor += 1
+    yield Step(loss, total)

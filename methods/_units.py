@@ -50,6 +50,7 @@ class Unit(NamedTuple):
     learning_rate: float | None = None  # None leaves the optimizer's own
     update: str = "later"  # or "now": with the backward pass; or "clipped": by the shard's own norm
     rehearses: bool = False  # nothing goes home: it is done to see whether it fits
+    part: int | None = None  # 0 or 1: of a batch in two halves, whose gradients go home to slabs of their own
 
 
 class Result(NamedTuple):
@@ -75,6 +76,7 @@ class Turn:
 
     def __init__(self, worker: Worker, slot: ShardSlot, shard: Shard, unit: Unit) -> None:
         self.worker, self.slot, self.shard, self.unit = worker, slot, shard, unit
+        self.home = "seconds" if unit.part else "grads"  # where its gradients go
 
     def _span(self, work: str = "") -> Any:
         return self.worker.device.span("compute", work or self.unit.kind, self.shard.name)
@@ -109,10 +111,10 @@ class Turn:
                 kept.append(Kept(x, worker.random_state()))
                 x = call(layer, x)
             if worker.saves:
-                loss = last(*x, targets)
+                loss = self._loss(last, x, targets)
         if not worker.saves:
             x = leaves(x)
-            loss = last(*x, targets)
+            loss = self._loss(last, x, targets)
         after = worker.random_state()
         loss.backward()
         dy = tuple(map(gradient, start))
@@ -120,6 +122,10 @@ class Turn:
             dy = self._down(below, kept, tuple(map(gradient, x)))
             worker.set_random(after)
         return loss, dy
+
+    def _loss(self, last: nn.Module, x: Tensors, targets: Any) -> Tensor:
+        loss: Tensor = last(*x, targets)
+        return loss if self.unit.part is None else loss / 2
 
     def backward(self) -> Result:
         with self._span():
@@ -152,7 +158,7 @@ class Turn:
             for event in {id(home.landed): home.landed for home in homes if home.landed is not None}.values():
                 self.worker.device.compute.wait_event(event)
             for name in self.shard.sums:
-                self.slot.view(name, "grads").copy_(self.shard.at_home(name, "grads"), non_blocking=True)
+                self.slot.view(name, "grads").copy_(self.shard.at_home(name, self.home), non_blocking=True)
                 self.worker.device.moved_bytes += self.slot.view(name, "grads").nbytes
 
     def _end(self, dy: Tensors) -> Result:
@@ -161,7 +167,8 @@ class Turn:
         norms = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
-            self.slot.valid.add("grads")
+            if self.unit.part is None:
+                self.slot.valid.add("grads")
         else:
             factor = None
             if self.unit.update == "clipped" and norms:
@@ -175,7 +182,7 @@ class Turn:
 
     def _offload(self, parts: Sequence[str], names: Iterable[str] = ()) -> None:
         if not self.unit.rehearses:
-            self.worker.device.moved_bytes += self.slot.offload(parts, names)
+            self.worker.device.moved_bytes += self.slot.offload(parts, names, self.home)
 
     def _step(self, factor: Tensor | None) -> None:
         """One step of the optimizer on the shard's own parameters; the weights and its states go home."""
@@ -198,11 +205,11 @@ class Turn:
             for layer in self.shard.layers:
                 x = call(layer, x)
             edges = [torch.autograd.graph.get_gradient_edge(part) if part.requires_grad else None for part in x]
-        self.worker.graphs[self.unit.model, self.unit.shard] = (edges, inputs)
+        self.worker.graphs[self.unit.model, self.unit.shard, self.unit.part] = (edges, inputs)
         return Result(self.worker.to_host(tuple(part.detach() for part in x)))
 
     def _backward_saved(self, dy: Tensors) -> Tensors:
-        edges, inputs = self.worker.graphs.pop((self.unit.model, self.unit.shard))
+        edges, inputs = self.worker.graphs.pop((self.unit.model, self.unit.shard, self.unit.part))
         pairs = [(edge, grad) for edge, grad in zip(edges, dy, strict=True) if edge is not None and grad is not None]
         torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         return tuple(inputs)

@@ -31,7 +31,7 @@ class Worker:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device.name))
         self.busy: ShardSlot | None = None
-        self.graphs: dict[tuple[int, int], Any] = {}  # of saved forward passes, until their backward passes
+        self.graphs: dict[tuple[int, int, int | None], Any] = {}  # of saved forward passes, until their backward passes
 
     def _make_slots(self) -> None:
         self.slots, self.num_shards = [], 0
@@ -93,7 +93,7 @@ class Worker:
         """After a unit that failed: what it left in its slot, or of its graph, is worth nothing."""
         if self.busy is not None:
             self.busy.shard, self.busy = None, None
-        self.graphs.pop((unit.model, unit.shard), None)
+        self.graphs.pop((unit.model, unit.shard, unit.part), None)
 
     def _slot_of(self, shard: Shard, version: Version) -> ShardSlot:
         for slot in self.slots:

@@ -98,6 +98,8 @@ class Hydra:
         return row | ({"recompute": "none: activations on the host"} if self.intermediates == "saved" else {})
 
     def train(self, workload: Workload, batches, device: str) -> Training:
+        import torch
+
         from methods import _gpt
         from methods._device import Device
         from methods._devices import Elsewhere, Here, make_worker
@@ -120,9 +122,11 @@ class Hydra:
                 # Of several models each unit is waited for: the rule goes by what units take.
                 devices: list[Any] = [Here(Worker(gpu, models, **options), waits=not is_alone, catches=not is_alone)]
             else:
-                devices = _gpt.elsewhere(device, self.num_devices, lambda name: Elsewhere(
-                    make_worker, name, models, options
-                ), stack)  # fmt: skip
+                threads = torch.get_num_threads()
+                devices = _gpt.elsewhere(
+                    device, self.num_devices,
+                    lambda name: Elsewhere(make_worker, name, models, options, num_threads=threads), stack,
+                )  # fmt: skip
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
                 rehearse(lambda: [
