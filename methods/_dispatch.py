@@ -216,7 +216,7 @@ class Dispatcher:
 
     def shares(self) -> list[float]:
         """Of the time of all devices until now what each model has had."""
-        spent = [0.0] * len(self.tasks)
+        spent = [0.0] * len({task.model for task in self.tasks})
         for turned in self.timeline:
             spent[turned.model] += turned.end - turned.start
         end = max((turned.end for turned in self.timeline), default=0.0)

@@ -73,11 +73,13 @@ def adamw(parameters: list[nn.Parameter]) -> Any:
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=True)
 
 
-def at_home(workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool) -> list[Shard]:
+def at_home(
+    workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool, in_halves: bool
+) -> list[Shard]:
     """The seeded model on the host, cut into shards of so many layers each; in memory that processes share, or not."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
     if is_shared:
-        settle_shared(shards)
+        settle_shared(shards, in_halves=in_halves)
     for shard in () if is_shared else shards:
         shard.settle(lambda num_bytes: device.room(num_bytes, torch.uint8, host=True))
     for shard in shards:

@@ -47,14 +47,23 @@ class Hydra:
     num_models: int = 1  # each with a learning rate of its own; the first one's is the workload's
     num_batch_sizes: int = 1  # learning rates times so many batch sizes: the workload's, and halves of it
     num_devices: int = 1  # on a CPU processes, else GPUs
+    hybrid: bool = True  # where a device had no model, the first one has two, each for a half of its batches
     partitioner: str = "exact"  # shards are rehearsed, and halved where they do not fit; or "presharded": as asked
     policy: str = "lrtf"  # longest remaining time first; or srtf, fifo, random
 
     label = "Hydra"
     color = "#2E8B57"
     paper = "Nagrecha and Kumar 2021, arXiv:2110.08633"
-    bit_exact = True
     has_twin = True
+
+    @property
+    def bit_exact(self) -> bool:
+        """Gradients of halves are summed in another order."""
+        return not self._halves(0.0)
+
+    def _halves(self, dropout: float) -> bool:
+        """Whether the first model's batches are halved; with dropout, a half would have random numbers of its own."""
+        return self.hybrid and self.num_devices > self.num_models and not dropout
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """The longest shards that fit the device; where no budget of it is known, one layer each."""
@@ -68,11 +77,6 @@ class Hydra:
             )
         if self.num_devices < 1:
             raise ValueError(f"num_devices must be at least 1, not {self.num_devices}")
-        if self.num_devices > self.num_models:
-            raise ValueError(
-                f"num_devices={self.num_devices} is more than there are models, {self.num_models}: a device without one"
-                " is idle"
-            )
         if self.partitioner not in ("exact", "presharded"):
             raise ValueError(f"partitioner is exact or presharded, not {self.partitioner!r}")
         key_of(self.policy)
@@ -105,6 +109,7 @@ class Hydra:
         from methods._devices import Elsewhere, Here, make_worker
         from methods._dispatch import Dispatcher
         from methods._fitting import rehearse, rehearsing
+        from methods._hybrid import First
         from methods._turns import Task
         from methods._worker import Worker
 
@@ -117,7 +122,9 @@ class Hydra:
                    "keeps_random": workload.dropout > 0}  # fmt: skip
         with ExitStack() as stack:
             gpu = stack.enter_context(Device(device))
-            models = [_gpt.at_home(workload, lengths, gpu, is_shared=self.num_devices > 1) for _ in own]
+            in_halves = [not number and self._halves(workload.dropout) for number in range(len(own))]
+            is_shared = self.num_devices > 1
+            models = [_gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=each) for each in in_halves]
             if self.num_devices == 1:
                 # Of several models each unit is waited for: the rule goes by what units take.
                 devices: list[Any] = [Here(Worker(gpu, models, **options), waits=not is_alone, catches=not is_alone)]
@@ -133,17 +140,23 @@ class Hydra:
                     rehearsing(number, models[number], _gpt.batch(mine, device), **words)
                     for number, mine in enumerate(own)
                 ], devices, splits)  # fmt: skip
-            tasks = []
+            tasks: list[Task] = []
             for number, (mine, shared) in enumerate(zip(own, tee(batches, len(own)), strict=True)):
                 parts = workload.batch_size // mine.batch_size
-                tasks.append(Task(
-                    number, models[number], names, _gpt.parts(shared, parts, to_host=self.num_devices > 1),
-                    number_of_batches and parts * number_of_batches, learning_rate_at=mine.learning_rate_at,
-                    random_state=_gpt.random_state(workload, device), per_round=parts, **words,
-                ))  # fmt: skip
+                given = (
+                    number, models[number], names, _gpt.parts(shared, parts, to_host=is_shared),
+                    number_of_batches and parts * number_of_batches,
+                )  # fmt: skip
+                more = {**words, "learning_rate_at": mine.learning_rate_at, "per_round": parts,
+                        "random_state": _gpt.random_state(workload, device)}  # fmt: skip
+                if in_halves[number]:
+                    tasks.append(First(*given, second_random=None, **{**more, "update": "later"}))
+                else:
+                    tasks.append(Task(*given, **more))
+            seconds = [task.second for task in tasks if isinstance(task, First)]
             # Where devices would wait for the slowest model, the others may be a step ahead of it.
             most_ahead = int(number_of_batches is not None and self.num_devices > 1)
-            dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
+            dispatcher = Dispatcher([*tasks, *seconds], devices, self.policy, most_ahead=most_ahead, splits=splits)
             steps: list[list[Step]] = [[] for _ in tasks]
             rounds = 0
             for task, step in dispatcher.run():
@@ -197,6 +210,7 @@ class Hydra:
         device["activations"] += 8 * workload.batch_size * workload.seq_len  # of a rehearsal the tokens
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
         host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
+        host["gradients"] += size * whole if self._halves(workload.dropout) else 0
         moved = self.num_models * self._moved_bytes(workload, whole, num_shards)
         options = {**dataclasses.asdict(self), "shard_layers": num_layers}
         return Plan(device, host, moved_bytes=moved, options=options)
