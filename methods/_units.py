@@ -111,10 +111,10 @@ class Turn:
                 kept.append(Kept(x, worker.random_state()))
                 x = call(layer, x)
             if worker.saves:
-                loss = self._loss(last, x, targets)
+                loss = self._share(last(*x, targets))
         if not worker.saves:
             x = leaves(x)
-            loss = self._loss(last, x, targets)
+            loss = self._share(last(*x, targets))
         after = worker.random_state()
         loss.backward()
         dy = tuple(map(gradient, start))
@@ -123,8 +123,8 @@ class Turn:
             worker.set_random(after)
         return loss, dy
 
-    def _loss(self, last: nn.Module, x: Tensors, targets: Any) -> Tensor:
-        loss: Tensor = last(*x, targets)
+    def _share(self, loss: Tensor) -> Tensor:
+        """Of the whole batch's."""
         return loss if self.unit.part is None else loss / 2
 
     def backward(self) -> Result:
