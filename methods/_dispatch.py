@@ -47,7 +47,7 @@ class Dispatcher:
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.draw, self.arrivals = random.Random(seed).random, count()
         self.waiting: dict[Task, tuple[int, float]] = {}
-        self.running: dict[Any, tuple[Task, float]] = {}
+        self.running: dict[Any, tuple[Task, Unit, float]] = {}
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
         self.chains: dict[Task, list[float]] = {}  # seconds of the units of each
@@ -70,8 +70,8 @@ class Dispatcher:
                     task.fail("no device is left to run it")
                 return
             for device in self._ready():
-                task, started = self.running.pop(device)
-                step = self._take(device, task, started)
+                task, unit, started = self.running.pop(device)
+                step = self._take(device, task, unit, started)
                 if device in self.devices:
                     idle.append(device)
                 if step is None:
@@ -124,7 +124,7 @@ class Dispatcher:
             following, self.hints[device] = other.hint(), other
         if unit.kind == FORWARD and task.keeps_graphs:
             task.device = device
-        self.running[device] = (task, time.perf_counter() - self.began)
+        self.running[device] = (task, unit, time.perf_counter() - self.began)
         device.start(unit, following, self.splits[device.told :])
         device.told = len(self.splits)
         return True
@@ -136,9 +136,7 @@ class Dispatcher:
         connections = {device.connection: device for device in self.running}
         return [connections[connection] for connection in wait(list(connections))]  # type: ignore[index]
 
-    def _take(self, device: Any, task: Task, started: float) -> Step | None:
-        unit = task.next_unit
-        assert unit is not None
+    def _take(self, device: Any, task: Task, unit: Unit, started: float) -> Step | None:
         try:
             left, seconds = device.reply()
         except (EOFError, OSError):
@@ -147,7 +145,7 @@ class Dispatcher:
             left, seconds = Failure(f"the process of its device ended with code {device.process.exitcode}"), 0.0
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
-        if task.failure:  # of the other half of its batch
+        if task.failure:  # meanwhile, by the other half of its batch
             return None
         self.chains.setdefault(task, []).append(now - started)
         if not isinstance(left, Failure):
@@ -169,7 +167,7 @@ class Dispatcher:
         self.room = max(sizes) // 2
         if len(task.shards[unit.shard].layers) > 1:
             self._split(task, unit.shard)
-        running = [each for each, _ in self.running.values()]
+        running = [each for each, *_ in self.running.values()]
         for each in tasks:
             if each not in running:
                 self._fit(each)

@@ -146,35 +146,6 @@ def test_four_models_train_as_if_each_were_alone(num_devices: int, intermediates
     assert [difference(task, seed) for seed, task in enumerate(together)] == [""] * len(together)
 
 
-@pytest.mark.parametrize("intermediates", ["checkpointed", "saved"])
-@pytest.mark.parametrize("name", ["perceptron", "tied"])
-def test_fewer_models_than_devices_train_the_longest_on_halves_of_its_batches(name: str, intermediates: str) -> None:
-    """To the bits of two micro-batches whose losses are halved, the second one with random numbers of its own."""
-    other, task = tasks(("single", name))
-    ModelOrchestrator([other, task], ["cpu"] * 3, intermediates=intermediates).train_models()
-    assert difference(other, 0) == "" and task.failure == ""
-    _, criterion, batches, words = MODELS[name]
-    model = made(name)
-    optimizer, losses = ADAMW(model.parameters(), lr=0.05), []
-    random = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)]
-    for inputs, targets in batches * words["epochs"]:
-        optimizer.zero_grad()
-        total, grads = torch.zeros(()), []
-        for half, part in enumerate(zip(inputs.chunk(2), targets.chunk(2), strict=True)):
-            torch.set_rng_state(random[half])
-            loss = criterion(model(part[0]), part[1]) / 2
-            random[half] = torch.get_rng_state()
-            grads.append(torch.autograd.grad(loss, list(model.parameters())))
-            total += loss.detach()
-        for parameter, first, second in zip(model.parameters(), *grads, strict=True):
-            parameter.grad = first + second
-        nn.utils.clip_grad_norm_(model.parameters(), words["max_norm"])
-        optimizer.step()
-        losses.append(total.item())
-    assert task.losses == losses
-    assert all(map(torch.equal, task.model.parameters(), model.parameters()))
-
-
 @pytest.mark.parametrize("shards", [[1, 2, 3], [6], [5, 1]], ids=str)
 def test_presharded_models_train_as_if_alone(shards: list[int]) -> None:
     (task,) = [task for task in tasks() if task.name == "perceptron"]
