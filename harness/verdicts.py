@@ -42,10 +42,7 @@ class Finding:
 
 def judge(claim: Claim, tables: dict[str, list[Row]], is_there: Callable[[Claim, Row], bool]) -> Finding:
     """By the first table, best profile first, that has the rows of the claim on a machine where it is said to hold, and
-    is finished, if any is.
-
-    `is_there` says whether a row was measured on such a machine.
-    """
+    is finished, if any is. `is_there` says whether a row was measured on such a machine."""
     found: dict[str, list[Row]] = {}
     missing = ""
     for profile, rows in tables.items():
