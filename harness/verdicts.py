@@ -276,8 +276,7 @@ def holds_there(claim: Claim, row: Row, is_emulated: bool = False) -> bool:
 
 def label(row: Row) -> str:
     window = f", window {row.window_size}" if row.window_size is not None else ""
-    series = f", {row.series}" if row.series else ""
-    return f"{row.method}, {row.num_layers} layers{window}{series}"
+    return f"{row.method}, {row.num_layers} layers{window}" + (f", {row.series}" if row.series else "")
 
 
 def value_text(row: Row) -> str:
