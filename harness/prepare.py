@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import method, published, sim
+from harness import cgroup, method, published, sim
 from harness.launch import Report, worker_environment
 from harness.spec import Job
 
@@ -20,10 +20,14 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
     missing = method.create(job.method, job.options, folders).to_build()
     if missing:
         report({"event": "build", "text": f"building {missing}"})
+        group = cgroup.current()
+        kills = group.oom_kills() if group else 0
         build(job, results, folders)
         if method.create(job.method, job.options, folders).to_build():
-            log = results / published.BUILD_LOG.format(job.method)
-            report({"event": "warning", "text": f"that failed, {log} says why"})
+            text = f"that failed, {results / published.BUILD_LOG.format(job.method)} says why"
+            if group and group.oom_kills() > kills:  # in a container, or on a cluster, the job's limit holds here, too
+                text = "that failed, out of host memory: once without --host-memory, or with more of it, compiles it"
+            report({"event": "warning", "text": text})
     if job.device == "sim" and sim.to_build():
         report({"event": "build", "text": f"building {sim.to_build()}"})
         build_sim(results)

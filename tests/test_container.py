@@ -7,26 +7,28 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from harness import container
+from harness.container import Docker
 from harness.method import ROOT
 from harness.record import Record, read_all
 from harness.spec import Budget, Job
 from harness.sweep import Report, Sweep, resolve
-from tests.engine import BASE, IMAGE, docker
-from tests.tiny import TINY, WORDS, write_ending
+from tests.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
+from tests.packages import need, still_running
+from tests.tiny import TINY, WORDS, write_compiling, write_ending
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
 def engine(docker_engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    from harness import container
-
     container.engine.cache_clear()
     monkeypatch.setenv("DOCKER_HOST", docker_engine)
     return docker_engine
@@ -39,8 +41,6 @@ def call(*words: str, **environment: str) -> subprocess.CompletedProcess:
 
 def run_there(tmp_path: Path, line: str, budget: Budget | None = None, report: Report | None = None) -> Record:
     """The record of a method that does this after its first step."""
-    from harness.container import Docker
-
     methods = write_ending(tmp_path, line)
     job = Job("ending", TINY, budget=budget or Budget(), steps=3, warmup=1)
     return Sweep(tmp_path, (methods,), report, place=Docker(IMAGE)).run([job])[0]
@@ -55,8 +55,6 @@ def test_the_image_alone_trains_without_network_and_without_root(engine: str) ->
 
 
 def test_the_same_job_here_and_in_a_container_trains_to_the_same_bits(engine: str, tmp_path: Path) -> None:
-    from harness.container import Docker
-
     job = resolve(Job("stronghold", TINY, steps=6, warmup=2))[0]
     (here,) = Sweep(tmp_path).run([job])
     (there,) = Sweep(tmp_path, place=Docker(IMAGE)).run([job])
@@ -75,6 +73,19 @@ def test_out_of_the_containers_memory_is_told_by_the_engine(engine: str, tmp_pat
     record = run_there(tmp_path, line, Budget(host_bytes=300 * 2**20))
     assert record.status == "oom-host" and record.evidence["class"] == "kernel-kill", record.reason
     assert record.evidence["docker"]["OOMKilled"] is True
+
+
+def test_a_compiler_that_the_containers_memory_does_not_hold_is_named_in_one_line(engine: str, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def take(event: dict) -> None:
+        told.extend([event["text"]] if event["event"] == "warning" else [])
+
+    methods = write_compiling(tmp_path, "subprocess.run([sys.executable, '-c', 'bytearray(2**30)'], check=True)")
+    job = Job("compiling", TINY, budget=Budget(host_bytes=300 * 2**20), steps=3, warmup=1)
+    (record,) = Sweep(tmp_path, (methods,), take, place=Docker(IMAGE)).run([job])
+    assert record.status == "unavailable" and "not compiled" in record.reason
+    assert len(told) == 1 and "out of host memory" in told[0] and "--host-memory" in told[0]
 
 
 def test_a_container_killed_from_outside_is_not_out_of_memory(engine: str, tmp_path: Path) -> None:
@@ -130,6 +141,18 @@ def test_no_engine_and_an_unknown_place_are_one_line() -> None:
     assert done.returncode == 7 and "start docker" in done.stderr and len(done.stderr.splitlines()) == 1
     done = call(*WORDS, "--on", "moon")
     assert done.returncode == 2 and "'local', 'docker'" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_an_engine_leaves_nothing_behind() -> None:
+    need(PACKAGES, "dockerd")
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "engine"
+        before = [Path(name).exists() for name in FIXED_FOLDERS]
+        start(folder)
+        stop(folder)
+        assert list(Path(parent).iterdir()) == [] and not in_memory(folder).exists()
+        assert parent not in Path("/proc/mounts").read_text() and still_running(parent) == []
+    assert all(was or not Path(name).exists() for was, name in zip(before, FIXED_FOLDERS, strict=True))
 
 
 def containers(engine: str, results: Path) -> list[str]:

@@ -21,7 +21,7 @@ from harness.record import Record, read_all
 from harness.spec import Job
 from harness.sweep import Sweep, resolve
 from tests import tiny
-from tests.tiny import TINY
+from tests.tiny import TINY, write_compiling
 
 KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
 
@@ -35,29 +35,11 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
     assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
 
 
-COMPILES = """
-from dataclasses import dataclass
-from pathlib import Path
-from harness.spec import Plan
-
-@dataclass(frozen=True)
-class Compiles:
-    def plan(self, workload, budget):
-        return Plan(device={"weights": 1})
-
-    def train(self, workload, batches, device):
-        raise AssertionError("it is not compiled")
-
-    def to_build(self):
-        return "a kernel"
-
-    def build(self):
-        import os, subprocess
-        compiler = subprocess.Popen(["sleep", "600"])
-        unfinished = Path(__file__).with_name("unfinished")
-        unfinished.write_text(str(compiler.pid))
-        unfinished.rename(unfinished.with_name("pid"))
-        compiler.wait()
+COMPILER = """
+compiler = subprocess.Popen(["sleep", "600"])
+Path("{folder}/unfinished").write_text(str(compiler.pid))
+Path("{folder}/unfinished").rename("{folder}/pid")
+compiler.wait()
 """
 COLLECTS_LATE = """
 import time
@@ -106,19 +88,9 @@ launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
 
 
 def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp_path: Path) -> None:
-    (tmp_path / "compiles.py").write_text(COMPILES)
-    command = [
-        sys.executable,
-        "-m",
-        "harness",
-        "-m",
-        "compiles",
-        "--methods",
-        str(tmp_path),
-        "--results",
-        str(tmp_path),
-    ]
-    call = subprocess.Popen([*command, *tiny.WORDS[2:]], cwd=ROOT, stderr=subprocess.DEVNULL)
+    folder = write_compiling(tmp_path, COMPILER.format(folder=tmp_path))
+    words = ["-m", "compiling", *tiny.WORDS[2:], "--methods", str(folder), "--results", str(tmp_path)]
+    call = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, stderr=subprocess.DEVNULL)
     compiler = wait_for(lambda: (file := tmp_path / "pid").exists() and psutil.Process(int(file.read_text())))
     call.send_signal(signal.SIGTERM)
     assert call.wait(30) == 130

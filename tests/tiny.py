@@ -29,12 +29,42 @@ class Ending:
 LINES
         return Trained([])
 """
+COMPILING = """
+import subprocess, sys
+from dataclasses import dataclass
+from pathlib import Path
+from harness.method import Unavailable
+from harness.spec import Plan
+
+@dataclass(frozen=True)
+class Compiling:
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 1})
+
+    def train(self, workload, batches, device):
+        raise Unavailable("it is not compiled")
+
+    def to_build(self):
+        return "a kernel"
+
+    def build(self):
+LINES
+"""
 
 
 def write_ending(folder: Path, lines: str) -> Path:
     """The folder of a method `ending` that runs `lines` after each of its steps."""
+    return _write(folder, "ending", METHOD, lines, 12)
+
+
+def write_compiling(folder: Path, lines: str) -> Path:
+    """The folder of a method `compiling` that runs `lines` to compile what it needs, and never has it."""
+    return _write(folder, "compiling", COMPILING, lines, 8)
+
+
+def _write(folder: Path, name: str, text: str, lines: str, indent: int) -> Path:
     methods = folder / "methods"
     methods.mkdir(exist_ok=True)
-    text = METHOD.replace("LINES", textwrap.indent(textwrap.dedent(lines).strip(), " " * 12))
-    (methods / "ending.py").write_text(text)
+    text = text.replace("LINES", textwrap.indent(textwrap.dedent(lines).strip(), " " * indent))
+    (methods / f"{name}.py").write_text(text)
     return methods
