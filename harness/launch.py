@@ -282,7 +282,10 @@ class Watch:
 
 
 def _resident_bytes(pid: int) -> tuple[int, int]:
-    """Anonymous and shared resident bytes of a process; all of it as anonymous where the system does not tell."""
+    """Anonymous and shared resident bytes of a process; all of it as anonymous where the system does not tell.
+
+    The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch, results/LOG.md.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import pytest
 
 SHARED = Path(tempfile.gettempdir())  # by all processes of a run, whatever their own temporary folder will be
@@ -53,6 +54,12 @@ def install(names: tuple[str, ...], *signs: str) -> str | None:
             words = [*APT, "install", "-y", "--no-install-recommends", *names]
             done = subprocess.run(words, capture_output=True, text=True, env=environment)
         return f"{' '.join(words)}: {(done.stderr.splitlines() or [''])[-1]}" if done.returncode else None
+
+
+def still_running(folder: str) -> list[int]:
+    """Processes whose command line or environment names a folder."""
+    found = psutil.process_iter(["pid", "cmdline", "environ"])
+    return [each.info["pid"] for each in found if folder in f"{each.info['cmdline']} {each.info['environ']}"]
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from harness.remote import order
 from harness.spec import Budget, Job
 from harness.sweep import Sweep, resolve
 from tests import tiny
+from tests.packages import still_running
+from tests.slurm import cluster
 from tests.test_ranks import MEETING, SHARDED, processes, wait_for_steps
 from tests.tiny import TINY, write_ending
 
@@ -157,6 +159,15 @@ def test_a_slurm_without_containers_says_so_in_one_line(place: Slurm, tmp_path: 
     done = call(*WORDS, "--slurm", "container_image=harness", "--results", str(tmp_path))
     assert done.returncode == 7 and "knows no --container-image" in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
+    with cluster(tmp_path) as configuration:
+        words, environment = ["srun", "printenv", "SLURM_JOB_ID"], {**os.environ, "SLURM_CONF": str(configuration)}
+        number = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        assert len(still_running(str(tmp_path))) == 4  # munge, the controller, two nodes
+    assert still_running(str(tmp_path)) == []
+    assert list(Path("/sys/fs/cgroup").glob(f"*/slurm_n[12]/*/job_{number}")) == []
 
 
 def test_a_partition_that_does_not_exist_is_one_line(place: Slurm, tmp_path: Path) -> None:
