@@ -160,10 +160,7 @@ class Watch:
             self.stopped = self.stopped or "interrupt"
         self._signal(signal.SIGKILL)
         self.process.wait()
-        for process in self.trainers:  # ranks have sessions of their own, and end with their agent
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(self.trainers, GRACE_SECONDS)
+        ranks.end_all(self.trainers, GRACE_SECONDS)  # they have sessions of their own
         shutil.rmtree(ranks.folder_of(self.path), ignore_errors=True)
         self.end = self._end()
         if self.wall:

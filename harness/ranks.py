@@ -7,6 +7,7 @@ share of the host's budget; its own record lies in a folder beside the job's unt
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from harness import failures, machine, published
 from harness.record import Record
@@ -164,6 +167,20 @@ def of_nodes(records: list[Record]) -> Record:
     return min(failed, key=followed) if failed else together(records)
 
 
+def end_all(processes: list[psutil.Process], seconds: float) -> None:
+    """Kill what is left of these and wait for it; for a dead one that nobody has reaped there is nothing to wait."""
+    deadline = time.time() + seconds
+    while processes and time.time() < deadline:
+        left = []
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    process.kill()
+                    left.append(process)
+        processes = left
+        time.sleep(0.01 if left else 0)
+
+
 def _watch_parent(parent: int) -> None:
     while os.read(parent, 4096):
         pass
@@ -216,8 +233,9 @@ def rank(order: dict[str, Any]) -> None:
 
 
 def _end_with_agent() -> None:
-    while os.read(0, 4096):
-        pass
+    with contextlib.suppress(ConnectionError):  # it left without having read all
+        while os.read(0, 4096):
+            pass
     os.killpg(0, signal.SIGKILL)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,19 +130,23 @@ def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(words: list[str
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("who", ["caller", "agent"])
+@pytest.mark.parametrize("who", ["caller", "agent", "both"])
 def test_ranks_end_with_who_started_them(words: list[str], tmp_path: Path, who: str) -> None:
     run = start(words)
     ranks = training_ranks(tmp_path)
-    process = psutil.Process(run.pid) if who == "caller" else ranks[0].parent()
-    assert process
-    process.kill()
+    agent = ranks[0].parent()
+    assert agent
+    if who != "agent":
+        run.kill()
+    if who != "caller":
+        agent.kill()
     assert psutil.wait_procs(list(ranks.values()), 30)[1] == []
-    assert run.wait(30) == (-9 if who == "caller" else 3)
+    assert run.wait(30) == (3 if who == "agent" else -9)
+    if who == "both":  # nobody is left to write a record, or to take away what the ranks had written
+        shutil.rmtree(next(tmp_path.glob(".ranks-*")))
+        return
     deadline = time.time() + 30
-    while (
-        list(tmp_path.glob(".ranks-*")) and time.time() < deadline
-    ):  # the agent that lost its caller writes the record
+    while list(tmp_path.glob(".ranks-*")) and time.time() < deadline:  # an agent without its caller writes the record
         time.sleep(0.1)
     assert only_record(tmp_path).status == ("interrupted" if who == "caller" else "killed")
 
