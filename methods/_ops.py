@@ -18,8 +18,8 @@ PAGE_BYTES = 4096  # a file is read and written past the system's cache where me
 
 _library = torch.library.Library("harness", "DEF")
 _library.define(
-    "adamw(Tensor grads, Tensor[] source, Tensor(a!)[] target, Tensor? factor, int[] table, float learning_rate,"
-    " int number) -> ()"
+    "adamw(Tensor grads, Tensor[] source, Tensor(a!)[] target, Tensor? factor, float scale, int[] table,"
+    " float learning_rate, int number) -> ()"
 )
 _library.define("reserve(Tensor(a!) file, int num_bytes) -> ()")
 _library.define("read(Tensor file, Tensor(a!) slab) -> ()")
@@ -31,6 +31,7 @@ def adamw(
     source: list[Tensor],
     target: list[Tensor],
     factor: Tensor | None,
+    scale: float,
     table: list[int],
     learning_rate: float,
     number: int,
@@ -46,7 +47,7 @@ def adamw(
         table,
         learning_rate,
         number,
-        1.0 if factor is None else float(factor),
+        scale * (1.0 if factor is None else float(factor)),
     )
 
 

@@ -114,8 +114,8 @@ def update(
         start, stop = runs[0][0].start, runs[-1][-1].stop
         table = [number for run in runs for a, b, decays in run for number in (a - start, b - start, int(decays))]
         slabs = ([slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target))
-        scale = torch.tensor(factor) if isinstance(factor, float) else factor
-        torch.ops.harness.adamw(grads[start:stop], *slabs, scale, table, step.learning_rate, step.number)
+        known, computed = (factor, None) if isinstance(factor, float) else (1.0, factor)
+        torch.ops.harness.adamw(grads[start:stop], *slabs, computed, known, table, step.learning_rate, step.number)
         return
     for run in runs:
         start, stop = run[0].start, run[-1].stop

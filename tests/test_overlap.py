@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.virtual import point
+from bench import virtual
 from harness.method import create
 from harness.spec import Workload
 from tests.fake_streams import watching
@@ -198,8 +198,14 @@ def test_a_scale_model_has_the_proportions_of_what_it_stands_for() -> None:
 )
 def test_the_schedule_is_near_its_bound(machine_name: str, num_layers: int, clipping: str | None, least: float) -> None:
     """Compute binds the first, the host's memory the others."""
-    found = point(machine_name, num_layers, clipping)
+    found = virtual.point(machine_name, num_layers, clipping)
     assert not isinstance(found, str) and least <= found.share <= 1.0
+
+
+def test_fp16_waits_no_longer_where_it_updates_ahead_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(virtual.DTYPES, "h200", "fp16")
+    found = virtual.point("h200", 48, "speculate")
+    assert not isinstance(found, str) and found.share >= 0.95
 
 
 def test_the_update_that_is_needed_first_goes_first() -> None:
