@@ -185,6 +185,11 @@ def test_without_slurm_and_with_unknown_options_one_line_says_so(tmp_path: Path)
         assert done.returncode in (2, 7) and len(done.stderr.splitlines()) == 1
 
 
+def test_ranks_spread_evenly_over_a_number_of_nodes(tmp_path: Path) -> None:
+    done = call(*WORDS, "--slurm", "nodes=none")
+    assert done.returncode == 2 and "nodes takes a number from 1 on, not 'none'" in done.stderr, done.stderr
+
+
 def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("partition: gpu\ntime: 30\n")
     assert options_of((str(tmp_path / "cluster.yaml"), "time=60")) == {"partition": "gpu", "time": 60}
