@@ -75,8 +75,9 @@ class _Lines:
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
             self.write(closing_line(event["record"]))
-            if event["record"].job.trace and event["record"].status == "ok":
-                self.write(f"  trace, for https://ui.perfetto.dev: {event['record'].job.trace}")
+            job = event["record"].job
+            if job.trace and event["record"].answers(job):
+                self.write(f"  trace, for https://ui.perfetto.dev: {job.trace}")
         elif kind in ("build", "wait"):
             self.write(f"  {event['text']}")
         elif kind == "warning":

@@ -61,7 +61,10 @@ class Trace:
             text = f"{job.method} tells nothing of its streams: the trace holds its steps alone"
             tell({"event": "warning", "text": text})
         assert job.trace
-        write(timeline, Path(job.trace))
+        try:
+            write(timeline, Path(job.trace))
+        except OSError as error:  # the run itself is as good as any
+            tell({"event": "warning", "text": f"cannot write {job.trace}: {error.strerror}"})
 
     def _timeline(self, marks: Sequence[Any]) -> Timeline:
         for *_, end in self.notes:

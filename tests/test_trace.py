@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+from cases import overlap
+from harness import scaled
 from harness.launch import launch
 from harness.method import create
-from harness.record import Record
+from harness.record import Gate, Record
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
-from harness.timeline import Span, Timeline, common, length, read, share, union, write
+from harness.timeline import Span, Timeline, common, length, read, share, steps, union, write
 from harness.trace import STEPS
 from tests.overlap import Machine, VirtualRun, virtual_run
 from tests.training import tiny
 
+DEMO = scaled.make("demo", None, ("stronghold",), {"cpu": "some CPU", "cores": 2})
 WORKLOAD = Workload(num_layers=4, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 OPTIONS = {"window_size": 2, "placement": "R1W2D1", "clipping": "deferred"}
-SLACK_SECONDS = 1e-7  # of times that are written in microseconds
+SLACK_SECONDS = {"cuda": 1e-5}  # of an event's time, float32 milliseconds; else of times in microseconds
 NUM_STEPS = 5
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+)
 
 
-@pytest.fixture(scope="module", params=["cpu", "sim", "l2l", "hydra"])
+@pytest.fixture(scope="module", params=["cpu", "sim", "l2l", "hydra", CUDA])
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """A real run of each kind, traced: streams in the code's order, streams of a link that takes its time."""
     folder = tmp_path_factory.mktemp("traced")
@@ -35,7 +44,8 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if kind == "sim":
         request.getfixturevalue("compiled_sim")
     options = {**OPTIONS, "disk": str(folder)} if name == "stronghold" else {}
-    job = Job(name, WORKLOAD, options, budget, "sim" if kind == "sim" else "cpu", NUM_STEPS, 1, trace=str(path))
+    device = kind if kind in ("sim", "cuda") else "cpu"
+    job = Job(name, WORKLOAD, options, budget, device, NUM_STEPS, 1, trace=str(path))
     record = Record.read(launch(job, "key", folder))
     assert record.status == "ok", record.reason
     return path, record
@@ -62,20 +72,20 @@ def test_a_trace_is_json_with_the_fields_that_viewers_need(traced: tuple[Path, R
 
 
 def test_spans_of_one_stream_or_thread_never_overlap(traced: tuple[Path, Record]) -> None:
-    assert_disjoint(read(traced[0]).spans)
+    assert_disjoint(read(traced[0]))
 
 
 def test_the_steps_are_those_of_the_record(traced: tuple[Path, Record]) -> None:
     path, record = traced
-    steps = read(path).steps
-    assert [step.work for step in steps] == [f"step {number}" for number in range(NUM_STEPS - STEPS + 1, NUM_STEPS + 1)]
-    assert [step.end - step.start for step in steps] == pytest.approx(record.step_seconds[-STEPS:], abs=1e-6)
+    found = read(path).steps
+    assert [step.work for step in found] == [f"step {number}" for number in range(NUM_STEPS - STEPS + 1, NUM_STEPS + 1)]
+    assert [step.end - step.start for step in found] == pytest.approx(record.step_seconds[-STEPS:], abs=1e-5)
     assert record.job.trace == str(path)
 
 
 def test_a_layer_has_arrived_when_its_forward_pass_starts(traced: tuple[Path, Record]) -> None:
     if traced[1].job.method != "hydra":  # whose shards keep their weights from one turn to the next
-        assert_arrived(read(traced[0]).spans, at_least=4)
+        assert_arrived(read(traced[0]), at_least=4)
 
 
 def test_the_disk_is_read_before_an_update_and_written_after_it(traced: tuple[Path, Record]) -> None:
@@ -125,8 +135,8 @@ def test_virtual_streams_and_workers_do_what_they_are_charged_with(virtual: Virt
 
 
 def test_virtual_spans_are_in_order_too(virtual: VirtualRun) -> None:
-    assert_disjoint(virtual.spans)
-    assert_arrived(virtual.spans, at_least=2 * 7)
+    assert_disjoint(virtual.timeline({}))
+    assert_arrived(virtual.timeline({}), at_least=2 * 7)
 
 
 def test_a_virtual_trace_says_so_and_is_read_as_it_was_written(virtual: VirtualRun, tmp_path: Path) -> None:
@@ -166,28 +176,58 @@ def test_intervals_by_hand() -> None:
     assert length([(0, 2), (3, 4)]) == 3
 
 
-def assert_disjoint(spans: list[Span]) -> None:
+def slack_seconds(timeline: Timeline) -> float:
+    return SLACK_SECONDS.get(timeline.about["clock"], 1e-7)
+
+
+def assert_disjoint(timeline: Timeline) -> None:
     tracks: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
+    for span in timeline.spans:
         tracks[span.track].append(span)
     for track in tracks.values():
         for one, other in pairwise(sorted(track, key=lambda span: span.start)):
-            assert one.end <= other.start + SLACK_SECONDS, f"{one} and {other}"
+            assert one.end <= other.start + slack_seconds(timeline), f"{one} and {other}"
 
 
-def assert_arrived(spans: list[Span], at_least: int) -> None:
+def assert_arrived(timeline: Timeline, at_least: int) -> None:
     """Whenever a layer's weights are fetched, they are there when it is computed next, in either pass."""
     seen = 0
     passes: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
+    for span in timeline.spans:
         if span.work in ("forward", "backward"):
             passes[span.of].append(span)
-    for fetch in (span for span in spans if span.work == "weights"):
+    for fetch in (span for span in timeline.spans if span.work == "weights"):
         later = [span.start for span in passes[fetch.of] if span.end > fetch.start]
         if later:
-            assert fetch.end <= min(later) + SLACK_SECONDS, fetch
+            assert fetch.end <= min(later) + slack_seconds(timeline), fetch
             seen += 1
     assert seen >= at_least
+
+
+def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualRun, tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    trace = tmp_path / "traces" / "overlap_demo.json"
+    spans = [Span("compute", "forward", "", 0.0, 0.4), Span("inbound", "weights", "", 0.3, 0.6)]
+    write(Timeline(spans, steps([0.0, 1.0, 2.0], 1), {"clock": "sim", "title": "by hand"}), trace)
+    with pytest.raises(
+        ValueError, match=r"no trace of profile demo here: ./run.sh case overlap --profile demo makes it"
+    ):
+        overlap.shown(DEMO, tmp_path)
+    options = {"placement": "W4", "clipping": "deferred"}
+    job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(trace))
+    Record(job, "key", "ok", clock="sim", gate=Gate("exact")).write(tmp_path / "log_1.json")
+    write(virtual.timeline({"title": "on h200"}), tmp_path / "traces" / "virtual_h200_48_deferred.json")
+
+    overlap.main(DEMO, tmp_path, tmp_path / "out", "draw", lambda event: None)
+    with (tmp_path / "out" / "overlap_demo.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["clock"], row["step"]) for row in rows] == [("sim", "step 1"), ("virtual", "step 2")]
+    names = ("step_seconds", "compute_seconds", "copies_hidden_seconds", "copies_exposed_seconds")
+    assert [float(rows[0][name]) for name in names] == pytest.approx([1.0, 0.4, 0.1, 0.2])
+    titles = [axes.get_title(loc="left") for axes in overlap.figure(overlap.shown(DEMO, tmp_path), "").axes[::2]]
+    assert titles[0].startswith("measured: stronghold, 4 layers, W4") and titles[1].startswith(
+        "virtual, nothing measured"
+    )
 
 
 def test_timelines_without_steps_are_written_too(tmp_path: Path) -> None:
