@@ -22,6 +22,10 @@ SMALL = Workload(
 OTHERS = [name for name in method.names() if name != method.reference() and method.load(name).is_exact]
 
 
+def dtypes(name: str) -> list[str]:
+    return ["fp32", "bf16", *(["fp16"] if method.load(name).scales_loss else [])]
+
+
 @functools.cache
 def trained(name: str, workload: Workload, options: tuple = ()) -> Record:
     record = worker.run(Job(name, workload, dict(options), device="cuda"), name, (), lambda event: None)
@@ -31,8 +35,7 @@ def trained(name: str, workload: Workload, options: tuple = ()) -> Record:
     return record
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in OTHERS for dtype in dtypes(name)])
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_trains_as_resident_within_the_stated_tolerance(name: str, dtype: str, clip_norm: float) -> None:
     workload = dataclasses.replace(SMALL, dtype=dtype, clip_norm=clip_norm)
