@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from harness.spec import Job
 from harness.timeline import Span, Timeline, steps, write
 from methods._device import STREAMS, UNNOTED
 
+FIRST_SECONDS = 1.0  # in which memory was taken, before it is told
 STEPS = 3  # of a run, its last ones; in the first of them goes on what was queued before
 
 
@@ -28,12 +29,11 @@ class Trace:
 
     def __init__(self, job: Job) -> None:
         self.job, self.first_step = job, max(1, job.steps + 1 - STEPS)
-        streams = STREAMS[job.device]
-        self.current = streams.current
-        self.has_events = hasattr(streams.current(), "wait_stream")  # torch's streams, not those of a CPU
+        self.streams = STREAMS[job.device]
+        self.has_events = hasattr(self.streams.current(), "wait_stream")  # torch's streams, not those of a CPU
         self.is_on = False
         self.notes: list[tuple[str, int, str, str, Any, Any]] = []  # track, thread, work, of, start, end
-        streams.span = self.span
+        self.streams.span = self.span
 
     def begin(self, step: int) -> None:
         """A step begins."""
@@ -56,6 +56,7 @@ class Trace:
 
     def write(self, marks: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> None:
         """Once all is queued: wait for it, and write the file. `marks` are the moments at which steps begin and end."""
+        self.streams.span = None
         job, timeline = self.job, self._timeline(marks[self.first_step - 1 :])
         if not timeline.spans:
             text = f"{job.method} tells nothing of its streams: the trace holds its steps alone"
@@ -70,7 +71,7 @@ class Trace:
         for *_, end in self.notes:
             if not isinstance(end, float):
                 end.synchronize()
-        event, now = self.mark(self.current()), time.perf_counter()
+        event, now = self.mark(self.streams.current()), time.perf_counter()
         if self.has_events:
             event.synchronize()
 
@@ -113,8 +114,9 @@ class Taking:
     and then whenever the time has doubled."""
 
     def __init__(self, device: str, tell: Callable[[dict[str, Any]], None]) -> None:
-        self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, 1.0
-        STREAMS[device].taking = self.taking
+        self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, FIRST_SECONDS
+        self.streams = STREAMS[device]
+        self.streams.taking = self.taking
 
     @contextmanager
     def taking(self, num_bytes: int) -> Iterator[None]:
@@ -128,6 +130,6 @@ class Taking:
 
     def end(self) -> None:
         """All is taken."""
-        if self.num_bytes and self.seconds >= 1:
+        if self.seconds >= FIRST_SECONDS:
             self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
-        self.num_bytes = 0
+        self.streams.taking = nullcontext

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from cases import overlap
-from harness import scaled
+from harness import scaled, trace
 from harness.launch import launch
 from harness.method import create
+from harness.progress import _Lines
 from harness.record import Gate, Record
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
 from harness.timeline import Span, Timeline, common, length, read, share, steps, union, write
-from harness.trace import STEPS
+from harness.trace import STEPS, Taking
+from methods._device import Device
 from tests.overlap import Machine, VirtualRun, virtual_run
 from tests.training import tiny
 
@@ -117,6 +119,23 @@ def test_a_method_that_tells_nothing_of_its_streams_is_named(tmp_path: Path) -> 
     assert read(tmp_path / "trace.json").spans == [] and len(read(tmp_path / "trace.json").steps) == 2
 
 
+def test_host_memory_is_told_of_whenever_its_taking_has_taken_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more where all is taken; in the lines that people read with its rate."""
+    told: list[dict] = []
+    monkeypatch.setattr(trace, "FIRST_SECONDS", 0.0)
+    taking = Taking("cpu", told.append)
+    with Device("cpu") as device:
+        device.room(1000, torch.float32, host=True)
+        taking.next_seconds = 1000.0
+        device.room(500, torch.float32, host=True)
+        taking.end()
+        device.room(500, torch.float32, host=True)
+    assert [event["bytes"] for event in told] == [4000, 6000] and told[0]["seconds"] < told[1]["seconds"]
+    lines: list[str] = []
+    _Lines(lines.append).report({"event": "memory", "bytes": 3 * 2**30, "seconds": 2.0})
+    assert lines == ["  host memory: 3.0 GiB of 0 bytes taken, 1.5 GiB/s"]
+
+
 def test_virtual_work_ends_when_virtual_time_does(virtual: VirtualRun) -> None:
     assert max(span.end for span in virtual.spans) == pytest.approx(virtual.total_seconds)
     assert virtual.timeline({}).steps[-1].end == virtual.step_ends[-1]
@@ -206,15 +225,15 @@ def assert_arrived(timeline: Timeline, at_least: int) -> None:
 
 def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualRun, tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
-    trace = tmp_path / "traces" / "overlap_demo.json"
+    path = tmp_path / "traces" / "overlap_demo.json"
     spans = [Span("compute", "forward", "", 0.0, 0.4), Span("inbound", "weights", "", 0.3, 0.6)]
-    write(Timeline(spans, steps([0.0, 1.0, 2.0], 1), {"clock": "sim", "title": "by hand"}), trace)
+    write(Timeline(spans, steps([0.0, 1.0, 2.0], 1), {"clock": "sim", "title": "by hand"}), path)
     with pytest.raises(
         ValueError, match=r"no trace of profile demo here: ./run.sh case overlap --profile demo makes it"
     ):
         overlap.shown(DEMO, tmp_path)
     options = {"placement": "W4", "clipping": "deferred"}
-    job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(trace))
+    job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(path))
     Record(job, "key", "ok", clock="sim", gate=Gate("exact")).write(tmp_path / "log_1.json")
     write(virtual.timeline({"title": "on h200"}), tmp_path / "traces" / "virtual_h200_48_deferred.json")
 
