@@ -90,6 +90,7 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
     load = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, clip_norm=0)
     job = Job("stronghold", load, {"window_size": 2, "resident_layers": 0}, steps=20, warmup=5)
     measured = {"losses": [4.0] * 10 + [3.0] * 10, "step_seconds": [0.25] * 20, "grad_norms": [1.0] * 20}
+    measured |= {"loss_scales": [], "skipped_steps": []}
     first = {key: values[:10] for key, values in measured.items()}
     lines = [*header_lines(job), *interval_lines(job, first, {}), *interval_lines(job, measured, {})]
     record = one(tmp_path, "log_stronghold_l-2_hs-32_bs-2_ws-2_2026-01-02.1800000000.txt", lines)
