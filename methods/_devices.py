@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import time
@@ -57,6 +58,8 @@ class Elsewhere:
         # New processes are forked from one that has imported all that they will and started no thread.
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([make_worker.__module__, "torch._dynamo"])
+        if num_threads > 1:  # threads of one process that wait must not keep another's from a core
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=serve, args=(other, num_threads, make_worker, *given), daemon=True)
         self.process.start()
