@@ -149,8 +149,8 @@ def own_lines(num_layers: int, hidden_size: int, losses: Sequence[float], of: in
     """As this harness prints: a run that stopped early was interrupted."""
     steps = of or 10 * len(losses)
     job = Job("l2l", Workload(num_layers=num_layers, hidden_size=hidden_size), steps=steps)
-    done = {"losses": [loss for loss in losses for _ in range(10)], "grad_norms": []}
-    done["step_seconds"] = [0.5] * len(done["losses"])
+    done = {"losses": [loss for loss in losses for _ in range(10)], "grad_norms": [], "loss_scales": []}
+    done |= {"step_seconds": [0.5] * len(done["losses"]), "skipped_steps": []}
     lines = header_lines(job)
     for step in range(10, len(done["losses"]) + 1, 10):
         lines += interval_lines(job, {name: values[:step] for name, values in done.items()}, {})
