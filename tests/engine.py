@@ -123,7 +123,7 @@ def make_image(folder: Path) -> None:
     if not base.exists():
         unfinished = folder / "base.tar"
         words = ["mmdebstrap", "--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", "--include=python3-venv"]
-        subprocess.run([*words, "bookworm", unfinished], check=True)
+        fetch(*words, "bookworm", str(unfinished))
         shutil.move(unfinished, base)
     subprocess.run(docker(address, "import", str(base), BASE), check=True, stdout=subprocess.DEVNULL)
     project = folder / "project"
@@ -133,8 +133,15 @@ def make_image(folder: Path) -> None:
     pins.write_text(needed)
     direct = re.findall(r'^    "(.*==.*)",$', needed.split("optional-dependencies")[0], flags=re.MULTILINE)
     words = [sys.executable, "-m", "pip", "wheel", "-q", "-w", str(wheels), "-c", str(ROOT / "constraints.txt")]
-    subprocess.run([*words, *direct], check=True)
+    fetch(*words, *direct)
     words = [sys.executable, "-m", "harness", "image", "build", "--image", IMAGE, "--base", BASE]
     words += ["--wheelhouse", str(wheels), "--build-arg", "PACKAGES=python3-venv", "--build-arg", "EXTRA="]
     environment = {**os.environ, "DOCKER_HOST": address, "PYTHONPATH": os.pathsep.join([str(project), *sys.path])}
     subprocess.run(words, check=True, cwd=project, env=environment, stdout=subprocess.DEVNULL)
+
+
+def fetch(*words: str) -> None:
+    """A command that takes something from the network; where it cannot, what needs the image is skipped."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        missing(f"{' '.join(words[:4])}: {(done.stderr.splitlines() or [''])[-1]}")
