@@ -184,7 +184,18 @@ def hydra(device_memory: int | None, words: dict[str, Any], is_whole: bool = Fal
 
 
 def hydra_peaks(budgets: list[int]) -> list[int]:
-    """Of the same without a limit: the device's peak for each memory that shards are made for."""
+    """Of the same without a limit: the device's peak for each memory that shards are made for. What a partition takes
+    is foretold once, whichever memory asks for it."""
+    from methods.hydra import ModelOrchestrator
+
+    foretell, known = ModelOrchestrator._foretold, {}
+
+    def remembered(orchestrator: Any, lengths: list[list[int]]) -> int | None:
+        if str(lengths) not in known:
+            known[str(lengths)] = foretell(orchestrator, lengths)
+        return known[str(lengths)]
+
+    ModelOrchestrator._foretold = remembered
     found = []
     for budget in budgets:
         sim.reset_peaks()
