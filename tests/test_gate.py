@@ -200,3 +200,12 @@ def test_no_throughput_without_a_passing_gate() -> None:
     assert record.with_gate(gate.judge(record, record)).samples_per_second is not None
     assert record.with_gate(Gate("failed", "loss", "differs")).samples_per_second is None
     assert record.samples_per_second is None
+
+
+def test_of_several_models_the_worst_one_is_the_verdict_and_named() -> None:
+    good, bad = Gate("exact", "", "bit-equal"), Gate("failed", "loss", "loss 2 instead of 1")
+    found = gate.together([good, bad, good])
+    assert (found.verdict, found.reason) == ("failed", "loss") and found.text == "model 2 of 3: loss 2 instead of 1"
+    assert found.evidence["models"] == ["exact", "failed", "exact"]
+    assert gate.together([good, good]).text == "each of 2 models: bit-equal"
+    assert gate.together([good]) is good
