@@ -55,7 +55,7 @@ harness "one step at ${depths[3]} layers, stream by stream" run -m stronghold -l
     --trace "$results/trace.json"
 harness "Hydra with one model" sweep -m hydra -l "${depths[1]},${depths[2]}" "${size[@]}" "${where[@]}"
 harness "Hydra with four models" run -m hydra --models 4 -l "$several" "${size[@]}" "${where[@]}"
-harness "the same without its double buffer" run -m hydra --models 4 --option double_buffer=false -l "$several" \
+harness "the same without its double buffer" run -m hydra --models 4 --double-buffer off -l "$several" \
     "${size[@]}" "${where[@]}"
 harness "the same with activations kept" run -m hydra --models 4 --option intermediates=saved -l "$several" \
     "${size[@]}" "${where[@]}"

@@ -102,6 +102,10 @@ methods_option = click.option(
 )
 
 
+# Options of methods that have words of their own, for methods that have such an option.
+OPTION_WORDS = ("placement", "num_models", "num_devices", "double_buffer", "hybrid", "world_size", "disk")
+
+
 def job_options(command: Any) -> Any:
     """The options that run and sweep share."""
     for option in reversed((
@@ -125,6 +129,9 @@ def job_options(command: Any) -> Any:
         click.option("--warmup", type=int, help="Steps left out of the median; default 5, or fewer of few steps."),
         click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the method."),
         click.option("--models", "num_models", type=int, help="Models that take turns, for methods that have this."),
+        click.option("--devices", "num_devices", type=int, help="Devices that they take turns on; on a CPU processes."),
+        click.option("--double-buffer", type=bool, help="off: fetch what comes next only when it has come."),
+        click.option("--hybrid", type=bool, help="off: train no model on two devices where there are more of these."),
         click.option("--ranks", "world_size", type=int, help="Processes that train together, for methods that can."),
         click.option("--disk", metavar="DIR", help="Folder on the disk, for methods that use one."),
         click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
@@ -184,18 +191,8 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
         for name, why in broken.items():
             print(f"left out: {name}: {why}", file=sys.stderr)
     options = dict(parse_option(text) for text in words["options"])
-    sizes = (
-        "micro_batches",
-        "seq_len",
-        "vocab_size",
-        "num_heads",
-        "dtype",
-        "dropout",
-        "clip_norm",
-        "learning_rate",
-        "seed",
-        "corpus",
-    )
+    sizes = ("micro_batches", "seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate",
+             "seed", "corpus")  # fmt: skip
     fixed = {name: words[name] for name in sizes}
     device = machine.devices()[0] if words["device"] == "auto" else words["device"]
     budget = budget_of(words)
@@ -217,8 +214,7 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     for name, num_layers, hidden_size, batch_size, window in grid:
         workload = Workload(num_layers=num_layers, hidden_size=hidden_size, batch_size=batch_size, **fixed)
         known = method.option_names(method.load(name, folders))
-        asked = {"window_size": window, "placement": words["placement"], "num_models": words.get("num_models"),
-                 "world_size": words.get("world_size"), "disk": words["disk"]}  # fmt: skip
+        asked = {"window_size": window} | {option: words.get(option) for option in OPTION_WORDS}
         chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
         jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
     if words.get("world_size") is not None and not any("world_size" in job.options for job in jobs):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from harness.method import Step
 from methods._devices import Failure
 from methods._halves import slot_bytes, split
-from methods._scheduler import key_of, lower_bound
+from methods._scheduler import key_of, lower_bound, simulate
 from methods._turns import Task
 from methods._units import FORWARD, Unit
 
@@ -41,7 +41,7 @@ class Dispatcher:
         self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, most_ahead: float = math.inf,
         splits: list[tuple[int, int]] | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        self.tasks, self.devices, self.key = tasks, list(devices), key_of(policy)
+        self.tasks, self.devices, self.policy, self.key = tasks, list(devices), policy, key_of(policy)
         self.most_ahead = most_ahead  # rounds that a model may have finished before the slowest one has
         self.held: list[Task] = []  # those that have stepped, and have not been asked for their next minibatch
         self.numbers = {device: number for number, device in enumerate(devices)}
@@ -198,19 +198,31 @@ class Dispatcher:
         self.splits.append((task.model, index))
 
     def summary(self) -> dict[str, float]:
-        """Makespan, the bound below which no schedule of these units can be, their ratio, and the devices' use; nothing
-        of a single model, or where units were only queued."""
+        """Makespan, what two rounds foretold, the bound below which no schedule of these units can be, their ratio,
+        and the devices' use; nothing of a single model, or where units were only queued."""
         if len(self.chains) < 2:
             return {}
         makespan, num_devices = max(turned.end for turned in self.timeline), len(self.numbers)
         bound = lower_bound(list(self.chains.values()), num_devices)
         busy = sum(map(sum, self.chains.values()))
         return {
+            **self._predicted(num_devices),
             "makespan_seconds": makespan,
             "lower_bound_seconds": bound,
             "ratio": makespan / bound,
             "utilization": busy / (num_devices * makespan),
         }
+
+    def _predicted(self, num_devices: int) -> dict[str, float]:
+        """The makespan that the simulation foretells after two rounds, of which the first warms up: as if all later
+        ones took what the second took. Nothing where models were cut anew, failed, or had no third round."""
+        chains = []
+        for task, seconds in self.chains.items():
+            per_round, rest = divmod(len(seconds), max(1, task.rounds))
+            if rest or task.failure or task.rounds < 3 or self.splits:
+                return {}
+            chains.append(seconds[:per_round] + seconds[per_round : 2 * per_round] * (task.rounds - 1))
+        return {"predicted_makespan_seconds": simulate(chains, num_devices, self.policy).makespan}
 
     def shares(self) -> list[float]:
         """Of the time of all devices until now what each model has had."""
