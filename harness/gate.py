@@ -39,8 +39,9 @@ MEDIAN_DISTANCE_TOLERANCE = 0.05
 # And, relative to the tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1,
 # move by a few units in the last place at the published learning rate.
 ROUNDING = 2**-24 / 4
-# Half the distance from 1 to the float below it: a shorter step rounds to none.
-SMALLEST_STEP = 2**-25
+# Half the distance from 1 to the float above it: a shorter step up rounds to none, and a step of AdamW is a part of its
+# rate, often less than half, so that one down does, too.
+SMALLEST_STEP = 2**-24
 # Share of a tensor's elements that changed, relative to the reference's.
 CHANGED_TOLERANCE = 0.1
 SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
