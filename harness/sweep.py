@@ -60,16 +60,17 @@ def one_pool(plan: Plan, budget: Budget) -> Plan:
 
 
 def largest(trained: method.Method, job: Job, budget: Budget) -> int:
-    """Layers of the deepest model of this job that should fit the budget, by the method's plan."""
+    """Layers of the deepest model of this job that should fit the budget, by the method's plan; 0 where none should."""
 
-    def fits(num_layers: int) -> bool:
+    def fits(num_layers: int, unplanned: bool) -> bool:
         try:
             plan = trained.plan(job.workload.at_depth(num_layers), budget)
-        except ValueError:  # such as a window beyond these few layers
-            return True
+        except ValueError:  # a window beyond these few layers, or a placement of another number of them
+            return unplanned
         return one_pool(plan, budget).shortfall(budget) is None
 
-    return method.largest_depth(fits)
+    depth = method.largest_depth(lambda num_layers: fits(num_layers, num_layers < job.workload.num_layers))
+    return depth if depth and fits(depth, False) else 0
 
 
 class Sweep:

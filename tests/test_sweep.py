@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from harness.method import create
 from harness.progress import closing_line
 from harness.record import read_all
 from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
+from harness.sweep import Sweep, largest, resolve
 from tests.tiny import TINY
 
 
@@ -98,6 +99,12 @@ def test_the_named_largest_depth_fits_and_the_next_does_not() -> None:
     largest = int(text.rpartition("-l ")[2])
     assert resolve(Job("stronghold", Workload(num_layers=largest)))[2] is None
     assert resolve(Job("stronghold", Workload(num_layers=largest + 1)))[2] is not None
+
+
+def test_a_placement_of_so_many_layers_fits_no_other_depth() -> None:
+    for budget, depth in ((Budget(), "3"), (Budget(device_bytes=1), "0")):
+        job = Job("stronghold", dataclasses.replace(TINY, num_layers=3), {"placement": "R1W2"}, budget)
+        assert str(largest(create(job.method, job.options), job, budget)) == depth
 
 
 def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path) -> None:
