@@ -225,9 +225,10 @@ def option_names(cls: type[Method]) -> list[str]:
     return [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
 
-def has_ranks(name: str, folders: tuple[Path, ...] = ()) -> bool:
-    """Whether this method trains in several processes."""
-    return name not in broken(folders) and "world_size" in option_names(load(name, folders))
+def having(option: str, folders: tuple[Path, ...] = ()) -> list[str]:
+    """The names of the methods that have this option."""
+    unusable = broken(folders)
+    return [name for name in names(folders) if name not in unusable and option in option_names(load(name, folders))]
 
 
 def reference(folders: tuple[Path, ...] = ()) -> str:

@@ -103,7 +103,8 @@ methods_option = click.option(
 
 
 # Options of methods that have words of their own, for methods that have such an option.
-OPTION_WORDS = ("placement", "num_models", "num_devices", "double_buffer", "hybrid", "world_size", "disk")
+OPTION_WORDS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
+                "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks"}  # fmt: skip
 
 
 def job_options(command: Any) -> Any:
@@ -181,7 +182,8 @@ def place_of(words: dict[str, Any], device: str) -> Place | None:
 
 
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
-    """Every combination, methods slowest; -w and its like only for methods that have such an option."""
+    """Every combination, methods slowest; -w and its like only for methods that have such an option. Raises ValueError
+    where a word is of no use to any of them; -w is, for published calls give it to all."""
     if not words["method_names"]:
         raise ValueError(f"-m is missing: choose one of all, {', '.join(method.names(folders))}")
     names = words["method_names"].split(",")
@@ -217,9 +219,10 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
         asked = {"window_size": window} | {option: words.get(option) for option in OPTION_WORDS}
         chosen = {**options, **{key: value for key, value in asked.items() if value is not None and key in known}}
         jobs.append(Job(name, workload, chosen, budget, device, steps, warmup))
-    if words.get("world_size") is not None and not any("world_size" in job.options for job in jobs):
-        able = ", ".join(name for name in method.names(folders) if method.has_ranks(name, folders))
-        raise ValueError(f"--ranks: {', '.join(names)} trains in one process; -m {able} in several")
+    for option, word in OPTION_WORDS.items():
+        if words.get(option) is not None and not any(option in job.options for job in jobs):
+            able = ", ".join(method.having(option, folders))
+            raise ValueError(f"{word} is of no use to {', '.join(names)}: leave it out, or -m {able}")
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
 
 
@@ -272,7 +275,7 @@ def command(job: Job) -> str:
     names = {"num_layers": "-l", "hidden_size": "-h", "batch_size": "-b"}
     others = {"num_heads": "--heads", "seq_len": "--seq", "vocab_size": "--vocab", "dtype": "--dtype",
               "dropout": "--dropout", "clip_norm": "--clip", "learning_rate": "--lr", "seed": "--seed",
-              "corpus": "--data"}  # fmt: skip
+              "corpus": "--data", "micro_batches": "--micro-batches"}  # fmt: skip
     budgets = {"device_bytes": "--device-memory", "host_bytes": "--host-memory", "disk_bytes": "--disk-memory",
                "link_bytes_per_second": "--link"}  # fmt: skip
     load, budget = job.workload, job.budget

@@ -158,7 +158,7 @@ def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        Job("l2l", Workload(num_layers=3)),
+        Job("l2l", Workload(num_layers=3, micro_batches=2)),
         Job("stronghold", Workload(2, 128, 4, 64, 1, 1, 512, dropout=0.1, clip_norm=0.0, learning_rate=1e-3, seed=7),
             {"window_size": 2, "resident_layers": 1}, Budget(12345678, 3 * GIB, None, 60, 2**28), "sim", 5, 2),
         Job("zero-infinity-nvme", Workload(dtype="bf16", corpus="a folder/text"),
@@ -170,6 +170,13 @@ def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
     words = shlex.split(command(job))[1:]
     parsed = cli.run.make_context("run", words).params
     assert make_jobs(parsed, ()) == [job]
+
+
+@pytest.mark.parametrize("words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"])
+def test_a_word_that_no_method_has_a_use_for_is_an_error(words: str) -> None:
+    parsed = cli.run.make_context("run", words.split()).params
+    with pytest.raises(ValueError, match=f"{words.split()[2]} is of no use to {words.split()[1]}".replace(",", ", ")):
+        make_jobs(parsed, ())
 
 
 def test_sizes_have_units() -> None:
