@@ -24,7 +24,7 @@ from harness.words import command
 
 TEMPLATES = Path(__file__).parent
 PAGE, REVIEW = "index.html", "review.md"
-PASSING_FACTS = ("load_average", "foreign_processes")
+PASSING_FACTS = ("load_average", "foreign_processes", "ranks")  # of a run, not of its machine
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "profiles": list(dict.fromkeys(section.profile for section in sections)),
         "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
         "machines": _each(pages.machine(record) for record in runs),
-        "facts": _each(told for record in runs for told in (_machine(record), pages.pairs(record.software))),
+        "facts": _each(
+            told for record in runs for told in (pages.pairs(lasting(record.machine)), pages.pairs(record.software))
+        ),
         "methods": _each(record.job.method for record in records),
         "num_runs": len(runs),
         "days": _each(entry.when[:10] for entry in entries if entry.record.origin == "run"),
@@ -205,9 +207,9 @@ def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
     return [*cases, *loose, "./run.sh verify", "./run.sh report"]
 
 
-def _machine(record: Record) -> str:
+def lasting(facts: dict[str, Any]) -> dict[str, Any]:
     """What of a machine stays the same from run to run."""
-    return pages.pairs({name: fact for name, fact in record.machine.items() if name not in PASSING_FACTS})
+    return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 
 def _each(texts: Iterable[str]) -> list[str]:

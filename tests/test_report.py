@@ -117,6 +117,11 @@ def page(written: Path) -> Page:
 ALL, CLAIMS = "Every record, oldest first", "Claims of the papers"
 
 
+def test_what_ranks_took_is_no_fact_of_the_machine() -> None:
+    ranks = [{"rank": 0, "resident_peak_bytes": 7}]
+    assert report.lasting({**MACHINE, "load_average": 2.0, "ranks": ranks}) == MACHINE
+
+
 def test_the_page_refers_to_nothing_outside_of_it(page: Page, written: Path) -> None:
     values = [value or "" for _, attributes in page.elements for name, value in attributes.items()
               if name in ("src", "href", "srcset", "action", "data")]  # fmt: skip
