@@ -119,6 +119,8 @@ def plan(exact: bool, **words: Any) -> None:
         for row in (*found, *({"published": row} for row in published)):
             print(json.dumps(row))
         return
+    if all("error" in row for row in found):
+        raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
     table.show(found, exact)
     if published:
         table.show_published(published)

@@ -77,6 +77,12 @@ def test_the_exact_device_peak_comes_with_it_where_a_method_has_a_twin(capsys, m
     assert "has no twin" in engine["exact"]["unavailable"]
 
 
+def test_where_nothing_can_be_planned_one_line_says_why(capsys, monkeypatch) -> None:
+    assert "cannot write to the folder /no/such" in fails(
+        capsys, monkeypatch, "plan", "-m", "stronghold", "-l", "4:8:4", "--disk", "/no/such"
+    )
+
+
 def test_the_table_is_for_people(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["run.sh", "plan", "-m", "resident,zero-infinity-nvme", *SMALL])
     main()
