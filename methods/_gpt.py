@@ -122,7 +122,7 @@ def random_state(workload: Workload, device: str) -> Any:
 def elsewhere(device: str, number: int, make: Callable[[str], Any], stack: ExitStack) -> list[Any]:
     """So many devices, each with a process of its own, until the stack is left."""
     if device == "sim":
-        raise Unavailable("sim is one device: num_devices=1 there, or --device cpu, whose devices are processes")
+        raise Unavailable("sim is one device: --devices 1 there, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:
         raise Unavailable(f"num_devices={number}: this machine has {torch.cuda.device_count()}")
     devices = [make(f"cuda:{index}" if device == "cuda" else device) for index in range(number)]

@@ -168,7 +168,7 @@ class ModelOrchestrator:
         if peak > room:
             raise ValueError(
                 f"{name} needs {gib(least)} ({least} bytes) by itself in each of {num_slots} slots: with what units"
-                f" compute with the smallest feasible device_memory is {peak} bytes ({gib(peak)}), not {room}"
+                f" compute with, the smallest feasible device_memory is {peak} bytes ({gib(peak)}), not {room}"
             )
         rooms = sorted({least, *(size for layers in alone for size in run_sizes(layers) if size > least)})
         fits = lambda number: (self._foretold(self._runs(alone, rooms[number])) or room + 1) <= room  # noqa: E731
