@@ -188,6 +188,8 @@ class Slurm:
                 return str(executor.submit(perform_on_node, order).job_id)
         except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
             text = " ".join(str(getattr(error, "stderr", "") or error).split())
+            if subprocess.run(["scontrol", "ping"], capture_output=True).returncode:
+                raise Unavailable(f"no Slurm answers, leave --on slurm out: {text}") from error
             raise ValueError(f"Slurm takes no job with {self.options or 'no options'}: {text}; see --slurm") from error
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:

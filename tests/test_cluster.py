@@ -177,6 +177,14 @@ def test_a_partition_that_does_not_exist_is_one_line(place: Slurm, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+def test_a_slurm_that_does_not_answer_is_unavailable(slurm: Path, tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=nowhere(127.0.0.1)\nSlurmctldPort=1\n"
+                                         "AuthType=auth/none\nMessageTimeout=2\nNodeName=n1\n")  # fmt: skip
+    done = call(*WORDS, "--results", str(tmp_path / "r"), SLURM_CONF=str(tmp_path / "slurm.conf"))
+    assert done.returncode == 7 and "no Slurm answers" in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_without_slurm_and_with_unknown_options_one_line_says_so(tmp_path: Path) -> None:
     done = call(*WORDS, PATH=str(tmp_path))
     assert done.returncode == 7 and "no sbatch here" in done.stderr and len(done.stderr.splitlines()) == 1
