@@ -146,7 +146,7 @@ def test_equal_jobs_have_equal_keys_whether_a_number_is_written_as_1_or_as_1_0()
     assert whole.key() == point.key()
 
 
-@pytest.mark.parametrize("name", names(Job))
+@pytest.mark.parametrize("name", [name for name in names(Job) if name != "trace"])
 def test_each_field_of_a_job_is_in_its_key(name: str) -> None:
     assert dataclasses.replace(JOB, **{name: JOB_CHANGES[name]}).key() != JOB.key()
 
