@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -22,9 +21,11 @@ def stored_numel(numel: int) -> int:
 def writable(disk: str | None) -> Path:
     """The folder that was named, or the system's temporary one. Raises ValueError where nothing can be written."""
     folder = Path(disk or tempfile.gettempdir())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"cannot write to the folder {folder}: name another with --disk DIR")
-    return folder
+    try:  # permissions alone say nothing to root, nor over a network
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ValueError(f"cannot write to the folder {folder}: name another with --disk DIR") from error
 
 
 def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:

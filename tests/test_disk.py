@@ -202,7 +202,8 @@ def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp
     assert record.peaks["host_accounted"] <= 1024 * host_kib
 
 
-def test_a_folder_that_cannot_be_written_is_one_line() -> None:
-    stronghold = create("stronghold", {"placement": "W1D1", "disk": "/nowhere"})
+@pytest.mark.parametrize("folder", ["/nowhere", "/proc"])
+def test_a_folder_that_cannot_be_written_is_one_line(folder: str) -> None:
+    stronghold = create("stronghold", {"placement": "W1D1", "disk": folder})
     with pytest.raises(ValueError, match="name another with --disk DIR"):
         stronghold.plan(tiny(), Budget())
