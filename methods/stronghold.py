@@ -290,5 +290,7 @@ def _num_resident(workload: Workload, budget: Budget, window: int) -> int:
 
 
 def _num_workers(device: str) -> int:
-    """Threads of the host's Adam. On a CPU one, for the cores compute already; else two are left to launch."""
-    return 1 if device != "cuda" else max(1, len(os.sched_getaffinity(0)) - 2)
+    """Threads of the host's Adam: beside a GPU two cores are left to launch. Where the cores compute, all of them: one
+    that is busy alone makes every other wait for its share of each product."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if device != "cuda" else max(1, cores - 2)
