@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tests.test_cases import DEMO, FACTS, METHODS, demo_records, record
 
 PROFILES = [DEMO, scaled.make("quick", None, METHODS, FACTS), scaled.make("paper", "v100-vm", METHODS, FACTS),
             scaled.make("fit", "v100-vm", METHODS, FACTS)]  # fmt: skip
-OPTIMUM = pytest.mark.skipif(not importlib.util.find_spec("ortools"), reason="needs OR-tools: pip install '.[optimum]'")
 
 
 def plan_of(job: Job):
@@ -105,7 +103,6 @@ def test_what_was_simulated_says_so_in_the_figure() -> None:
     ]  # fmt: skip
 
 
-@OPTIMUM
 def test_longest_remaining_first_is_within_two_percent_of_the_optimum_in_the_figure() -> None:
     rows = [row for row in case6._quality() if (row.metric, row.series) == ("mean_ratio", "lrtf")]
     assert len(rows) == 4 and all(1 <= (row.value or 0) <= 1.02 for row in rows)

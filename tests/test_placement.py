@@ -11,11 +11,11 @@ from harness.method import create
 from harness.spec import GIB, Budget, Workload
 from harness.tracker import Tracker
 from harness.twin import predict
-from methods import _home, _stream
+from methods import _home
 from methods._placement import parse, placed_plan, rings, shrink, text_of
 from tests.bugs import COMMITTED
 from tests.test_agree import difference
-from tests.training import tiny, train, train_resident
+from tests.training import answers_within, tiny, train, train_resident
 
 MIXTURES = ["P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
 SMALL = {"num_layers": 5, "hidden_size": 32, "num_heads": 2}
@@ -120,14 +120,7 @@ def test_speculation_is_committed_at_some_steps_and_left_at_others(
 def test_an_update_ahead_is_not_begun_where_the_norm_is_beyond_the_limit_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[bool] = []
-    is_within = _stream.Clip.is_within
-
-    def spy(self: Any) -> Any:
-        answer = is_within(self)
-        return lambda: said.append(answer()) or said[-1]
-
-    monkeypatch.setattr(_stream.Clip, "is_within", spy)
+    said = answers_within(monkeypatch)
     assert placed(tiny(**SMALL, clip_norm=0.05), "W5", "speculate") == ""
     assert said and not any(said)
 

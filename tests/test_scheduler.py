@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import statistics
 import sys
@@ -62,7 +61,6 @@ def test_lrtf_beats_the_other_rules_and_whole_models_on_the_mean(num_devices: in
     assert all(ours < statistics.mean(found) for found in others.values())
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("ortools"), reason="needs OR-tools: pip install '.[optimum]'")
 @SIZES
 def test_the_optima_are_proved_anew_for_some(num_devices: int, num_models: int) -> None:
     for chains, best in list(zip(instances(num_devices, num_models), OPTIMA[num_devices, num_models], strict=True))[:3]:

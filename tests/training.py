@@ -69,6 +69,21 @@ def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cp
         norms.append(step.grad_norm.item())
 
 
+def answers_within(monkeypatch: Any) -> list[bool]:
+    """Grows by what each update ahead of the norm is told: whether the norm so far allows it."""
+    from methods._stream import Clip
+
+    said: list[bool] = []
+    is_within = Clip.is_within
+
+    def spy(self: Clip) -> Any:
+        answer = is_within(self)
+        return lambda: said.append(answer()) or said[-1]
+
+    monkeypatch.setattr(Clip, "is_within", spy)
+    return said
+
+
 @functools.cache
 def train_resident(workload: Workload, steps: int = STEPS) -> Result:
     """Resident training, once per workload."""
