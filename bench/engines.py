@@ -28,31 +28,30 @@ WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, bat
 @click.option("--steps", default=8)
 @click.option("--results", type=click.Path(path_type=Path))
 @click.option("-m", "chosen", multiple=True, help="Beside the reference; all if none is named.")
-@click.option("--against", default=method.reference(), help="The method that ratios are taken to.")
+@click.option("--against", default=method.reference(), help="The method, or one of -m, that ratios are taken to.")
 def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...], against: str) -> None:
     reference = method.reference()
-    others = chosen or [name for name in method.names() if name != reference]
-    jobs = [job(text, steps) for text in (reference, *others)]
-    measured: dict[str, list[Record]] = {}
+    others = list(chosen) or [name for name in method.names() if name != reference]
+    jobs = {text: job(text, steps) for text in (reference, *others)}
+    measured: dict[str, list[Record]] = {text: [] for text in (reference, *others)}
     with tempfile.TemporaryDirectory() as temporary:
         folder = results or Path(temporary)
         folder.mkdir(exist_ok=True)
         for turn in range(rounds):
             # Each round a fresh order, the reference first: the others are judged by this round's.
-            order = [jobs[0], *(jobs[1:] if turn % 2 == 0 else jobs[:0:-1])]
-            for record in Sweep(folder, rerun=True).run(order):
-                measured.setdefault(record.job.method, []).append(record)
-                print(
-                    f"  round {turn + 1}: {record.job.method}: {record.status}, {record.median_step_seconds}",
-                    flush=True,
-                )
+            order = list(measured) if turn % 2 == 0 else [reference, *others[::-1]]
+            records = Sweep(folder, rerun=True).run([jobs[text] for text in order])
+            for text, record in zip(order, records, strict=True):
+                measured[text].append(record)
+                print(f"  round {turn + 1}: {text}: {record.status}, {record.median_step_seconds}", flush=True)
     print(f"\n{machine.facts()['cpu']}, {machine.facts()['cores']} cores, {rounds} rounds of {steps} steps\n")
     print(
         f"| method | options | s/step | ratio to {against}: median (range) | host peak | gate |\n"
         "|---|---|---|---|---|---|"
     )
-    for name, records in measured.items():
-        print(row(name, records, measured[against]))
+    references = next(records for text, records in measured.items() if against in (text, text.partition(":")[0]))
+    for text, records in measured.items():
+        print(row(records, references))
 
 
 def job(text: str, steps: int) -> Job:
@@ -62,8 +61,9 @@ def job(text: str, steps: int) -> Job:
     return resolve(Job(name, WORKLOAD, options=given, steps=steps, warmup=3))[0]
 
 
-def row(name: str, records: list[Record], references: list[Record]) -> str:
+def row(records: list[Record], references: list[Record]) -> str:
     last = records[-1]
+    name = last.job.method
     options = ", ".join(f"{key}={value}" for key, value in last.job.options.items())
     pairs = [
         (ours.median_step_seconds, theirs.median_step_seconds)
