@@ -35,7 +35,7 @@ class ResidentEnds:
         """The mean loss, detached, and the gradients of the last layer's outputs, times `scale`, as all gradients are
         then; starts this step's gradients."""
         with self.device.span("compute", "loss", self.home.prefix):
-            self.home.grads.zero_()
+            self.home.collect_gradients(self.home.grads)
             total, dxs = torch.zeros((), device=xs[0].device), []
             for x, part in zip(xs, targets.chunk(self.num_parts), strict=True):
                 x = x.detach().requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -93,6 +94,7 @@ class Home:
         self.speculation: Speculation | None = None
         self.due: tuple[AdamStep, Tensor | None] | None = None  # an update that the device owes, and its clip factor
         self.landed: Any = None  # the gradient is here
+        self._rooms: dict[str, Tensor] = {}  # where the gradient of each parameter goes
         if shelf is None:
             self._draw(workload, self.state)
         else:
@@ -121,14 +123,17 @@ class Home:
             if parameter.is_meta:
                 owner, _, leaf = name.rpartition(".")
                 parameter = nn.Parameter(weight)
+                parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
                 setattr(self.module.get_submodule(owner), leaf, parameter)
             # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.
             parameter.data = weight
 
-    def bind_gradients(self, grads: Tensor) -> None:
-        """Make the parameters' gradients views of a slab on the device."""
-        for name, grad in zip(self.layout.names, self.layout.views(grads), strict=True):
-            self.module.get_parameter(name).grad = grad
+    def collect_gradients(self, grads: Tensor) -> None:
+        """Have the backward passes to come leave the sum of their gradients in a slab on the device: of each parameter
+        the first is copied there, so nothing need be cleared, and the next ones are added."""
+        self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
+        for name in self.layout.names:
+            self.module.get_parameter(name).grad = None
 
     def update(self, learning_rate: float, factor: Factor) -> None:
         """One AdamW step from this home's gradient, scaled by the clip factor; decay on matrices only."""
@@ -209,6 +214,13 @@ class Home:
         columns = (self.layout.views(joined(state)), self.layout.views(state.exp_avg))
         for name, weight, exp_avg in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, weight, exp_avg)
+
+
+def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
+    """A gradient of the parameter has just been computed, or added to the earlier ones."""
+    if parameter.grad is not rooms[name]:
+        rooms[name].copy_(parameter.grad)
+        parameter.grad = rooms[name]
 
 
 def kept_dtypes(workload: Workload, *, host: bool) -> list[torch.dtype]:

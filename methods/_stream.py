@@ -133,7 +133,6 @@ class Slot:
         if kind == "R":
             self.gradients = Gradients(home, resident=True)
             home.bind(self.weights)
-            home.bind_gradients(self.gradients.slab)
 
     def _room(self, slab: Tensor) -> Tensor:
         return self.device.room(slab.numel(), slab.dtype, host=False)
@@ -178,8 +177,7 @@ class Slot:
             self.device.compute.wait_event(self.gradients.drained)
         dxs = []
         with self.device.span("compute", "backward", self.home.prefix):
-            self.gradients.slab.zero_()
-            self.home.bind_gradients(self.gradients.slab)
+            self.home.collect_gradients(self.gradients.slab)
             for (x, y), dy in zip(kept, dys, strict=True):
                 torch.autograd.backward(y, dy)
                 assert x.grad is not None
