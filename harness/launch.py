@@ -28,6 +28,7 @@ from harness.spec import Job
 from harness.turns import turn
 
 SAMPLE_SECONDS = 0.1
+LIST_SECONDS = 1.0  # to look for children means to read of every process: 1.5 ms of the cores that train
 GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
 AFTER_TRAINING = ("drain", "inspect", "done")  # memory then is not the method's
 LOG_TAIL_BYTES = 4096
@@ -88,6 +89,7 @@ class Watch:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self.trainers: list[psutil.Process] = []  # whose memory counts: the worker and its children, or the ranks
+        self.listed = 0.0  # when these were last looked for
         self.rank: dict[str, Any] = {}  # the event of the rank whose end ended the others
         self.phase, self.started = "start", time.time()
         self.last_event, self.signalled = self.started, 0.0
@@ -235,10 +237,12 @@ class Watch:
         self._sample_shm()
         anonymous = shared = 0
         with contextlib.suppress(psutil.Error):
-            worker = psutil.Process(self.process.pid)
-            alone = [worker] if self.job.world_size == 1 else []  # the agent of several ranks trains nothing
-            self.trainers = [*alone, *worker.children(recursive=True)]
-            for process in self.trainers:
+            if time.time() - self.listed > LIST_SECONDS:
+                worker, self.listed = psutil.Process(self.process.pid), time.time()
+                alone = [worker] if self.job.world_size == 1 else []  # the agent of several ranks trains nothing
+                self.trainers = [*alone, *worker.children(recursive=True)]
+        for process in self.trainers:
+            with contextlib.suppress(psutil.Error):  # it may be gone
                 sizes = _resident_bytes(process.pid)
                 anonymous, shared = anonymous + sizes[0], shared + sizes[1]
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
