@@ -1,5 +1,5 @@
-"""The host's own AdamW: _adam.cpp, compiled once; one pass where torch's kernels take several, in mixed precision and
-from one state into another."""
+"""The host's own AdamW: _adam.cpp, compiled once; one pass where torch's kernels take several: in mixed precision,
+from one state into another, and by a gradient that is to be clipped."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def widest_path() -> int:
     return int(library.adamw_widest_path())
 
 
-def describe(dtype: str, *, is_ahead: bool = False) -> str:
-    """The host's optimizer, for the fairness table; `is_ahead` from one state into another."""
-    if dtype == "fp32" and not (is_ahead and load()):
+def describe(dtype: str, *, one_pass: bool = False) -> str:
+    """The host's optimizer, for the fairness table; `one_pass` in fp32, too: its threads clip, or update ahead."""
+    if dtype == "fp32" and not (one_pass and load()):
         return "torch AdamW, fused, host"
     return f"AdamW in one pass ({PATHS[widest_path()]}), host" if load() else "torch AdamW, fused, in blocks, host"
 

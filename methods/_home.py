@@ -156,7 +156,7 @@ class Home:
                         self.state, self.spare = spare, state  # every chunk comes to the same end
                         return
                 with self.device.span("update", "update", self.prefix):
-                    update(self.grads, state, state, self.chunks[first:last], step, factor)
+                    update(self.grads, state, state, self.chunks[first:last], step, factor, by_thread=True)
 
             # What waits for the factor shall not keep a thread from what need not.
             return self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
@@ -181,7 +181,7 @@ class Home:
                 skipped.append(True)
                 return
             with self.device.span("update", "update ahead", self.prefix):
-                update(self.grads, state, spare, self.chunks[first:last], step, unclipped)
+                update(self.grads, state, spare, self.chunks[first:last], step, unclipped, by_thread=True)
 
         done = self.device.workers.update(self.deadline, landed, len(self.chunks), work)
         self.speculation = Speculation(step, done, skipped)

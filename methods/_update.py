@@ -6,9 +6,9 @@ and moments. The weight is the master rounded to nearest, ties to even, as torch
 the second moment, which is never negative. So no bit of the master is lost. An fp16 weight is no part of its master,
 which is kept whole: 14 bytes a parameter.
 
-These two, and fp32 from one state into another, are updated in one pass by the compiled kernel (_adam.py); where there
-is none, and fp32 in place, by torch's kernels, a block after the other, so that what is fp32 for a moment is small and
-stays in the cache.
+These two are updated in one pass by the compiled kernel (_adam.py), and so is fp32 from one state into another and, in
+the host's threads, by a gradient to be clipped. Where there is no compiler, and fp32 elsewhere, torch's kernels take a
+block after the other, so that what is fp32 for a moment is small and stays in the cache.
 """
 
 from __future__ import annotations
@@ -104,12 +104,22 @@ def keep_(state: State, values: Tensor) -> None:
 
 
 def update(
-    grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor
+    grads: Tensor,
+    source: State,
+    target: State,
+    runs: Sequence[list[Piece]],
+    step: AdamStep,
+    factor: Factor,
+    *,
+    by_thread: bool = False,
 ) -> None:
     """One AdamW step of adjacent chunks by their gradient, scaled by the clip factor, out of one state into another,
-    which may be the same; decay on matrices only."""
+    which may be the same; decay on matrices only. `by_thread`: in one of several threads that share the work."""
     is_ahead = target.weights is not source.weights
-    takes_one_pass = source.is_split or grads.dtype == torch.float16 or (is_ahead and source.master is None)
+    # torch's kernel is as fast in fp32, and has all cores, but scales the gradient in a pass of its own.
+    is_scaled = factor is not None and by_thread
+    takes_one_pass = source.is_split or grads.dtype == torch.float16
+    takes_one_pass |= source.master is None and (is_ahead or is_scaled)
     if takes_one_pass and grads.device.type == "cpu" and _adam.load():
         start, stop = runs[0][0].start, runs[-1][-1].stop
         table = [number for run in runs for a, b, decays in run for number in (a - start, b - start, int(decays))]

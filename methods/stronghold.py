@@ -158,7 +158,7 @@ class Stronghold:
         _adam.build()
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        host = _adam.describe(workload.dtype, is_ahead=self.clipping == "speculate")
+        host = _adam.describe(workload.dtype, one_pass=workload.waits_for_norm)
         adam = f"{host}; torch's on the device for resident and streamed layers and both ends"
         row = describe(workload, "this project", adam)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row

@@ -81,7 +81,12 @@ def by_torch(factor: float | None, dtype: torch.dtype = torch.bfloat16) -> list[
 
 
 def by_us(
-    factor: float | None, max_numel: int, dtype: torch.dtype = torch.bfloat16, *, is_ahead: bool = False
+    factor: float | None,
+    max_numel: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    is_ahead: bool = False,
+    by_thread: bool = True,
 ) -> list[Tensor]:
     """The same by update(), in place or from one state into another and back."""
     state = empty_state(NUMEL, dtype)
@@ -91,7 +96,7 @@ def by_us(
         step = AdamStep(1e-3 * number, number, torch.tensor(float(number)))
         scale = None if factor is None else torch.tensor(factor)
         grads = random(NUMEL, number).to(half_of(dtype)).to(dtype)
-        update(grads, state, other, chunks(pieces(), max_numel), step, scale)
+        update(grads, state, other, chunks(pieces(), max_numel), step, scale, by_thread=by_thread)
         state, other = other, state
     slabs = (state.weights.to(half_of(dtype)), joined(state), state.exp_avg, state.exp_avg_sq.abs())
     return [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
@@ -138,8 +143,10 @@ def test_without_a_compiler_the_bits_are_the_same(
 
 
 @pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])
-def test_fp32_has_the_same_bits_however_it_is_cut(max_numel: int) -> None:
-    assert all(map(torch.equal, by_us(0.37, max_numel, torch.float32), by_torch(0.37)))
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_fp32_has_the_same_bits_however_it_is_cut(max_numel: int, by_thread: bool) -> None:
+    ours = by_us(0.37, max_numel, torch.float32, by_thread=by_thread)
+    assert all(map(torch.equal, ours, by_torch(0.37)))
 
 
 @pytest.mark.parametrize("path", range(len(_adam.PATHS)), ids=_adam.PATHS)
