@@ -50,7 +50,7 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
         "|---|---|---|---|---|---|"
     )
     references = next(records for text, records in measured.items() if against in (text, text.partition(":")[0]))
-    for text, records in measured.items():
+    for records in measured.values():
         print(row(records, references))
 
 
