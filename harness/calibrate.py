@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from harness.machine import facts, forward_flops
-from harness.model import DTYPES, Ends, Layer
+from harness.model import DTYPES
 from harness.rates import Rates
 from harness.spec import Workload
 from methods._device import Device
 from methods._disk import File
+from methods._ends import ResidentEnds
 from methods._home import Home, new_layer
 from methods._planner import ADAM_BYTES
-from methods._stream import Clip
+from methods._stream import Clip, Slot
 
 CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
@@ -52,17 +52,17 @@ def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any
 
 def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
     """The rates of what measure() found; `workload` is the one that was computed."""
-    layer, head = found["compute"]["layer"], found["compute"]["head"]
-    depth = workload.num_layers
-    forward = depth * layer["forward_seconds"] + head["forward_seconds"]
-    backward = depth * layer["backward_seconds"] + head["backward_seconds"]
+    layer, head_seconds = found["compute"]["layer"], found["compute"]["head_seconds"]
+    layer_seconds = layer["forward_seconds"] + layer["backward_seconds"]
+    layer_flops = (workload.flops_per_step - workload.head_flops_per_step) / workload.num_layers
     updates, copied, adam_bytes = found["updates"], found["copies"], ADAM_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
     inbound, outbound = copied["inbound_page_locked"], copied["outbound_page_locked"]
     read, written = found["disk"]["read"], found["disk"]["write"]
     return Rates(
-        device_flops_per_second=workload.flops_per_step / (forward + backward),
-        forward_share=forward / (forward + backward),
+        device_flops_per_second=layer_flops / layer_seconds,
+        forward_share=layer["forward_seconds"] / layer_seconds,
+        head_flops_per_second=workload.head_flops_per_step / head_seconds,
         device_bytes_per_second=adam_bytes * updates["on_device"],
         inbound_bytes_per_second=inbound,
         outbound_bytes_per_second=outbound,
@@ -89,24 +89,17 @@ def computable(workload: Workload, device: str) -> Workload:
     return workload
 
 
-def compute(workload: Workload, device: Device) -> dict[str, dict[str, float]]:
-    """Forward, and recompute with backward, of one layer and of the head with its loss."""
-    dtype, place = DTYPES[workload.dtype], device.name
+def compute(workload: Workload, device: Device) -> dict[str, Any]:
+    """Forward, and recompute with backward, of a layer; the head with its loss and gradients."""
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
-    layer, ends = Layer(workload).to(place, dtype), Ends(workload).to(place, dtype)
-    x = torch.randn(size, dtype=dtype, device=place).requires_grad_()
-    dy = torch.randn(size, dtype=dtype, device=place)
-    targets = torch.zeros(size[:2], dtype=torch.int64, device=place)
-    return {
-        "layer": _both_passes(device, lambda: checkpoint(layer, x, use_reentrant=False), dy),
-        "head": _both_passes(device, lambda: ends.loss(x, targets), None),
-    }
-
-
-def _both_passes(device: Device, forward: Callable[[], Any], dy: Any) -> dict[str, float]:
-    both = median_seconds(device, lambda: torch.autograd.backward(forward(), dy))
-    seconds = median_seconds(device, forward)
-    return {"forward_seconds": seconds, "backward_seconds": max(both - seconds, 0.0)}
+    slot = Slot(Home(device, new_layer(workload), "layers.0.", workload, host=False), "R")
+    x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
+    both = median_seconds(device, lambda: slot.backward(slot.forward([x])[1], [dy]))
+    forward = median_seconds(device, lambda: slot.forward([x]))
+    targets = torch.randint(workload.vocab_size, size[:2], device=device.name)
+    ends = ResidentEnds(device, workload)
+    head = median_seconds(device, lambda: ends.loss([x], targets, 1.0))
+    return {"layer": {"forward_seconds": forward, "backward_seconds": max(both - forward, 0.0)}, "head_seconds": head}
 
 
 def copies(device: Device) -> dict[str, float]:

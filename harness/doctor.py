@@ -128,7 +128,7 @@ def told(entry: dict[str, Any]) -> str:
         f" tokens, {entry['date']}" + ("; the machine was busy: calibrate again when it is not" if busy else ""),
         f"layer of {computed['batch_size']} x {computed['seq_len']} tokens: forward {layer['forward_seconds']:.3g} s,"
         f" recompute and backward {layer['backward_seconds']:.3g} s;"
-        f" {rates['device_flops_per_second'] / 1e12:.3g} TFLOP/s over a step",
+        f" {rates['device_flops_per_second'] / 1e12:.3g} TFLOP/s, the head's {rates['head_flops_per_second'] / 1e12:.3g}",
         f"copies, GB/s: in {copies['inbound_page_locked'] / GB:.1f} (pageable {copies['inbound_pageable'] / GB:.1f}),"
         f" out {copies['outbound_page_locked'] / GB:.1f} (pageable {copies['outbound_pageable'] / GB:.1f}),"
         f" both at once {copies['both_ways'] / GB:.1f}, within the device {copies['within_device'] / GB:.1f}",

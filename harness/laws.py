@@ -124,8 +124,7 @@ def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4)
     layer, end, adam_bytes = workload.layer_params, workload.end_params, 28  # a parameter, read and written
     layers, on_host = workload.num_layers * layer, 1 / rates.host_adam_params_per_second
     link, on_device = rates.inbound_bytes_per_second, adam_bytes / rates.device_bytes_per_second
-    compute = workload.flops_per_step / rates.device_flops_per_second
-    hidden = rates.forward_share * compute
+    hidden, backward = rates.compute_seconds(workload)
     exposed = {
         "Megatron-LM": workload.num_params * on_device,
         "L2L": workload.num_params * on_host + 5 * 4 * layers / PAGEABLE_BYTES_PER_SECOND,
@@ -134,7 +133,7 @@ def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4)
         "STRONGHOLD": max(0.0, (workload.num_layers - window) * layer * on_host - hidden)
         + (window * layer + end) * on_device,
     }
-    return compute + exposed[method]
+    return hidden + backward + exposed[method]
 
 
 def is_published(workload: Workload) -> bool:

@@ -39,7 +39,7 @@ def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> f
     at_host = plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
     link = (rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2
     return max(
-        workload.flops_per_step / rates.device_flops_per_second,
+        sum(rates.compute_seconds(workload)),
         plan.moved_bytes / 2 / link,
         at_host / rates.host_adam_params_per_second,
     )

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.spec import Workload
 
 # A fact of machines.yaml, the rate that it gives, and the factor to its unit.
 FACTS = (
@@ -31,7 +34,7 @@ NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 class Rates:
     """As achieved, not as promised by a data sheet; what is left out takes no time."""
 
-    device_flops_per_second: float  # of a whole step's compute, as Workload.flops_per_step counts
+    device_flops_per_second: float  # of a step's compute, as Workload.flops_per_step counts
     forward_share: float = 0.25  # of that compute's time, with every layer recomputed
     device_bytes_per_second: float = math.inf  # of the device's Adam, bytes read and written
     inbound_bytes_per_second: float = math.inf  # host to device, page-locked
@@ -43,14 +46,25 @@ class Rates:
     disk_read_bytes_per_second: float = math.inf
     disk_write_bytes_per_second: float = math.inf
     disk_duplex_share: float = 1.0  # of the sum of both, when both go at once
+    # Of the head, whose loss and gradients are computed at once, after the forward pass. Where it is known, the first two
+    # are the layers'; else those of all compute.
+    head_flops_per_second: float | None = None
     is_host: bool = False  # the device computes on the host's cores: updates and compute take turns
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if item.name != "is_host" and not getattr(self, item.name) > 0:
-                raise ValueError(f"a machine's {item.name} must be positive, not {getattr(self, item.name)}")
+            value = getattr(self, item.name)
+            if item.name != "is_host" and value is not None and not value > 0:
+                raise ValueError(f"a machine's {item.name} must be positive, not {value}")
         if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
             raise ValueError("forward_share must be below 1, duplex_share and disk_duplex_share at most 1")
+
+    def compute_seconds(self, workload: Workload) -> tuple[float, float]:
+        """Of a step: the forward pass, with the head, and the backward pass, with its recompute."""
+        head, flops = self.head_flops_per_second, workload.flops_per_step
+        apart = workload.head_flops_per_step / head if head else 0.0
+        rest = (flops - workload.head_flops_per_step if head else flops) / self.device_flops_per_second
+        return self.forward_share * rest + apart, (1 - self.forward_share) * rest
 
     @property
     def duplex_bytes_per_second(self) -> float:

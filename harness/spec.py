@@ -106,12 +106,12 @@ class Workload:
         """Floating-point operations of one step: forward, full recompute of every layer, backward; causal attention
         counted as half of full. The embedding's look-up and elementwise work are not counted, and a recompute that
         stops before a layer's last product does 8 T D^2 a layer less than is counted."""
-        return 4 * self._layer_flops + 3 * self._head_flops
+        return 4 * self._layer_flops + self.head_flops_per_step
 
     @property
     def model_flops_per_step(self) -> float:
         """The same without the recompute: what MFU is measured against."""
-        return 3 * self._layer_flops + 3 * self._head_flops
+        return 3 * self._layer_flops + self.head_flops_per_step
 
     @property
     def _layer_flops(self) -> float:
@@ -119,8 +119,9 @@ class Workload:
         return self.num_layers * (24 * tokens * self.hidden_size**2 + 2 * tokens * self.seq_len * self.hidden_size)
 
     @property
-    def _head_flops(self) -> float:
-        return 2.0 * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
+    def head_flops_per_step(self) -> float:
+        """The share of the head: logits, and both gradients of theirs."""
+        return 6.0 * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
 
     @property
     def boundary_bytes(self) -> int:

@@ -97,16 +97,15 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     deferred = clipping == "deferred"
     params, adam = workload.layer_params, ADAM_BYTES[workload.dtype]
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
-    compute = workload.flops_per_step / rates.device_flops_per_second
+    forward, backward = rates.compute_seconds(workload)
     on_device = params * adam / rates.device_bytes_per_second
     on_host = ahead * params / rates.host_adam_params_per_second
     ends = workload.end_params * adam / rates.device_bytes_per_second
     updates = dict.fromkeys("RSQ", on_device) | (dict.fromkeys("PWD", on_host) if rates.is_host else {})
     last = FORWARD if deferred else BACKWARD
-    forward = rates.forward_share * compute if deferred else 0.0
-    found = [Row("compute", last, (forward or compute) + ends, updates)]
+    found = [Row("compute", last, forward + (0.0 if deferred else backward) + ends, updates)]
     if deferred:
-        found.append(Row("compute", BACKWARD, compute - forward, {}))
+        found.append(Row("compute", BACKWARD, backward, {}))
     found.append(Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)))
     stored = stored_bytes(workload)
     found.append(Row("disk reads", last, 0.0, {"D": stored / rates.disk_read_bytes_per_second}))

@@ -18,10 +18,7 @@ from harness.spec import Budget, Workload
 SMALL = Workload(num_layers=1, hidden_size=64, num_heads=2, seq_len=32, batch_size=2, vocab_size=128)
 # What a calibration might have found, in round numbers.
 FOUND: dict[str, Any] = {
-    "compute": {
-        "layer": {"forward_seconds": 1.0, "backward_seconds": 3.0},
-        "head": {"forward_seconds": 2.0, "backward_seconds": 4.0},
-    },
+    "compute": {"layer": {"forward_seconds": 1.0, "backward_seconds": 3.0}, "head_seconds": 5.0},
     "copies": {"inbound_page_locked": 10e9, "outbound_page_locked": 20e9, "both_ways": 15e9},
     "updates": {
         "alone": {"1": 1e9, "2": 2e9},
@@ -60,14 +57,15 @@ def test_doctor_ends_with_exit_code_7_where_nothing_can_run(capsys, monkeypatch)
 
 
 def test_rates_of_a_calibration_by_hand() -> None:
-    """10 layers and a head take 12 s forward and 34 s backward; 28 bytes a parameter pass through the host's memory,
+    """A layer takes 1 s forward and 3 s backward, the head 5 s; 28 bytes a parameter pass through the host's memory,
     alone 56 GB/s and under copies 42 + 20."""
     from harness.calibrate import rates_of
 
     workload = Workload(num_layers=10)
     rates = rates_of(FOUND, workload, "cuda")
-    assert rates.device_flops_per_second == pytest.approx(workload.flops_per_step / 46)
-    assert rates.forward_share == pytest.approx(12 / 46)
+    tokens = 4 * 1024
+    assert rates.device_flops_per_second == pytest.approx(4 * (24 * tokens * 2048**2 + 2 * tokens * 1024 * 2048) / 4)
+    assert (rates.forward_share, rates.head_flops_per_second) == (0.25, 6 * tokens * 50304 * 2048 / 5)
     assert (rates.duplex_share, rates.host_bytes_per_second) == (0.5, 62e9)
     assert (rates.host_adam_params_per_second, rates.device_bytes_per_second) == (2e9, 28e10)
     assert (rates.ahead_cost, rates.disk_duplex_share, rates.disk_read_bytes_per_second) == (1.6, 0.5, 2e9)

@@ -131,6 +131,14 @@ def test_what_binds_is_named_with_its_time() -> None:
     assert found.seconds == pytest.approx(backward + 50 * workload.layer_params / 0.41067e9)
 
 
+def test_a_head_that_is_known_apart_is_forward_work_at_its_own_rate() -> None:
+    """By hand: all layers at 1e12 take as long as their FLOPs say, a fifth of it forward; the head at half the rate."""
+    workload = Workload(num_layers=3)
+    layers, head = workload.flops_per_step - workload.head_flops_per_step, workload.head_flops_per_step
+    forward, backward = Rates(1e12, 0.2, head_flops_per_second=0.5e12).compute_seconds(workload)
+    assert (forward, backward) == pytest.approx((0.2 * layers / 1e12 + head / 0.5e12, 0.8 * layers / 1e12))
+
+
 @pytest.mark.parametrize(("text", "kinds"), [("R2W4~S2", "RRWWSWWS"), ("P1W1~S4", "PSSWSS"), ("R1S2", "RSS")])
 def test_streamed_layers_are_spread_evenly_among_the_others(text: str, kinds: str) -> None:
     assert parse(text, len(kinds)) == kinds and text_of(kinds) == text
