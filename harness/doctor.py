@@ -117,6 +117,7 @@ def measure(workload: Workload, device: str, results: Path) -> None:
 def told(entry: dict[str, Any]) -> str:
     """An entry in a few lines for people."""
     rates, found = entry["rates"], entry["measured"]
+    of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
     copies, updates = found["copies"], found["updates"]
     layer, computed = found["compute"]["layer"], entry["computed"]
     by_threads = ", ".join(f"{rate / GB:.2f} by {threads}" for threads, rate in updates["alone"].items())
@@ -128,7 +129,7 @@ def told(entry: dict[str, Any]) -> str:
         f" tokens, {entry['date']}" + ("; the machine was busy: calibrate again when it is not" if busy else ""),
         f"layer of {computed['batch_size']} x {computed['seq_len']} tokens: forward {layer['forward_seconds']:.3g} s,"
         f" recompute and backward {layer['backward_seconds']:.3g} s;"
-        f" {rates['device_flops_per_second'] / 1e12:.3g} TFLOP/s, the head's {rates['head_flops_per_second'] / 1e12:.3g}",
+        f" {of_layers:.3g} TFLOP/s, the head's {of_head:.3g}",
         f"copies, GB/s: in {copies['inbound_page_locked'] / GB:.1f} (pageable {copies['inbound_pageable'] / GB:.1f}),"
         f" out {copies['outbound_page_locked'] / GB:.1f} (pageable {copies['outbound_pageable'] / GB:.1f}),"
         f" both at once {copies['both_ways'] / GB:.1f}, within the device {copies['within_device'] / GB:.1f}",

@@ -46,8 +46,8 @@ class Rates:
     disk_read_bytes_per_second: float = math.inf
     disk_write_bytes_per_second: float = math.inf
     disk_duplex_share: float = 1.0  # of the sum of both, when both go at once
-    # Of the head, whose loss and gradients are computed at once, after the forward pass. Where it is known, the first two
-    # are the layers'; else those of all compute.
+    # Of the head, whose loss and gradients are computed at once, after the forward pass. Where it is known, the first
+    # two are the layers'; else those of all compute.
     head_flops_per_second: float | None = None
     is_host: bool = False  # the device computes on the host's cores: updates and compute take turns
 
