@@ -218,7 +218,7 @@ class Home:
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
     """A gradient of the parameter has just been computed, or added to the earlier ones."""
-    if parameter.grad is not rooms[name]:
+    if parameter.grad is not None and parameter.grad is not rooms[name]:
         rooms[name].copy_(parameter.grad)
         parameter.grad = rooms[name]
 
