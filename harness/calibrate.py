@@ -24,13 +24,12 @@ import torch
 
 from harness.machine import facts, forward_flops
 from harness.model import DTYPES
-from harness.rates import Rates
+from harness.rates import ADAM_BYTES, Rates
 from harness.spec import Workload
 from methods._device import Device
 from methods._disk import File
 from methods._ends import ResidentEnds
 from methods._home import Home, new_layer
-from methods._planner import ADAM_BYTES
 from methods._stream import Clip, Slot
 
 CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores

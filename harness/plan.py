@@ -16,7 +16,7 @@ from rich.table import Table
 
 from harness import laws, machine, method
 from harness.launch import worker_environment
-from harness.rates import Rates
+from harness.rates import ADAM_BYTES, Rates
 from harness.spec import KINDS, Budget, Job, Plan, Workload, gib
 from harness.sweep import largest, one_pool, resolve
 
@@ -32,16 +32,17 @@ def rows(jobs: list[Job], folders: tuple[Path, ...], exact: bool = False) -> lis
 
 def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
     """No step is shorter than its arithmetic at the rate that the machine achieves, than its copies with both
-    directions of the link full, or than the host's Adam over what the host holds, however well they overlap. None
-    where the machine's rates are not known."""
+    directions of the link full, than the host's Adam over what the host holds, or than what these two read and write
+    in the host's memory, however well they overlap. None where the machine's rates are not known."""
     if rates is None:
         return None
-    at_host = plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
+    at_host = plan.updates_on_host * plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
     link = (rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2
     return max(
         sum(rates.compute_seconds(workload)),
         plan.moved_bytes / 2 / link,
         at_host / rates.host_adam_params_per_second,
+        (ADAM_BYTES[workload.dtype] * at_host + plan.moved_bytes) / rates.host_bytes_per_second,
     )
 
 

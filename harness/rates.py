@@ -27,6 +27,8 @@ FACTS = (
     ("disk_write_gb_per_second", "disk_write_bytes_per_second", 1e9),
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
+# A parameter's update in memory: gradient and state read, state written; a bf16 weight is half of its master.
+ADAM_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 

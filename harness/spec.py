@@ -203,6 +203,7 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     step_seconds: float | None = None  # at least, by the budget's rates, and what binds
     binds: str = ""
+    updates_on_host: bool = True  # what the optimizer keeps on the host is updated there
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):

@@ -25,15 +25,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from harness.rates import Rates
+from harness.rates import ADAM_BYTES, Rates
 from harness.spec import Budget, Plan, Workload
 from methods._placement import spread
 from methods._plans import state_bytes, stored_numel
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
-# A parameter's update in the host's memory: gradient and state read, state written; a bf16 weight is half a master.
-ADAM_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
 SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
 MEMORIES = ("device", "host", "disk")
 Counts = Mapping[str, float]  # layers of each kind

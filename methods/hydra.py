@@ -213,7 +213,7 @@ class Hydra:
         host["gradients"] += size * whole if self._halves(workload.dropout) else 0
         moved = self.num_models * self._moved_bytes(workload, whole, num_shards)
         options = {**dataclasses.asdict(self), "shard_layers": num_layers}
-        return Plan(device, host, moved_bytes=moved, options=options)
+        return Plan(device, host, moved_bytes=moved, options=options, updates_on_host=False)
 
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
         """Of shards of equal size. All weights come for the forward pass and for the backward pass, and gradients with

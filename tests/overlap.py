@@ -20,10 +20,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from harness.method import Method
-from harness.rates import Rates
+from harness.rates import ADAM_BYTES, Rates
 from harness.spec import Workload
 from harness.timeline import Span, Timeline, steps
-from methods._planner import ADAM_BYTES, Counts, rows
+from methods._planner import Counts, rows
 from tests.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
 from tests.training import token_batches
 from tests.watched_ops import Memory, Op, tensors

@@ -207,7 +207,16 @@ def test_no_step_is_planned_shorter_than_its_arithmetic_its_copies_or_the_hosts_
     assert least_step_seconds(load, Plan({}), rates) == pytest.approx(5.75, rel=1e-3)
     assert least_step_seconds(load, Plan({}, moved_bytes=40 * 10**10), rates) == 20
     assert least_step_seconds(load, Plan({}, {"optimizer": 8 * 10**10}), rates) == 20
+    assert least_step_seconds(load, Plan({}, {"optimizer": 8 * 10**10}, updates_on_host=False), rates) < 6
     assert least_step_seconds(load, Plan({}), of_facts({})) is None
+
+
+def test_no_step_is_planned_shorter_than_what_it_reads_and_writes_in_the_hosts_memory() -> None:
+    """By hand: 10e9 parameters of 28 bytes and 20e9 bytes of copies at 10e9 bytes a second."""
+    facts = {"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 5}
+    rates = of_facts({**facts, "host_memory_gb_per_second": 10})
+    plan = Plan({}, {"optimizer": 8 * 10**10}, moved_bytes=2 * 10**10)
+    assert least_step_seconds(Workload(num_layers=32), plan, rates) == 30
 
 
 def test_the_bound_is_below_the_published_times_of_what_trained() -> None:
