@@ -101,8 +101,14 @@ class Report:
 
 class ModelOrchestrator:
     """Trains tasks together. `devices`: names as torch has them; the same one twice is two of its processes.
+
     `device_memory`: bytes that training may take of each, slots and what is computed with; None is whatever slots for
-    the largest layer need."""
+    the largest layer need, and too little is answered by the smallest that would do. `policy`: which model a free
+    device takes: `lrtf`, the one with the longest remaining time, `srtf`, the shortest, `fifo` or `random`; meanwhile
+    its next shard is on its way (`double_buffer`). `intermediates` are `checkpointed` or `saved`. `hybrid`: with more
+    devices than models the longest trains on halves of its batches, to the bits of two micro-batches, where the
+    criterion is a mean over the batch.
+    """
 
     def __init__(
         self, tasks: Sequence[ModelTask], devices: Sequence[str] = ("cpu",), *, device_memory: int | None = None,
