@@ -1,17 +1,26 @@
-"""README.md says what is there: the tree, the methods; and stays short."""
+"""README.md says what is there: the tree, the methods, commands that the door takes; and stays short."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+import shlex
 
 import click
+import pytest
 
 from harness import cli, method
 from harness.method import ROOT
+from harness.sweep import resolve
+from harness.words import make_jobs
 
 README = (ROOT / "README.md").read_text()
 TREE = README.split("## The tree")[1].split("## ")[0]
+IN_BLOCKS = [re.split(r"  +", line.strip())[0] for line in README.splitlines() if line.startswith("    ./run.sh")]
+IN_TEXT = re.findall(r"`(\./run\.sh [^`]+)`", " ".join(README.split()))
+PLACEHOLDERS = {"DIR": str(ROOT), "LOGS...": str(ROOT / "README.md")}
+COMMANDS = dict.fromkeys(IN_BLOCKS + IN_TEXT)
 
 
 def test_every_path_of_the_tree_exists() -> None:
@@ -46,6 +55,25 @@ def test_help_names_the_options_of_every_method() -> None:
     for name in method.names():
         options = method.option_names(method.load(name))
         assert not options or f"(options: {', '.join(options)})" in text, name
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_door_takes_every_command(line: str) -> None:
+    """Up to where it would begin to train."""
+    command: click.Command = cli.door
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)[1:] if word != "..."]
+    while isinstance(command, click.Group):
+        words = ["run", *words] if command is cli.door and words[0].startswith("-") else words
+        name, found, words = command.resolve_command(click.Context(command), words)
+        assert found, name
+        command = found
+    if "--help" in words:
+        return
+    told = command.make_context(line, words).params
+    if "method_names" in told:
+        for job in make_jobs({**told, "num_layers": [min(told["num_layers"][-1], 32)]}, ()):
+            with contextlib.suppress(method.Unavailable):
+                resolve(job)
 
 
 def test_it_is_read_in_one_sitting_on_any_screen() -> None:
