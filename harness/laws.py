@@ -124,7 +124,7 @@ def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4)
     layer, end, adam_bytes = workload.layer_params, workload.end_params, 28  # a parameter, read and written
     layers, on_host = workload.num_layers * layer, 1 / rates.host_adam_params_per_second
     link, on_device = rates.inbound_bytes_per_second, adam_bytes / rates.device_bytes_per_second
-    hidden, backward = rates.compute_seconds(workload)
+    hidden, backward = rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)
     exposed = {
         "Megatron-LM": workload.num_params * on_device,
         "L2L": workload.num_params * on_host + 5 * 4 * layers / PAGEABLE_BYTES_PER_SECOND,

@@ -39,7 +39,7 @@ def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> f
     at_host = plan.updates_on_host * plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
     link = (rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2
     return max(
-        sum(rates.compute_seconds(workload)),
+        sum(rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)),
         plan.moved_bytes / 2 / link,
         at_host / rates.host_adam_params_per_second,
         (ADAM_BYTES[workload.dtype] * at_host + plan.moved_bytes) / rates.host_bytes_per_second,

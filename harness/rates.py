@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from harness.spec import Workload
+from typing import Any
 
 # A fact of machines.yaml, the rate that it gives, and the factor to its unit.
 FACTS = (
@@ -61,11 +58,12 @@ class Rates:
         if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
             raise ValueError("forward_share must be below 1, duplex_share and disk_duplex_share at most 1")
 
-    def compute_seconds(self, workload: Workload) -> tuple[float, float]:
-        """Of a step: the forward pass, with the head, and the backward pass, with its recompute."""
-        head, flops = self.head_flops_per_second, workload.flops_per_step
-        apart = workload.head_flops_per_step / head if head else 0.0
-        rest = (flops - workload.head_flops_per_step if head else flops) / self.device_flops_per_second
+    def compute_seconds(self, flops: float, head_flops: float) -> tuple[float, float]:
+        """Of a step of so many FLOPs, the head's among them: the forward pass, with the head, and the backward pass,
+        with its recompute."""
+        head = self.head_flops_per_second
+        apart = head_flops / head if head else 0.0
+        rest = (flops - head_flops if head else flops) / self.device_flops_per_second
         return self.forward_share * rest + apart, (1 - self.forward_share) * rest
 
     @property

@@ -95,7 +95,7 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     deferred = clipping == "deferred"
     params, adam = workload.layer_params, ADAM_BYTES[workload.dtype]
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
-    forward, backward = rates.compute_seconds(workload)
+    forward, backward = rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)
     on_device = params * adam / rates.device_bytes_per_second
     on_host = ahead * params / rates.host_adam_params_per_second
     ends = workload.end_params * adam / rates.device_bytes_per_second

@@ -135,7 +135,9 @@ def test_a_head_that_is_known_apart_is_forward_work_at_its_own_rate() -> None:
     """By hand: all layers at 1e12 take as long as their FLOPs say, a fifth of it forward; the head at half the rate."""
     workload = Workload(num_layers=3)
     layers, head = workload.flops_per_step - workload.head_flops_per_step, workload.head_flops_per_step
-    forward, backward = Rates(1e12, 0.2, head_flops_per_second=0.5e12).compute_seconds(workload)
+    forward, backward = Rates(1e12, 0.2, head_flops_per_second=0.5e12).compute_seconds(
+        workload.flops_per_step, workload.head_flops_per_step
+    )
     assert (forward, backward) == pytest.approx((0.2 * layers / 1e12 + head / 0.5e12, 0.8 * layers / 1e12))
 
 
