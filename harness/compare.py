@@ -105,6 +105,8 @@ def pairs(a: Side, b: Side) -> tuple[list[tuple[list[Record], list[Record]]], li
     for load in dict.fromkeys(point.workload for point in a if point.workload in {other.workload for other in b}):
         for ours, theirs in _alike(*([point for point in one if point.workload == load] for one in (a, b))):
             both = [(ours[name], theirs[name]) for name in ours if name in theirs]
+            if not both:
+                ours, theirs = _with_throughput(ours, a), _with_throughput(theirs, b)
             if len(ours) == len(theirs) == 1:
                 both = list(zip(ours.values(), theirs.values(), strict=True))
             found.extend((a[our], b[their]) for our, their in both)
@@ -135,6 +137,16 @@ def _by_setting(points: list[Point], names: tuple[str, ...]) -> dict[tuple, Name
     return found
 
 
+def _with_throughput(named: Named, side: Side) -> Named:
+    """Those that a ratio could be taken of; where there is none, the one that was run last, whose end says why."""
+    able = {name: point for name, point in named.items() if _has_throughput(row(METRIC, side[point]))}
+    return able or dict([max(named.items(), key=lambda item: side[item[1]][-1].started)])
+
+
+def _has_throughput(one: Row) -> bool:
+    return one.valid and noise.has_number(one)
+
+
 def compare(a: list[Record], b: list[Record]) -> Comparison:
     """Of repeats of one workload each."""
     clocks = {records[-1].clock in SIMULATED for records in (a, b)}
@@ -142,7 +154,7 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
         return Comparison(a, b, NONE, f"one is timed by {a[-1].clock}, the other by {b[-1].clock}: run both alike")
     rows = [row(METRIC, records) for records in (a, b)]
     without = [f"{letter} has no throughput: {_reason(one)}" for letter, one in zip("AB", rows, strict=True)
-               if not one.valid or not noise.has_number(one)]  # fmt: skip
+               if not _has_throughput(one)]  # fmt: skip
     if without:
         return Comparison(a, b, NONE, "; ".join(without))
     silent = [letter for letter, one in zip("AB", rows, strict=True) if one.scatter is None]

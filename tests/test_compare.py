@@ -187,6 +187,32 @@ def test_several_windows_are_to_choose_from(tmp_path: Path) -> None:
     assert chosen == [windows[1]]
 
 
+def windows_of(*gates_and_ends: dict[str, Any]) -> list[Record]:
+    return [
+        record("stronghold", options={"window_size": size}, started=float(size), **end)
+        for size, end in enumerate(gates_and_ends, start=1)
+    ]
+
+
+CRASHED = {"status": "crash", "reason": "boom", "step_seconds": [], "gate": Gate()}
+FAILED = {"gate": Gate("failed", "loss", "it learns nothing")}
+
+
+def test_what_has_no_throughput_is_not_to_choose_from(tmp_path: Path) -> None:
+    _, (complaint,) = side_by_side(tmp_path, windows_of({}, {}, FAILED, CRASHED), [record()])
+    assert complaint.endswith("name one, as stronghold:window_size=1 or stronghold:window_size=2")
+
+
+def test_the_only_one_that_has_a_throughput_needs_no_choice(tmp_path: Path) -> None:
+    ((ours, _),), complaints = side_by_side(tmp_path, windows_of(FAILED, {}, CRASHED), [record()])
+    assert complaints == [] and ours[-1].job.options == {"window_size": 2}
+
+
+def test_where_none_has_a_throughput_the_end_of_the_last_one_is_told(tmp_path: Path) -> None:
+    (pair,), _ = side_by_side(tmp_path, windows_of(FAILED, CRASHED), [record()])
+    assert compare.compare(*pair).why == "A has no throughput: ended as crash: boom"
+
+
 def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
     results = write(tmp_path / "results", *repeats("l2l", 0.99, 1.0, 1.01), *repeats("resident", 1.98, 2.0, 2.02))
     done = run("compare", "l2l", "resident", "--results", str(results))
