@@ -165,6 +165,11 @@ def rank_budget(job: Job) -> Budget:
     they cannot train together."""
     if job.world_size > 1 and job.device == "sim":
         raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
+    if job.options.get("num_devices", 1) > 1 and job.device == "sim":
+        raise ValueError(
+            "sim, which --device-memory asks for on a CPU, is one device: leave --devices out, or add --device cpu,"
+            " where devices are processes and their budget is planned with, not enforced"
+        )
     return budget(job.budget, job.device, job.workload).share(job.world_size)
 
 

@@ -52,6 +52,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
         ("-m resident --results /proc/results", "name another folder with --results"),
         ("-m resident --results /dev/null", "--results"),
         ("case 4 --profile demo --results /tmp --out /proc/figures", "name another folder with --out"),
+        ("-m hydra -l 2 -h 32 --models 2 --devices 2 --device sim", "leave --devices out, or add --device cpu"),
         ("-m resident --dtype fp64", "fp32, bf16 or fp16"),
         ("-m hydra --dtype fp16", "no loss scale here: --dtype bf16, or -m fsdp2-offload, l2l"),
         ("-m resident --dropout 1", "dropout must be"),
