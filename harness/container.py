@@ -31,7 +31,7 @@ PYTHON = "/harness/.venv/bin/python"  # docker/Dockerfile
 WATCHER_BYTES = 96 * 2**20  # the worker's parent is in the container, too: 60 MiB, rounded up
 START_SECONDS = 120.0  # from the container's start, and from its worker's end, beyond the time of the job
 POLL_SECONDS = 0.5
-NO_ENGINE = "no container engine answers: start docker, let DOCKER_HOST name one, or leave --on docker out"
+NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
 
 
 def default_image(device: str) -> str:

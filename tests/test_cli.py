@@ -84,6 +84,13 @@ def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: s
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("words", ["image shell", "-m resident --on docker"])
+def test_where_no_container_engine_answers_the_line_names_what_to_install(words: str) -> None:
+    done = run(*words.split(), DOCKER_HOST="unix:///nowhere/docker.sock")
+    assert done.returncode == 7 and len(done.stderr.splitlines()) == 1
+    assert "apt-get install docker.io" in done.stderr and "--on" not in done.stderr
+
+
 @pytest.mark.parametrize("words", [[], ["--help"]])
 def test_the_door_explains_itself(words: list[str]) -> None:
     done = run(*words)
