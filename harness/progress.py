@@ -38,10 +38,12 @@ def _print_json(event: dict[str, Any]) -> None:
 
 
 def _title(event: dict[str, Any]) -> str:
-    """Which job this is and why it is run."""
+    """Which job this is and why it is run: by the sizes, too, in which references of one call may differ."""
     job: Job = event["job"]
+    load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
-    return f"{place}{job.method}, {job.workload.num_layers} layers"
+    sizes = f"{load.num_layers} layers x {load.hidden_size}, batch {load.batch_size}"
+    return f"{place}{job.method}, {sizes}, learning rate {load.learning_rate:g}"
 
 
 class _Lines:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from harness.method import create
-from harness.progress import closing_line
+from harness.progress import _Lines, closing_line
 from harness.record import read_all
-from harness.spec import Budget, Job, Workload
+from harness.spec import Budget, Job, Plan, Workload
 from harness.sweep import Sweep, largest, resolve
 from tests.tiny import TINY
 
@@ -113,6 +115,16 @@ def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path) -> N
     job = Job("stronghold", workload, {"window_size": 2}, Budget(device_bytes=needed + 1000), steps=4, warmup=1)
     record = Sweep(tmp_path).run([resolve(job)[0]])[0]
     assert (record.gate.verdict, record.gate.evidence["twin_layers"]) == ("twin", 4)
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 1e-3}, {"batch_size": 1}, {"hidden_size": 64}])
+def test_two_references_of_one_call_do_not_print_alike(change: dict) -> None:
+    first, second = jobs("resident") + jobs("resident", **change)
+    lines: list[str] = []
+    for job in (first, second):
+        _Lines(lines.append).report({"event": "start", "job": job, "plan": Plan({}), "role": "reference"})
+    titles = [line.partition(":")[0] for line in lines]
+    assert titles[0] == "(reference) resident, 2 layers x 32, batch 2, learning rate 0.00015" != titles[1]
 
 
 def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Path) -> None:
