@@ -32,7 +32,19 @@ class Probes:
         self.lacking: dict[str, int] = {}  # what it must be at least, by failures that the plan did not foresee
         self.decided: dict[int, Job] = {}  # by depth: the job that a repeat repeats
         self.least = method.largest_depth(lambda depth: not self._has_plan(depth)) + 1
-        self._planned(self.least)  # the ValueError of options that make no sense at any depth
+        self._check()
+
+    def _check(self) -> None:
+        """Raise the ValueError of options that make no sense at any depth, or of a placement that does at one alone."""
+        placement = self.job.options.get("placement")
+        if not placement:
+            self._planned(self.least)
+            return
+        try:
+            self._planned(self.least + 1 if self._has_plan(self.least) else 1)
+        except ValueError as error:
+            told = "a search is over depths: leave --placement out, or give its last run no length, as in R2W"
+            raise ValueError(f"{error}; {told}") from error
 
     def __call__(self, num_layers: int) -> Outcome:
         """Run at this depth. Where memory did not suffice although the plan said so, and other options should need less

@@ -43,12 +43,22 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
         return resolved, plan, None
     if budget.device_bytes is None:
         shortfall = shortfall.replace("host memory", "memory")
-    depth = largest(trained, job, budget)
-    hint = f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
+    hint = _hint(trained, job, budget, folders)
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
         hint += f", and this one needs --device-memory {-(-plan.device_bytes // 1024)}KiB at least"
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
+
+
+def _hint(trained: method.Method, job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
+    """What fits instead. A placement of so many layers, be it planned or asked for, is left out where it does not."""
+    depth, placement = largest(trained, job, budget), job.options.get("placement")
+    if not depth and placement:
+        others = {name: value for name, value in job.options.items() if name != "placement"}
+        depth = largest(method.create(job.method, others, folders), job, budget)
+        if depth:
+            return f"the largest that should fit without --placement {placement} has -l {depth}"
+    return f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
 
 
 def one_pool(plan: Plan, budget: Budget) -> Plan:

@@ -141,6 +141,8 @@ def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
         ("--steps 4", "--steps 4 is too few for a probe: 5 at least"),
         ("-w 0", "-w takes 1 to"),
         ("--repeats 0", "--repeats"),
+        ("--placement R2W3", "placement R2W3 is of 5 layers, the model has 1"),
+        ("--placement R2W2", "a search is over depths: leave --placement out, or give its last run no length"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:

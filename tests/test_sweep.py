@@ -109,6 +109,18 @@ def test_a_placement_of_so_many_layers_fits_no_other_depth() -> None:
         assert str(largest(create(job.method, job.options), job, budget)) == depth
 
 
+@pytest.mark.parametrize("placement", ["R40", "R20W20"])
+def test_a_placement_that_does_not_fit_is_what_to_leave_out_where_others_do(placement: str) -> None:
+    workload = Workload(num_layers=40, hidden_size=128, seq_len=64, vocab_size=512)
+    job = Job("stronghold", workload, {"placement": placement}, Budget(16 * 2**20, 64 * 2**20))
+    told = f"the largest that should fit without --placement {placement} has -l "
+    _, found, rest = (resolve(job)[2] or "").partition(told)
+    assert found
+    depth = int(rest.partition(",")[0])
+    fits = [resolve(dataclasses.replace(job, workload=workload.at_depth(n), options={}))[2] for n in (depth, depth + 1)]
+    assert fits[0] is None and fits[1] is not None
+
+
 def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path) -> None:
     workload = dataclasses.replace(TINY, num_layers=12)
     needed = resolve(Job("resident", dataclasses.replace(TINY, num_layers=4)))[1].device_bytes
