@@ -86,4 +86,8 @@ def main(num_devices: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    words = sys.argv[1:]
+    if len(words) > 1 or not all(word.isdecimal() and int(word) for word in words):
+        print(f"error: {' '.join(words)!r} is no number of devices, the only argument there is", file=sys.stderr)
+        sys.exit(2)
+    main(*map(int, words))

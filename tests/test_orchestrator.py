@@ -282,12 +282,19 @@ def test_no_tasks_are_refused() -> None:
         ModelOrchestrator([])
 
 
+def example(*words: str) -> subprocess.CompletedProcess:
+    command, path = [sys.executable, "examples/two_models.py", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=path)
+
+
 def test_the_example_learns() -> None:
-    command = [sys.executable, "examples/two_models.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = example()
     assert done.returncode == 0, done.stderr
     losses = {name: (float(first), float(last)) for name, first, last in re.findall(LOSSES, done.stdout)}
     assert set(losses) == {"writer", "reader"}
     assert all(last < 0.8 * first for first, last in losses.values())
+
+
+def test_the_example_refuses_what_is_no_number_of_devices_in_one_line() -> None:
+    done = example("foo")
+    assert (done.returncode, done.stderr) == (2, "error: 'foo' is no number of devices, the only argument there is\n")
