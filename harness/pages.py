@@ -188,7 +188,8 @@ def _row(row: Row, entries: Sequence[Entry]) -> list[Cell]:
     bounds = "" if row.low is None or row.high is None else f"{row.low:.4g} to {row.high:.4g}"
     has_ended = row.status != "ok"
     size = f"failed at {verdicts.value_text(row)}" if row.metric == "params" and row.value else ""
-    word = f"ended: {row.status}" if has_ended else "passed" if row.valid else "FAILED THE GATE"
+    judged = "passed" if row.valid else "FAILED THE GATE" if row.is_judged else "not judged yet"
+    word = f"ended: {row.status}" if has_ended else judged
     searched = "" if row.is_final else "search not finished"
     return [
         Cell(row.method, more=row.series),
@@ -200,7 +201,7 @@ def _row(row: Row, entries: Sequence[Entry]) -> list[Cell]:
         ),
         Cell(bounds, row.low),
         Cell(str(row.num_runs), row.num_runs),
-        Cell(word, look=OPEN if has_ended else GOOD if row.valid else BAD),
+        Cell(word, look=OPEN if has_ended or not row.is_judged else GOOD if row.valid else BAD),
         Cell(row.reason),
         Cell(row.origin),
         Cell(links=numbers_of(row.keys, entries)),

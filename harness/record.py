@@ -84,6 +84,11 @@ class Record:
     def is_result(self) -> bool:
         return self.status in RESULTS
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is nothing left to judge: False where the call that made it was ended in between."""
+        return self.status != "ok" or self.gate != Gate()
+
     def answers(self, job: Job) -> bool:
         """Whether the trace is there that a job of the same key asks for, if it does."""
         return job.trace is None or (self.job.trace == job.trace and Path(job.trace).exists())

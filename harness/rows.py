@@ -50,6 +50,7 @@ class Row:
     clock: str = ""
     keys: tuple[str, ...] = ()  # of the records behind it
     is_final: bool = True  # False of a largest size whose search has not found the edge yet
+    is_judged: bool = True  # False of a run whose call was ended before the gate had its word
     series: str = ""  # which of several bars or lines of a method, where there are several
     group: str = ""  # what it stands at where that is no number: a model, a pair of sizes
     x: float | None = None  # and where it is one
@@ -67,7 +68,7 @@ def row(metric: str, repeats: Sequence[Record]) -> Row:
         last.job.options.get("window_size"), statistics.median(values) if values else None, low, high, len(values),
         scatter(repeats), valid=failing is None, reason=reason, status=(failing or last).status, origin=last.origin,
         machine=machine_of(last), clock=last.clock,
-        keys=tuple(record.key for record in repeats),
+        keys=tuple(record.key for record in repeats), is_judged=all(record.is_judged for record in repeats),
     )  # fmt: skip
 
 

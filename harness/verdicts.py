@@ -81,18 +81,17 @@ def _all_untrained(claim: Claim, tables: dict[str, list[Row]], is_there: Callabl
 
 def _is_decided(row: Row) -> bool:
     """Whether to run the case again would change nothing. What imported logs lack is missing, and has not failed."""
-    return row.status not in NO_RESULT and row.is_final and row.origin != "imported"
+    return row.status not in NO_RESULT and row.is_judged and row.is_final and row.origin != "imported"
 
 
 def _judge(claim: Claim, profile: str, rows: list[Row]) -> Finding:
-    ended = next((row for row in rows if row.status in NO_RESULT), None)
-    if ended is not None:
-        note = f"{claim.command} ({label(ended)} ended as {ended.status}: {ended.reason})"
-        return Finding(claim, NOT_TESTED, note=note, profile=profile, rests_on=tuple(rows))
+    ended = [f"{label(row)} ended as {row.status}: {row.reason}" for row in rows if row.status in NO_RESULT]
+    unjudged = [f"{label(row)} is not compared with the reference yet" for row in rows if not row.is_judged]
     searched = [label(row) for row in rows if not row.is_final]
-    if searched:
-        note = f"{scaled.call(claim.case, profile)} (search not finished: {_some(searched)})"
-        return Finding(claim, NOT_TESTED, note=note, profile=profile, rests_on=tuple(rows))
+    if ended or unjudged or searched:
+        call = claim.command if ended else scaled.call(claim.case, profile)
+        why = (ended or unjudged or [f"search not finished: {_some(searched)}"])[0]
+        return Finding(claim, NOT_TESTED, note=f"{call} ({why})", profile=profile, rests_on=tuple(rows))
     silent = [row for row in rows if not noise.has_number(row)]
     numbers, seen, how = ("", "no number", "") if silent else EXAMINE[type(claim.expected)](claim.expected, rows)
     untrained = [row for row in rows if not row.valid or row in silent]

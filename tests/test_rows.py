@@ -39,6 +39,12 @@ def test_one_repeat_without_a_passing_gate_makes_the_row_invalid_and_says_why() 
     assert (made.valid, made.reason, made.status) == (False, "loss differs", "ok")
 
 
+def test_one_repeat_without_any_verdict_leaves_the_row_unjudged_and_an_end_needs_none() -> None:
+    assert not row("step_seconds", [record(1.0), record(1.0, gate=Gate())]).is_judged
+    assert row("step_seconds", [record(1.0, gate=Gate("untested", "no-reference"))]).is_judged
+    assert row("step_seconds", [record(gate=Gate(), status="oom-device")]).is_judged
+
+
 def test_a_run_that_ended_otherwise_leaves_no_value() -> None:
     made = row("step_seconds", [record(status="oom-device")])
     assert (made.value, made.valid, made.status, made.reason) == (None, False, "oom-device", "why")

@@ -114,6 +114,14 @@ def test_a_run_that_ended_otherwise_has_no_number_and_one_that_was_cut_short_is_
     assert judge(TWICE, [slow, row("l2l", 1.0)]).verdict == "NOT TESTED"
 
 
+def test_a_run_that_the_gate_has_not_seen_yet_is_not_tested_and_names_the_call_that_judges_it() -> None:
+    unjudged = row("stronghold", 3.0, valid=False, is_judged=False)
+    found = judge(TWICE, [unjudged, row("l2l", 1.0)])
+    told = "./run.sh case 3 --profile quick (stronghold, 4 layers is not compared with the reference yet)"
+    assert (found.verdict, found.note) == ("NOT TESTED", told)
+    assert judge(TWICE, [unjudged]).verdict == "NOT TESTED"
+
+
 @pytest.mark.parametrize(("fast", "verdict"), [(2.2, "XPASS"), (1.8, "XFAIL"), (2.05, "NOT DISTINGUISHABLE")])
 def test_an_expected_failure_says_its_reason_and_holding_is_not_kept_quiet(fast: float, verdict: str) -> None:
     found = judge(TWICE, [row("stronghold", fast), row("l2l", 1.0)], xfail="known to be slower")
