@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 import subprocess
 import sys
 import textwrap
@@ -77,7 +78,7 @@ def run(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) 
     job = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))[0]
     job = dataclasses.replace(job, trace=str((folder / f"overlap_{used.name}.json").resolve()))
     finished = Sweep(results, report=report).run([job])
-    missing = [name for name in MACHINES if not _is_current(_virtual(folder, used, name))]
+    missing = [name for name in MACHINES if not _is_current(_virtual(folder, used.name, name))]
     if missing:
         report({"event": "build", "text": f"virtual time: {', '.join(missing)}, {RUNS[used.kind]} layers"})
         words = [word for name in missing for word in ("--machine", name)]
@@ -90,8 +91,8 @@ def run(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) 
     return finished
 
 
-def _virtual(folder: Path, used: Profile, name: str) -> Path:
-    return folder / f"virtual_{name}_{RUNS[used.kind]}_{CLIPPING}.json"
+def _virtual(folder: Path, profile: str, name: str) -> Path:
+    return folder / f"virtual_{name}_{RUNS[profile.split('_')[0]]}_{CLIPPING}.json"
 
 
 def _is_current(path: Path) -> bool:
@@ -101,30 +102,50 @@ def _is_current(path: Path) -> bool:
         return False
 
 
-def shown(used: Profile, results: Path) -> list[Shown]:
+def profiles(records: Sequence[Record]) -> list[str]:
+    """Names of the profiles that records were traced for."""
+    names = (re.fullmatch(r"overlap_(.+)\.json", Path(record.job.trace or "").name) for record in records)
+    return list(dict.fromkeys(found[1] for found in names if found and found[1].split("_")[0] in RUNS))
+
+
+def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]:
     """What there is to be drawn, the measured one first. Raises ValueError where that is missing."""
-    traced = results / "traces" / f"overlap_{used.name}.json"
-    records = [
+    traced = results / "traces" / f"overlap_{profile}.json"
+    own = [
         record
-        for record in read_all(results)[0].values()
+        for record in records
         if record.job.trace and Path(record.job.trace).name == traced.name and record.status == "ok"
     ]
-    if not records or not traced.exists():
-        raise ValueError(f"no trace of profile {used.name} here: {call('overlap', used.name)} makes it")
-    paths = [_virtual(results / "traces", used, name) for name in MACHINES]
-    return [Shown(read(traced), records[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
+    if not own or not traced.exists():
+        raise ValueError(f"no trace of profile {profile} here: {call('overlap', profile)} makes it")
+    paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
+    return [Shown(read(traced), own[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
 
 
-def extract(found: Sequence[Shown], path: Path) -> None:
-    """Write the table: seconds of one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def table(found: Sequence[Shown]) -> list[dict[str, str]]:
+    """Seconds of one step."""
+    rows = []
+    for each in found:
+        about, of = each.timeline.about, each.share
+        times = [of.step, of.compute, *(part[kind] for kind in KINDS for part in (of.hidden, of.exposed))]
+        texts = [about["clock"], about["title"], each.step.work, *(f"{value:.9f}" for value in times)]
+        rows.append(dict(zip(COLUMNS, texts, strict=True)))
+    return rows
+
+
+def extract(found: Sequence[Shown], profile: str, out: Path) -> Path:
+    """Write the table."""
+    path = out / f"overlap_{profile}.csv"
+    out.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for each in found:
-            about, of = each.timeline.about, each.share
-            times = [of.step, of.compute, *(part[kind] for kind in KINDS for part in (of.hidden, of.exposed))]
-            writer.writerow([about["clock"], about["title"], each.step.work, *(f"{value:.9f}" for value in times)])
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table(found))
+    return path
+
+
+def draw(found: Sequence[Shown], profile: str, out: Path) -> list[Path]:
+    return plot.save(figure(found, f"profile {profile}"), out / f"overlap_{profile}")
 
 
 def figure(found: Sequence[Shown], note: str) -> Figure:
@@ -236,12 +257,11 @@ def main(
 ) -> list[Record]:
     """The whole case: run, table, figure, or one of the two alone."""
     finished = [] if only else run(used, results, report)
-    found = shown(used, results)
-    path = out / f"overlap_{used.name}.csv"
-    extract(found, path)
+    found = shown(used.name, results, list(read_all(results)[0].values()))
+    path = extract(found, used.name, out)
     if only == "extract":
         print(path.read_text(), end="")
         return finished
-    made = plot.save(figure(found, f"profile {used.name}"), path.with_suffix(""))
+    made = draw(found, used.name, out)
     print(f"case overlap: {', '.join(map(str, [path, *made]))}", file=sys.stdout)
     return finished

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from harness import case, method, profiles, redact, report, scaled, verify
+from harness import case, method, profiles, redact, report, scaled, timeline, verify
 from harness.machine import PACKAGES
 from harness.record import STATUSES, VERDICTS, Record, read_all
 from harness.redact import Names
@@ -95,14 +95,31 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         records[-1].write(stage / path.name)
     for path in results.glob("log_*.txt"):
         (stage / path.name).write_text(names.text(path.read_text(errors="replace")))
+    for path in (results / "traces").glob("*.json"):
+        _put_trace(path, stage, names)
     machines = sorted({machine_of(record) for record in records if record.origin == "run"})
     for name in machines or (None,):
         part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""
         chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in report.tables(chosen):
             case.draw(number, case.extract(number, used, chosen, stage / "figures" / part))
+        for profile, other, shown in report.traces(chosen, stage):
+            case.other(other).extract(shown, profile, stage / "figures" / part)
+            case.other(other).draw(shown, profile, stage / "figures" / part)
         report.write(stage, stage / "report" / part / report.PAGE, None, name if part else None)
     (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
+
+
+def _put_trace(path: Path, stage: Path, names: Names) -> None:
+    """A timeline without names in what it says of its run; its spans have none."""
+    try:
+        told = timeline.read(path)
+    except ValueError as error:
+        print(f"left out: {error}", file=sys.stderr)
+        return
+    clean = {key: names.value(told.about[key]) for key in ("title", "job") if key in told.about}
+    (stage / path.parent.name).mkdir(exist_ok=True)
+    timeline.write(told._replace(about=told.about | clean), stage / path.parent.name / path.name)
 
 
 def _packed(stage: Path, paths: Iterable[Path]) -> bytes:

@@ -8,7 +8,6 @@ quick ones. Times are rough: a process, its reference's, and for each the bytes 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import sys
 import time
@@ -242,7 +241,7 @@ def _run_other(name: str, used: Profile, results: Path, out: Path, only: str | N
     if not only:
         used.check_machine()
     with reporter(as_json) as report:
-        return importlib.import_module(f"cases.{name}").main(used, results, out, only, report)
+        return case.other(name).main(used, results, out, only, report)
 
 
 def _measure(numbers: list[int], used: Profile, results: Path, seconds: float | None, as_json: bool) -> list[Record]:

@@ -63,6 +63,11 @@ def others() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("[!_]*.py") if not path.stem.startswith("case"))
 
 
+def other(name: str) -> Any:
+    """One of these: main() does it all; profiles(), shown(), table(), extract() and draw() are what a report takes."""
+    return importlib.import_module(f"cases.{name}")
+
+
 def load(number: int) -> Case:
     return cast(Case, importlib.import_module(f"cases.case{number}"))
 

@@ -1,4 +1,5 @@
-"""One page of everything that was measured, and a review to paste into a form; both of the records and nothing else.
+"""One page of everything that was measured, and a review to paste into a form; both of the records, and of the traces
+that case overlap keeps beside them, and nothing else.
 
 The page needs no network: figures, style and script are in it. The same records give the same bytes.
 """
@@ -12,15 +13,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import case, fairness, method, pages, plot, profiles, scaled, verdicts, verify
-from harness.pages import Entry, Table
+from harness.pages import Cell, Entry, Table
 from harness.record import Record, read_all
 from harness.rows import FEWEST_FOR_INTERVAL, Row
 from harness.scaled import Profile
 from harness.verdicts import Finding
 from harness.words import command
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).parent
 PAGE, REVIEW = "index.html", "review.md"
@@ -31,7 +35,7 @@ PASSING_FACTS = ("load_average", "foreign_processes", "ranks")  # of a run, not 
 class Section:
     """A figure with its table. `svg` is a data URI."""
 
-    number: int
+    case: str  # its number, or its name
     profile: str
     title: str
     svg: str
@@ -71,7 +75,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     runs = [record for record in records if record.origin == "run"]
     here = verify.findings(results, None, machine)
     there = verify.findings(results, verify.PUBLISHED, None)
-    sections = list(figures(entries, profile))
+    sections = list(figures(entries, profile, results))
     return {
         "sections": sections,
         "claims": pages.claim_table(here, there, entries),
@@ -112,17 +116,21 @@ WORDS = {
 }  # fmt: skip
 
 
-def figures(entries: Sequence[Entry], wanted: str | None) -> Iterator[Section]:
+def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[Section]:
     """Every figure that these records make, case by case. Raises ValueError where none is of the profile wanted."""
-    there = list(tables([entry.record for entry in entries]))
-    names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there)))
+    records = [entry.record for entry in entries]
+    there, traced = list(tables(records)), list(traces(records, results))
+    names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _, _ in traced)))
     if wanted is not None and wanted not in names:
         raise ValueError(f"no profile {wanted!r}: choose one of {', '.join(names)}")
     there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
-    if wanted is not None and not there:
+    traced = [one for one in traced if wanted in (None, one[0], one[0].split("_")[0])]
+    if wanted is not None and not there and not traced:
         raise ValueError(f"no record of profile {wanted}: {scaled.call('all', wanted)} runs it")
     for used, number, rows in there:
         yield _section(number, used, rows, entries)
+    for of, name, found in traced:
+        yield _traced_section(name, of, found, entries)
 
 
 def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]]:
@@ -131,6 +139,14 @@ def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]
         for number in case.numbers():
             with contextlib.suppress(ValueError):  # no record of this case
                 yield used, number, case.table(number, used, records)
+
+
+def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, str, list[Any]]]:
+    """Of every case without a number, the profiles that these records were traced for, and what there is to show."""
+    for name in case.others():
+        for profile in case.other(name).profiles(records):
+            with contextlib.suppress(ValueError):  # the trace is gone
+                yield profile, name, case.other(name).shown(profile, results, records)
 
 
 def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
@@ -152,12 +168,26 @@ def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
 def _section(number: int, used: Profile, ours: list[Row], entries: Sequence[Entry]) -> Section:
     module = case.load(number)
     rows, note = [*ours, *module.PUBLISHED], f"profile {used.name}"
-    data = base64.b64encode(plot.svg(module.figure(rows, note)).encode()).decode()
-    title = str(module.__doc__).partition("\n")[0]
     table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
-    return Section(
-        number, used.name, title, f"data:image/svg+xml;base64,{data}", plot.caption(ours, module.PUBLISHED, note), table
-    )
+    caption = plot.caption(ours, module.PUBLISHED, note)
+    return Section(str(number), used.name, _title(module), _uri(module.figure(rows, note)), caption, table)
+
+
+def _traced_section(name: str, profile: str, found: list[Any], entries: Sequence[Entry]) -> Section:
+    module, note = case.other(name), f"profile {profile}"
+    told = pages.plain_table(f"Case {name}, {note}: the numbers of the figure", module.table(found))
+    keys = [[each.record.key] if each.record else [] for each in found]
+    rows = [[*row, Cell(links=pages.numbers_of(own, entries))] for row, own in zip(told.rows, keys, strict=True)]
+    table = Table(told.caption, (*told.columns, "records"), rows)
+    return Section(name, profile, _title(module), _uri(module.figure(found, note)), note, table)
+
+
+def _title(module: Any) -> str:
+    return str(module.__doc__).partition("\n")[0]
+
+
+def _uri(made: Figure) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
 
 
 def tally(found: Sequence[Finding]) -> dict[str, int]:
@@ -196,7 +226,9 @@ def doubts(records: Sequence[Record]) -> list[str]:
 def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
     """What runs the same again: the cases by profile, then every job of no case, but not the references, which are run
     unasked."""
-    cases = _each(scaled.call("all", section.profile) for section in sections)
+    cases = _each(
+        scaled.call("all" if section.case.isdigit() else section.case, section.profile) for section in sections
+    )
     used = list(_profiles(runs))
     references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
     loose = _each(

@@ -22,6 +22,7 @@ from harness.record import Gate, Record, read_all
 from harness.redact import ADDRESS, HOST, USER, Names, here
 from tests.test_cli import run
 from tests.test_report import DEMO, MACHINE, RECORDS, measured, put
+from tests.test_trace import put_trace
 
 NAMES = Names(
     {"node17": HOST, "alice": USER, "10.1.2.3": ADDRESS, "stronghold": HOST},
@@ -68,6 +69,22 @@ def test_records_logs_figures_and_report_are_in_it(unpacked: Path) -> None:
     figures = {f"figures/case1_demo.{kind}" for kind in ("csv", "pdf", "png")}
     wanted = {"log_0.json", "log_5.json", "log_5.txt", "report/index.html", "report/review.md", bundle.ABOUT}
     assert wanted | figures <= there
+
+
+def test_a_trace_its_figure_and_its_place_in_the_report_are_in_it_without_a_name(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    put(results, [RECORDS[0], put_trace(results, Path("/home/alice/results"))])
+    (results / "traces" / "other.json").write_text("{}")
+    with tarfile.open(bundle.write(results, tmp_path / "b.tar.gz", NAMES)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    there = tmp_path / bundle.FOLDER
+    texts = [(there / name).read_text() for name in ("traces/overlap_demo.json", "figures/overlap_demo.csv")]
+    assert not any("alice" in text for text in texts)
+    assert "Case overlap, profile demo" in (there / "report" / "index.html").read_text()
+    assert {path.name for path in there.glob("*/overlap_demo.*")} == {
+        f"overlap_demo.{kind}" for kind in ("json", "csv", "pdf", "png")
+    }
+    assert not (there / "traces" / "other.json").exists()  # no trace of ours: it may hold anything
 
 
 def test_the_same_results_give_the_same_bytes(results: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cases import overlap
-from harness import scaled, trace
+from harness import report, scaled, trace
 from harness.launch import launch
 from harness.method import create
 from harness.progress import _Lines
@@ -24,6 +24,7 @@ from harness.timeline import Span, Timeline, common, length, read, share, steps,
 from harness.trace import STEPS, Taking
 from methods._device import Device
 from tests.overlap import Machine, VirtualRun, virtual_run
+from tests.test_report import RECORDS, Page, measured, put
 from tests.training import tiny
 
 DEMO = scaled.make("demo", None, ("stronghold",), {"cpu": "some CPU", "cores": 2})
@@ -231,10 +232,11 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
     with pytest.raises(
         ValueError, match=r"no trace of profile demo here: ./run.sh case overlap --profile demo makes it"
     ):
-        overlap.shown(DEMO, tmp_path)
+        overlap.shown(DEMO.name, tmp_path, [])
     options = {"placement": "W4", "clipping": "deferred"}
     job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(path))
-    Record(job, "key", "ok", clock="sim", gate=Gate("exact")).write(tmp_path / "log_1.json")
+    record = Record(job, "key", "ok", clock="sim", gate=Gate("exact"))
+    record.write(tmp_path / "log_1.json")
     write(virtual.timeline({"title": "on h200"}), tmp_path / "traces" / "virtual_h200_48_deferred.json")
 
     overlap.main(DEMO, tmp_path, tmp_path / "out", "draw", lambda event: None)
@@ -243,10 +245,41 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
     assert [(row["clock"], row["step"]) for row in rows] == [("sim", "step 1"), ("virtual", "step 2")]
     names = ("step_seconds", "compute_seconds", "copies_hidden_seconds", "copies_exposed_seconds")
     assert [float(rows[0][name]) for name in names] == pytest.approx([1.0, 0.4, 0.1, 0.2])
-    titles = [axes.get_title(loc="left") for axes in overlap.figure(overlap.shown(DEMO, tmp_path), "").axes[::2]]
+    made = overlap.figure(overlap.shown(DEMO.name, tmp_path, [record]), "")
+    titles = [axes.get_title(loc="left") for axes in made.axes[::2]]
     assert titles[0].startswith("measured: stronghold, 4 layers, W4") and titles[1].startswith(
         "virtual, nothing measured"
     )
+
+
+def put_trace(folder: Path, at: Path = Path("results")) -> Record:
+    """A trace of case overlap among the results, written as if it were in the folder `at`; returns its record."""
+    where = Path("traces") / "overlap_demo.json"
+    (folder / "traces").mkdir(parents=True)
+    spans = [Span("compute", "forward", "1", 0.0, 0.4), Span("inbound", "weights", "2", 0.3, 0.6)]
+    about = {"clock": "sim", "title": f"stronghold disk={at}/states", "job": {"trace": str(at / where)}}
+    write(Timeline(spans, steps([0.0, 1.0, 2.0], 1), about), folder / where)
+    options = {"placement": "W4", "clipping": "deferred"}
+    job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(at / where))
+    return measured(job, "traced")
+
+
+def test_what_hid_behind_what_is_shown_where_it_was_traced(tmp_path: Path) -> None:
+    written, _ = report.write(put(tmp_path, [RECORDS[0], put_trace(tmp_path)]))
+    page = Page(written.read_text())
+    caption = "Case overlap, profile demo: the numbers of the figure"
+    assert page.column(caption, "copies_exposed_seconds") == ["0.200000000"]
+    assert page.column(caption, "records") == ["#2"]
+    assert any(
+        str(attributes.get("alt")).startswith("Case overlap") for tag, attributes in page.elements if tag == "img"
+    )
+    assert "./run.sh case overlap --profile demo" in page.pres[-1]
+
+
+def test_a_trace_that_is_gone_leaves_the_report_as_it_was(tmp_path: Path) -> None:
+    record = put_trace(tmp_path)
+    (tmp_path / "traces" / "overlap_demo.json").unlink()
+    assert "Case overlap" not in report.write(put(tmp_path, [RECORDS[0], record]))[0].read_text()
 
 
 def test_timelines_without_steps_are_written_too(tmp_path: Path) -> None:
