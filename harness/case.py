@@ -275,7 +275,7 @@ def _texts(row: Row) -> list[str]:
 def _row(line: dict[str, str]) -> Row:
     kinds = {"num_layers": int, "hidden_size": int, "window_size": int, "num_runs": int}
     kinds |= {"value": float, "low": float, "high": float, "scatter": float, "x": float}  # type: ignore[dict-item]
-    values: dict[str, Any] = {name: line[name] for name in COLUMNS}
+    values: dict[str, Any] = {name: line[name] for name in COLUMNS if name in line}
     for name, kind in kinds.items():
         values[name] = kind(line[name]) if line[name] else None
     return Row(
@@ -283,6 +283,7 @@ def _row(line: dict[str, str]) -> Row:
             **values,
             "valid": line["valid"] == "True",
             "is_final": line["is_final"] == "True",
+            "is_judged": line.get("is_judged") != "False",  # tables from before this column hold no such row
             "keys": tuple(line["keys"].split()),
         }
     )

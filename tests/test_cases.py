@@ -293,3 +293,8 @@ def test_a_search_ends_where_one_more_layer_would_take_more_than_the_machine_has
 def test_a_csv_keeps_that_a_search_is_not_finished(tmp_path: Path) -> None:
     path = case.extract(1, DEMO, [record(DEMO.probe("l2l", 7))], tmp_path)
     assert [row.is_final for row in case.read_csv(path)[0] if row.origin == "run"] == [False]
+
+
+def test_a_csv_keeps_that_a_run_was_not_judged_yet(tmp_path: Path) -> None:
+    path = case.extract(1, DEMO, [record(DEMO.probe("l2l", 7), gate=Gate())], tmp_path)
+    assert [row.is_judged for row in case.read_csv(path)[0] if row.origin == "run"] == [False]

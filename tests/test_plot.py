@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,13 @@ def drawn(number: int, rows: list[Row]):
 def ours(metric: str = "params", **changes) -> list[Row]:
     row = Row(metric, "l2l", 4, 128, None, 1e6, valid=True, machine="some CPU", clock="sim")
     return [dataclasses.replace(row, **changes)]
+
+
+def test_a_table_of_before_rows_knew_whether_they_are_judged_is_read_as_judged(tmp_path: Path) -> None:
+    lines = {name: str(getattr(ours()[0], name)) for name in case.COLUMNS if name != "is_judged"}
+    lines |= {"keys": "", "window_size": "", "low": "", "high": "", "scatter": "", "x": "", "profile": "demo"}
+    (tmp_path / "old.csv").write_text(f"{','.join(lines)}\n{','.join(lines.values())}\n")
+    assert case.read_csv(tmp_path / "old.csv") == (ours(), {"demo"})
 
 
 def test_a_bar_is_filled_only_where_the_gate_passed() -> None:
