@@ -35,8 +35,8 @@ MUTANTS = {
     ),
     "clips by each layer's own norm": (
         "_home.py",
-        "step, factor)",
-        "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0))",
+        "step, factor, by",
+        "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0), by",
         "gradient-scale",
     ),
     "drops the schedule on host layers": (
