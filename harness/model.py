@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,7 @@ from harness.spec import NUM_LOGITS, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INIT_STD = 0.02
+DRAWN_AT_ONCE = 2**18  # elements, a multiple of 16
 
 
 class Layer(nn.Module):
@@ -157,11 +158,28 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
         name, tensor = pair
         if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
             draw(name, tensor, workload)  # where it stays: no second copy, even for a moment
-        else:
-            tensor.copy_(initial(name, tensor.shape, workload))
+            return
+        elements = tensor.view(-1)
+        for start, drawn in drawn_blocks(name, tensor.shape, workload):
+            elements[start : start + len(drawn)].copy_(drawn)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, named))
+
+
+def drawn_blocks(name: str, shape: torch.Size, workload: Workload) -> Iterator[tuple[int, Tensor]]:
+    """The values of initial(), as (start, elements), in one block of memory used again: the whole of an embedding would
+    be more than a host may have to spare."""
+    numel, draw_ = shape.numel(), _distribution(name, len(shape), workload)
+    room = torch.empty(min(numel, 2 * DRAWN_AT_ONCE))
+    start = 0
+    while start < numel:
+        # The last block is the longer one: torch draws 16 numbers at once, the last 16 of a tensor anew.
+        left = numel - start
+        drawn = room[: left if left < 2 * DRAWN_AT_ONCE else DRAWN_AT_ONCE]
+        draw_(drawn)
+        yield start, drawn
+        start += len(drawn)
 
 
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
@@ -176,12 +194,18 @@ def draw(name: str, tensor: Tensor, workload: Workload) -> None:
 
     N(0, 0.02); the two projections into the residual stream by 1/sqrt(2 L) of that; biases 0, norm weights 1.
     """
-    if tensor.ndim == 1:
-        tensor.fill_(1.0 if name.endswith("weight") else 0.0)
-        return
+    _distribution(name, tensor.ndim, workload)(tensor)
+
+
+def _distribution(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Any]:
+    """What fills a tensor of this name; called again, the next one with what follows."""
+    if ndim == 1:
+        value = 1.0 if name.endswith("weight") else 0.0
+        return lambda tensor: tensor.fill_(value)
     std = INIT_STD / math.sqrt(2 * workload.num_layers) if ".proj." in name or ".fc2." in name else INIT_STD
     seed = hashlib.sha256(f"{workload.seed} {name}".encode()).digest()[:8]
-    tensor.normal_(0.0, std, generator=torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1))
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+    return lambda tensor: tensor.normal_(0.0, std, generator=generator)
 
 
 def decays(parameter: Tensor) -> bool:

@@ -162,3 +162,15 @@ def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(num_logits: int, monke
     ours = loss_and_gradients(model.HeadLoss.apply(x, weight, targets))
     theirs = loss_and_gradients(torch.nn.functional.cross_entropy(x @ weight.t(), targets))
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("numel", [1, 15, 64, 95, 127, 128, 129, 143, 1650])
+def test_what_is_drawn_in_blocks_has_the_very_bits_of_what_is_drawn_at_once(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "DRAWN_AT_ONCE", 64)
+    name, shape = "layers.1.fc2.weight", torch.Size((numel, 1))
+    drawn = torch.empty(numel)
+    for start, block in model.drawn_blocks(name, shape, tiny()):
+        drawn[start : start + len(block)] = block
+    assert torch.equal(drawn, model.initial(name, shape, tiny()).view(-1))
