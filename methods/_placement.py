@@ -127,8 +127,9 @@ def placed_plan(
     # Of all micro-batches but the one at work the gradients that come to a layer, and that leave it, are kept.
     others = 2 * (workload.boundary_bytes - workload.boundary_bytes // workload.micro_batches)
     device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes + others
-    # Small, but it fills the last of a device: norms of gradients, in units of 512 bytes, and what attention keeps.
-    device["activations"] += 12 * 512 * workload.num_layers
+    # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
+    # and what attention keeps.
+    device["activations"] += 512 * (12 * workload.num_layers + 32)
     device["activations"] += 8 * workload.batch_size * workload.num_heads * workload.seq_len
 
     host = {kind: each * hosted * layer for kind, each in at_home.items()}
@@ -150,6 +151,8 @@ def placed_plan(
             device["activations"] = 0
         host["gradients"] += each * min(CHUNK, layer) if hosted - count["S"] else 0
 
+    if hosted:
+        host["optimizer"] += 512 + 4 * hosted  # numbers of steps, and the clip factor: the last bytes of a host
     waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient, out and in again
     moved = size * (2 * count["P"] + 3 * len(windowed.layers) - windowed.num_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed.num_slots

@@ -72,6 +72,7 @@ class L2L:
                     slot.offload(home)
                     slot.wait()
                 ends.backward(dxs)
+                del dxs  # before the next step's
                 clip.add(ends.norms())
                 clip.finish()
                 clip.send_home()

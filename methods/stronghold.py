@@ -238,6 +238,7 @@ class Stronghold:
                         if is_ahead and kinds[i] == "S":
                             slots[below[i]].prefetch_state()
                 ends.backward(dxs)
+                del dxs  # before the next step's, which are larger than a small device has to spare
 
                 clip.add(ends.norms())
                 clip.finish()

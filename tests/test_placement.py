@@ -175,7 +175,12 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
     assert plan.device["weights"] == 4 * (ends + 2 * layer)
     assert plan.device["optimizer"] == 8 * (ends + layer)
     assert plan.device["buffers"] == (4 + 2 * 4 + 16) * layer
-    assert plan.host == {"weights": 12 * layer, "gradients": 12 * layer, "optimizer": (3 * 8 + 3 * 12) * layer}
+    numbers = 512 + 3 * 4  # small ones, and how often each layer was updated
+    assert plan.host == {
+        "weights": 12 * layer,
+        "gradients": 12 * layer,
+        "optimizer": (3 * 8 + 3 * 12) * layer + numbers,
+    }
 
 
 def test_a_streamed_layer_whose_update_need_not_wait_takes_12_bytes_a_parameter_of_the_host() -> None:
@@ -183,7 +188,7 @@ def test_a_streamed_layer_whose_update_need_not_wait_takes_12_bytes_a_parameter_
     predicted = [predict(create("stronghold", {"placement": f"S{n}"}), workload.at_depth(n)) for n in (4, 6)]
     each = 12 * workload.layer_params
     assert predicted[1].host_bytes - predicted[0].host_bytes == pytest.approx(2 * each, rel=0.01)
-    assert placed_plan(workload, "SSSS", 3, None).host_bytes == 4 * each
+    assert placed_plan(workload, "SSSS", 3, None).host_bytes == pytest.approx(4 * each, rel=1e-4)
 
 
 def test_speculation_is_chosen_where_both_memories_are_known_and_the_host_has_room() -> None:

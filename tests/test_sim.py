@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.method import create
 from harness.record import Record
 from harness.spec import Budget, Job, Workload
 from harness.sweep import Sweep, resolve
@@ -146,3 +147,19 @@ def test_deepspeed_is_refused_what_the_host_has_not(shared_results: Path) -> Non
     job = Job("zero-offload", SMALL, {"adam": "fused"}, budget, "sim", steps=5, warmup=1)
     record = Sweep(shared_results).attempt(job, 1, {"role": "probe"})
     assert record.status == "oom-host" and "sim host out of memory" in record.reason, record.reason
+
+
+@pytest.mark.parametrize("name", ["stronghold", "l2l"])
+@pytest.mark.parametrize(
+    "workload",
+    [
+        Workload(num_layers=2, hidden_size=256, num_heads=4, seq_len=32, batch_size=2, vocab_size=50304),
+        Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=2, vocab_size=512),
+    ],
+    ids=["large ends", "small"],
+)
+def test_memories_as_large_as_planned_are_enough(tmp_path: Path, name: str, workload: Workload) -> None:
+    planned = create(name, {}).plan(workload, Budget(1, 1))
+    budget = Budget(planned.device_bytes, planned.host_bytes)
+    (record,) = Sweep(tmp_path).run([resolve(Job(name, workload, budget=budget, device="sim", steps=3, warmup=1))[0]])
+    assert record.status == "ok", record.reason
