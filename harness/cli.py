@@ -54,6 +54,8 @@ class Door(click.Group):
     """`run` is understood where no verb is given, so that the published calls stay as they are."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        if len(args) > 2 and args[0] == "--methods" and args[2] in self.commands:
+            args = [args[2], *args[:2], *args[3:]]
         if args and args[0].startswith("-") and args[0] != "--help":
             args = ["run", *args]
         return super().parse_args(context, help_last(args))

@@ -150,7 +150,7 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
     if any(row["options"].get("world_size", 1) > 1 for row in planned):
         print("world_size: bytes are one rank's, who has a device of its own and its part of the host's budget.")
     print("binds: the memory that one layer more than the largest would pass.")
-    print("seconds, at least: a bound by the machine's rates (facts in machines.yaml), however well all overlaps.")
+    print("seconds, at least: a bound by the machine's rates (machines.yaml, or doctor --calibrate), if all overlaps.")
     for row in found:
         if "error" in row:
             print(f"left out: {row['method']}, {row['num_layers']} layers: {row['error']}")

@@ -175,6 +175,14 @@ def test_an_added_method_appears_in_help(added: Path) -> None:
     assert "plain-loop" in run("harness", "run", "--methods", str(added), "--help").stdout
 
 
+def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path) -> None:
+    words = ["plan", "-m", "plain-loop", "-l", "2", "-h", "64", "--heads", "4"]
+    before, after = (
+        run("harness", *each) for each in (["--methods", str(added), *words], [*words, "--methods", str(added)])
+    )
+    assert before.returncode == 0 and before.stdout == after.stdout
+
+
 @pytest.mark.heavy
 def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
     done = run("pytest", "-q", "tests/test_method.py", "-k", "plain-loop and not unasked", "--methods", str(added))
