@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from harness.largest import Probes, find, texts
 from harness.method import ROOT, create
 from harness.record import read_all
-from harness.spec import Budget, Job, Workload
+from harness.spec import Budget, Job, Plan, Workload
 from harness.sweep import Sweep, resolve
+from methods._placement import placed_plan
 
 TINY = Workload(num_layers=1, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 SMALL = Workload(hidden_size=128, seq_len=64, vocab_size=512)
@@ -151,8 +154,16 @@ def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: s
     assert not (tmp_path / "new").exists()
 
 
-def test_where_a_plan_was_too_hopeful_its_next_options_are_tried_before_a_depth_is_too_large(tmp_path: Path) -> None:
-    """A budget of the very bytes that the plan with two resident layers asks for; training takes some more."""
+def test_where_a_plan_was_too_hopeful_its_next_options_are_tried_before_a_depth_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget of the very bytes that the plan with two resident layers asks for; training takes 64 KiB more."""
+
+    def hopeful(*words: Any, **named: Any) -> Plan:
+        plan = placed_plan(*words, **named)
+        return dataclasses.replace(plan, device={**plan.device, "buffers": plan.device["buffers"] - 2**16})
+
+    monkeypatch.setattr("methods.stronghold.placed_plan", hopeful)
     planned = create("stronghold", {"window_size": 3, "resident_layers": 2}).plan(SMALL.at_depth(5), Budget())
     job = Job("stronghold", SMALL, {}, Budget(planned.device_bytes, 64 * MIB), "sim", steps=5, warmup=2)
     method_probes = Probes(Sweep(tmp_path), job)
