@@ -12,6 +12,7 @@ where=(--device cuda --device-memory 32GiB --timeout 150)
 size=(-h 2048 -b 4 --steps 10 --warmup 4 --dtype bf16)
 depths=(32 48 78 100)
 layer=(-h 2048 -b 4)
+windows=3,4
 several=24 # layers of each of four models: 1.3 B parameters
 search=(-h 2048 -b 4 --dtype bf16)
 figures=(--profile quick --machine v100-vm)
@@ -22,6 +23,7 @@ if [ "${1:-}" = --demo ]; then
     size=(-h 64 -b 2 --heads 4 --seq 32 --vocab 512 --steps 6 --warmup 2 --dtype bf16)
     depths=(2 3 4 5)
     layer=(-h 64 -b 2 --heads 4 --seq 32)
+    windows=1,2
     several=2
     search=(-h 128 --seq 64 --vocab 512 --dtype bf16)
     figures=(--profile demo)
@@ -61,7 +63,7 @@ harness "the same with activations kept" run -m hydra --models 4 --option interm
     "${size[@]}" "${where[@]}"
 harness "model selection beside one model after another" case 6 "${figures[@]}"
 harness "every other method" sweep -m all -l "${depths[0]}" "${size[@]}" "${where[@]}"
-harness "streaming alone, nothing resident" sweep -m stronghold -w 3,4 --option resident_layers=0 -l "${depths[0]}" \
+harness "streaming alone, nothing resident" sweep -m stronghold -w "$windows" --option resident_layers=0 -l "${depths[0]}" \
     "${size[@]}" "${where[@]}"
 harness "the largest size of every method" search largest -m all "${search[@]}" "${where[@]}"
 harness "what hid behind what" case overlap "${figures[@]}"
