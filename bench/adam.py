@@ -14,12 +14,13 @@ from collections.abc import Callable
 import click
 import torch
 
-from harness.model import DTYPES
-from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Workload
-from methods import _adam
-from methods._device import Device
-from methods._home import Home, new_layer
-from methods._stream import Clip
+from harness.core.gpt import DTYPES
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
+from harness.devices.streams import Device
+from methods.streaming import adamw_kernel
+from methods.streaming.clip import Clip
+from methods.streaming.layer_state import Home
+from methods.streaming.layout import new_layer
 
 FACTOR = torch.tensor(0.5)
 
@@ -76,10 +77,10 @@ def seconds(work: Callable[[], None]) -> float:
 @click.option("--rounds", default=15)
 @click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16")
 def main(rounds: int, dtype: str) -> None:
-    if _adam.to_build():
-        _adam.build()
+    if adamw_kernel.to_build():
+        adamw_kernel.build()
     layer = Workload(num_layers=1, hidden_size=2048, dtype=dtype)
-    print(f"{_adam.describe(dtype, one_pass=True)}, {layer.layer_params / 1e6:.2f} M parameters")
+    print(f"{adamw_kernel.describe(dtype, one_pass=True)}, {layer.layer_params / 1e6:.2f} M parameters")
     for num_threads in (1, 2):
         with Device("cpu", num_workers=num_threads) as device:
             one, other = ours(device, layer), by_torch(num_threads, layer)

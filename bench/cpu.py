@@ -18,11 +18,12 @@ from pathlib import Path
 import click
 import torch
 
-from harness import data, worker
-from harness.launch import launch
-from harness.model import build, decays
-from harness.record import Record
-from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Job, Workload
+from harness.core import data
+from harness.core.gpt import build, decays
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Job, Workload
+from harness.core.record import Record
+from harness.run import worker
+from harness.run.launch import launch
 
 LARGE = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, batch_size=4, vocab_size=8192)
 SMALL = Workload(num_layers=4, hidden_size=256, num_heads=8, seq_len=128, batch_size=4, vocab_size=2048)

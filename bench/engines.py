@@ -14,11 +14,12 @@ from pathlib import Path
 
 import click
 
-from harness import machine, method
-from harness.record import Record
-from harness.spec import Job, Workload, gib
-from harness.sweep import Sweep, resolve
-from harness.words import parse_option
+from harness.cli.job_options import parse_option
+from harness.core import method
+from harness.core.job import Job, Workload, gib
+from harness.core.record import Record
+from harness.devices import machine
+from harness.jobs.sweep import Sweep, resolve
 
 WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, batch_size=4, vocab_size=8192)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
-from harness import machine
-from harness.container import Docker
-from harness.spec import Job, Workload
-from harness.sweep import Sweep
+from harness.core.job import Job, Workload
+from harness.devices import machine
+from harness.jobs.sweep import Sweep
+from harness.places.docker import Docker
 
 WORKLOAD = Workload(num_layers=4, hidden_size=256, num_heads=8, seq_len=128, batch_size=4, vocab_size=2048)
 PEAKS = ("host_anonymous", "host_shared")

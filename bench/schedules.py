@@ -12,7 +12,7 @@ import random
 import statistics
 
 from cases._optimum import INSTANCES, SIZES, WHOLE, chain, ratios
-from methods._scheduler import POLICIES, lower_bound, simulate
+from methods.sharding.scheduler import POLICIES, lower_bound, simulate
 
 DEVICES = (1, 2, 4, 8, 16, 100, 1000)
 

@@ -1,1 +1,1 @@
-"""The published figures: one file is one case. harness/case.py finds them by number."""
+"""The published figures: one file is one case. harness/figures/case.py finds them by number."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cases._optimum import INSTANCES, WHOLE
-from harness import method, plot
-from harness.rows import Row
+from harness.core import method
+from harness.figures import plot
+from harness.figures.point import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

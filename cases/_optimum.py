@@ -11,7 +11,7 @@ import functools
 import random
 from collections.abc import Sequence
 
-from methods._scheduler import POLICIES, lower_bound, simulate, whole_models
+from methods.sharding.scheduler import POLICIES, lower_bound, simulate, whole_models
 
 SIZES = ((2, 3), (3, 5), (4, 6), (8, 12))  # devices, models
 INSTANCES = 20  # of each size

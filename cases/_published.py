@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import csv
 
-from harness.method import ROOT
-from harness.rows import Row
-from harness.spec import Workload
+from harness.core.job import Workload
+from harness.core.method import ROOT
+from harness.figures.point import Row
 
 FILE = ROOT / "claims" / "published.csv"
 MACHINE = "V100-32GB, virtual machine"

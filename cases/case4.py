@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cases import _published
-from harness import case, plot
-from harness.record import Record
-from harness.rows import Row
-from harness.scaled import Profile
-from harness.spec import Job
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.figures import case, plot
+from harness.figures.point import Row
+from harness.figures.profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

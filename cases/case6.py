@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cases import _models, _optimum
-from harness import case, method
-from harness.record import Record
-from harness.rows import Row, interval, row
-from harness.scaled import ROOM, Profile
-from harness.spec import Job
-from methods._scheduler import simulate
+from harness.core import method
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.figures import case
+from harness.figures.point import Row, interval, row
+from harness.figures.profile import ROOM, Profile
+from methods.sharding.scheduler import simulate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,14 +17,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness import method, plot
-from harness.launch import worker_environment
-from harness.method import ROOT
-from harness.record import Record, read_all
-from harness.rows import machine_of
-from harness.scaled import Profile, call
-from harness.sweep import Sweep, resolve
-from harness.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
+from harness.core import method
+from harness.core.method import ROOT
+from harness.core.record import Record, read_all
+from harness.figures import plot
+from harness.figures.point import machine_of
+from harness.figures.profile import Profile, call
+from harness.jobs.sweep import Sweep, resolve
+from harness.run.launch import worker_environment
+from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +84,7 @@ def run(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) 
         report({"event": "build", "text": f"virtual time: {', '.join(missing)}, {RUNS[used.kind]} layers"})
         words = [word for name in missing for word in ("--machine", name)]
         words += ["--layers", str(RUNS[used.kind]), "--clipping", CLIPPING, "--traces", str(folder)]
-        command = [sys.executable, "-W", "ignore", "-m", "bench.virtual", *words]
+        command = [sys.executable, "-W", "ignore", "-m", "harness.simulation.schedule", *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=worker_environment())
         if done.returncode:
             line = (done.stderr.strip().splitlines() or ["no word"])[-1]

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.method import TensorState, Trained, Training
-from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
-from methods._plans import describe
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.core.method import TensorState, Trained, Training
+from methods.shared.memory_needs import describe
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Fsdp2Offload:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        from harness.model import DTYPES, GPT, decays, initial, initialize
-        from methods._device import require_device
-        from methods._scale import LossScale
+        from harness.core.gpt import DTYPES, GPT, decays, initial, initialize
+        from harness.devices.streams import require_device
+        from methods.shared.loss_scale import LossScale
 
         require_device(device, "FSDP2")
         on_gpu = device == "cuda"

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import Any
 
-from harness.method import Step, Trained, Training, largest_depth
-from harness.spec import Budget, Plan, Workload
-from methods._partition import GptShard, adamw_bytes, gpt_shards, gpt_tensors
-from methods._plans import describe
-from methods._scheduler import key_of
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import Step, Trained, Training, largest_depth
+from methods.sharding.partition import GptShard, adamw_bytes, gpt_shards, gpt_tensors
+from methods.sharding.scheduler import key_of
+from methods.shared.memory_needs import describe
 
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that the norm of a gradient takes on a device; and what else is as small
 NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
@@ -34,9 +34,9 @@ def __getattr__(name: str) -> object:
     """The classes for models of one's own, with torch, which this module does not import."""
     if name not in ("ModelOrchestrator", "ModelTask"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from methods import _orchestrator
+    from methods.sharding import orchestrator
 
-    return getattr(_orchestrator, name)
+    return getattr(orchestrator, name)
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,17 @@ class Hydra:
     def train(self, workload: Workload, batches, device: str) -> Training:
         import torch
 
-        from methods import _gpt
-        from methods._device import Device
-        from methods._devices import Elsewhere, Here, make_worker
-        from methods._dispatch import Dispatcher
-        from methods._fitting import rehearse, rehearsing
-        from methods._hybrid import First
-        from methods._turns import Task
-        from methods._worker import Worker
+        from harness.devices.streams import Device
+        from methods.sharding import gpt
+        from methods.sharding.device_process import Elsewhere, Here, make_worker
+        from methods.sharding.device_worker import Worker
+        from methods.sharding.dispatch import Dispatcher
+        from methods.sharding.rehearsal import rehearse, rehearsing
+        from methods.sharding.task import Task
+        from methods.sharding.two_devices import First
 
         lengths = self._lengths(workload, self.plan(workload, Budget()).options["shard_layers"])
-        names, own, is_alone = _gpt.names(workload), self._workloads(workload), self.num_models == 1
+        names, own, is_alone = gpt.names(workload), self._workloads(workload), self.num_models == 1
         number_of_batches = len(batches) if hasattr(batches, "__len__") else None
         words: dict[str, Any] = {"max_norm": workload.clip_norm, "update": "later" if workload.clip_norm else "now",
                  "keeps_graphs": self.intermediates == "saved"}  # fmt: skip
@@ -124,31 +124,31 @@ class Hydra:
             gpu = stack.enter_context(Device(device))
             in_halves = [not number and self._halves(workload.dropout) for number in range(len(own))]
             is_shared = self.num_devices > 1
-            models = [_gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=each) for each in in_halves]
+            models = [gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=each) for each in in_halves]
             if self.num_devices == 1:
                 # Of several models each unit is waited for: the rule goes by what units take.
                 devices: list[Any] = [Here(Worker(gpu, models, **options), waits=not is_alone, catches=not is_alone)]
             else:
                 threads = torch.get_num_threads()
-                devices = _gpt.elsewhere(
+                devices = gpt.elsewhere(
                     device, self.num_devices,
                     lambda name: Elsewhere(make_worker, name, models, options, num_threads=threads), stack,
                 )  # fmt: skip
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
                 rehearse(lambda: [
-                    rehearsing(number, models[number], _gpt.batch(mine, device), **words)
+                    rehearsing(number, models[number], gpt.batch(mine, device), **words)
                     for number, mine in enumerate(own)
                 ], devices, splits)  # fmt: skip
             tasks: list[Task] = []
             for number, (mine, shared) in enumerate(zip(own, tee(batches, len(own)), strict=True)):
                 parts = workload.batch_size // mine.batch_size
                 given = (
-                    number, models[number], names, _gpt.parts(shared, parts, to_host=is_shared),
+                    number, models[number], names, gpt.parts(shared, parts, to_host=is_shared),
                     number_of_batches and parts * number_of_batches,
                 )  # fmt: skip
                 more = {**words, "learning_rate_at": mine.learning_rate_at, "per_round": parts,
-                        "random_state": _gpt.random_state(workload, device)}  # fmt: skip
+                        "random_state": gpt.random_state(workload, device)}  # fmt: skip
                 if in_halves[number]:
                     tasks.append(First(*given, second_random=None, **{**more, "update": "later"}))
                 else:
@@ -165,14 +165,14 @@ class Hydra:
                     yield steps[0][rounds]._replace(shares=None if is_alone else dispatcher.shares())
                     rounds += 1
             gpu.synchronize()
-            _gpt.raise_failures(tasks)
+            gpt.raise_failures(tasks)
             schedule: dict[str, Any] = {"shards": [[len(shard.layers) for shard in shards] for shards in models]}
             if not is_alone:
                 turns = [[*turned] for turned in dispatcher.timeline[-MOST_TURNS:]]
                 schedule |= {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
-            others = [_gpt.other(own[n], models[n], steps[n], names) for n in range(1, len(own))]
+            others = [gpt.other(own[n], models[n], steps[n], names) for n in range(1, len(own))]
             moved_bytes = sum(each.moved_bytes for each in devices)
-            return Trained(_gpt.tensors(models[0], names), moved_bytes, schedule, others)
+            return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others)
 
     def _workloads(self, workload: Workload) -> list[Workload]:
         """Each model's own: learning rates times batch sizes, each half of the one before."""

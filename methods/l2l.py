@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.method import Trained, Training
-from harness.spec import Budget, Plan, Workload
-from methods import _adam
-from methods._placement import placed_plan
-from methods._plans import describe
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import Trained, Training
+from methods.shared.memory_needs import describe
+from methods.streaming import adamw_kernel
+from methods.streaming.placement import placed_plan
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,22 @@ class L2L:
         return replace(plan, moved_bytes=plan.moved_bytes + workload.weight_bytes * workload.layer_params)
 
     def to_build(self) -> str | None:
-        return _adam.to_build()
+        return adamw_kernel.to_build()
 
     def build(self) -> None:
-        _adam.build()
+        adamw_kernel.build()
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return describe(workload, "this project", _adam.describe(workload.dtype))
+        return describe(workload, "this project", adamw_kernel.describe(workload.dtype))
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods._device import Device
-        from methods._ends import ResidentEnds
-        from methods._home import Home, new_layer
-        from methods._scale import LossScale
-        from methods._stream import Clip, Gradients, Slot
+        from harness.devices.streams import Device
+        from methods.shared.loss_scale import LossScale
+        from methods.streaming.clip import Clip
+        from methods.streaming.embedding_and_head import ResidentEnds
+        from methods.streaming.layer_state import Home
+        from methods.streaming.layout import new_layer
+        from methods.streaming.slot import Gradients, Slot
 
         with Device(device) as gpu:
             ends = ResidentEnds(gpu, workload)

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from harness.method import Step, TensorState, Trained, Training, Unavailable
-from harness.spec import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Budget, Plan, Workload
-from methods._plans import describe
+from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.core.method import Step, TensorState, Trained, Training, Unavailable
+from methods.shared.memory_needs import describe
 
 NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
 
@@ -53,8 +53,8 @@ class MegatronLM:
         import torch.distributed as dist
 
         try:
-            from methods._device import join_alone
-            from methods._megatron import cuda_questions_answered, parallel_state
+            from harness.devices.streams import join_alone
+            from methods.engines.megatron import cuda_questions_answered, parallel_state
         except ImportError as error:
             raise Unavailable(NEEDS_MEGATRON) from error
 
@@ -109,8 +109,8 @@ def _build(workload: Workload, device: str):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
-    from harness.model import DTYPES, initial
-    from methods._megatron import FusedAttention, our_name, reordered
+    from harness.core.gpt import DTYPES, initial
+    from methods.engines.megatron import FusedAttention, our_name, reordered
 
     on_gpu, dtype, is_mixed = device == "cuda", DTYPES[workload.dtype], workload.dtype != "fp32"
     precision = {"bf16": workload.dtype == "bf16", "fp16": workload.dtype == "fp16", "params_dtype": dtype}
@@ -189,7 +189,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _states(workload: Workload, model, optimizer) -> list[TensorState]:
-    from methods._megatron import our_name, reordered
+    from methods.engines.megatron import our_name, reordered
 
     found = []
     for main, name in _main_weights(model):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.method import TensorState, Trained, Training
-from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
-from methods._plans import describe, resident_plan
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.core.method import TensorState, Trained, Training
+from methods.shared.memory_needs import describe, resident_plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from harness.model import GPT
+    from harness.core.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Resident:
     def train(self, workload: Workload, batches, device: str) -> Training:
         import torch
 
-        from harness.model import build, decays, initialize
-        from methods._scale import LossScale
+        from harness.core.gpt import build, decays, initialize
+        from methods.shared.loss_scale import LossScale
 
         model = build(workload, device)
         names, weights = zip(*model.named_parameters(), strict=True)

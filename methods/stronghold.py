@@ -25,12 +25,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from typing import Any
 
-from harness.method import Trained, Training, largest_depth
-from harness.spec import Budget, Plan, Workload
-from methods import _adam
-from methods._placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, shrink, text_of
-from methods._planner import SLACK, Counts, arranged, choose, with_forecast
-from methods._plans import describe, writable
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import Trained, Training, largest_depth
+from methods.shared.memory_needs import describe, writable
+from methods.streaming import adamw_kernel
+from methods.streaming.placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, shrink, text_of
+from methods.streaming.planner import SLACK, Counts, arranged, choose, with_forecast
 
 DEFAULT_WINDOW = 3  # one computed, one loaded, one on its way; more slots buy little, resident layers buy more
 SPARE_ROOM = 9 / 8  # of what speculation needs on the host, before it is chosen: a plan is no measurement
@@ -152,24 +152,26 @@ class Stronghold:
         return placed_plan(workload, kinds, window, clipping, {**options, "clipping": clipping})
 
     def to_build(self) -> str | None:
-        return _adam.to_build()
+        return adamw_kernel.to_build()
 
     def build(self) -> None:
-        _adam.build()
+        adamw_kernel.build()
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        host = _adam.describe(workload.dtype, one_pass=workload.waits_for_norm)
+        host = adamw_kernel.describe(workload.dtype, one_pass=workload.waits_for_norm)
         adam = f"{host}; torch's on the device for resident and streamed layers and both ends"
         row = describe(workload, "this project", adam)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods._device import Device
-        from methods._disk import shelves
-        from methods._ends import ResidentEnds
-        from methods._home import Home, new_layer
-        from methods._scale import LossScale
-        from methods._stream import Clip, Gradients, Slot
+        from harness.devices.streams import Device
+        from methods.shared.loss_scale import LossScale
+        from methods.streaming.clip import Clip
+        from methods.streaming.disk import shelves
+        from methods.streaming.embedding_and_head import ResidentEnds
+        from methods.streaming.layer_state import Home
+        from methods.streaming.layout import new_layer
+        from methods.streaming.slot import Gradients, Slot
 
         options = self.plan(workload, Budget()).options
         kinds, window = parse(options["placement"], workload.num_layers), options["window_size"]

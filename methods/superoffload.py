@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.method import Training, Unavailable
-from harness.spec import Budget, Plan, Workload
-from methods import _zero
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import Training, Unavailable
+from methods.engines import deepspeed_config
 
 GPU_ONLY = "SuperOffload runs on NVIDIA GPUs only, says DeepSpeed; on a CPU take zero-infinity"
 
@@ -21,19 +21,19 @@ class SuperOffload:
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
 
     def missing(self, device: str) -> str | None:
-        return _zero.missing() or (None if device == "cuda" else GPU_ONLY)
+        return deepspeed_config.missing() or (None if device == "cuda" else GPU_ONLY)
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return _zero.stage_3_plan(workload)
+        return deepspeed_config.stage_3_plan(workload)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return _zero.description(workload, "deepspeed")
+        return deepspeed_config.description(workload, "deepspeed")
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
         if device != "cuda":
             raise Unavailable(GPU_ONLY)
-        zero = _zero.stage_3(workload, on_gpu=True)
+        zero = deepspeed_config.stage_3(workload, on_gpu=True)
         zero["offload_optimizer"] |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.5}
-        return (yield from _deepspeed.train(workload, batches, device, "deepspeed", zero))
+        return (yield from deepspeed.train(workload, batches, device, "deepspeed", zero))

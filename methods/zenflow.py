@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.method import Training
-from harness.spec import Budget, Plan, Workload
-from methods import _zero
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import Training
+from methods.engines import deepspeed_config
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,24 @@ class ZenFlow:
         )
 
     def missing(self, device: str) -> str | None:
-        return _zero.missing()
+        return deepspeed_config.missing()
 
     def to_build(self) -> str | None:
-        return _zero.to_build("cpu_adam")
+        return deepspeed_config.to_build("cpu_adam")
 
     def build(self) -> None:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
-        _deepspeed.build("cpu_adam")
+        deepspeed.build("cpu_adam")
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        row = _zero.description(workload, "deepspeed")
+        row = deepspeed_config.description(workload, "deepspeed")
         return {**row, "optimizer": "ZenFlowCPUAdam, stale by up to update_interval steps"}
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
-        zero = _zero.stage_2(workload, on_gpu=device == "cuda")
+        zero = deepspeed_config.stage_2(workload, on_gpu=device == "cuda")
         zero["zenflow"] = {
             "topk_ratio": self.topk_ratio,
             "update_interval": self.update_interval,
@@ -63,4 +63,4 @@ class ZenFlow:
             "overlap_step": False,  # one process: its helper process would train beside the clock
             "full_warm_up_rounds": 0,
         }
-        return (yield from _deepspeed.train(workload, batches, device, "deepspeed", zero))
+        return (yield from deepspeed.train(workload, batches, device, "deepspeed", zero))

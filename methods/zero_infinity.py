@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.method import Training
-from harness.spec import Budget, Plan, Workload
-from methods import _zero
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import Training
+from methods.engines import deepspeed_config
 
 
 @dataclass(frozen=True)
 class ZeroInfinity:
-    adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/_zero.py)
+    adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/engines/deepspeed_config.py)
 
     label = "ZeRO-Infinity"
     color = "#E7D6EF"
@@ -20,25 +20,25 @@ class ZeroInfinity:
     scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        _zero.check_adam(self.adam)
-        return _zero.stage_3_plan(workload, {"adam": self.adam})
+        deepspeed_config.check_adam(self.adam)
+        return deepspeed_config.stage_3_plan(workload, {"adam": self.adam})
 
     def missing(self, device: str) -> str | None:
-        return _zero.missing()
+        return deepspeed_config.missing()
 
     def to_build(self) -> str | None:
-        return _zero.to_build("cpu_adam") if self.adam == "deepspeed" else None
+        return deepspeed_config.to_build("cpu_adam") if self.adam == "deepspeed" else None
 
     def build(self) -> None:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
-        _deepspeed.build("cpu_adam")
+        deepspeed.build("cpu_adam")
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return _zero.description(workload, self.adam)
+        return deepspeed_config.description(workload, self.adam)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
-        zero = _zero.stage_3(workload, on_gpu=device == "cuda")
-        return (yield from _deepspeed.train(workload, batches, device, self.adam, zero))
+        zero = deepspeed_config.stage_3(workload, on_gpu=device == "cuda")
+        return (yield from deepspeed.train(workload, batches, device, self.adam, zero))

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.method import Training, Unavailable
-from harness.spec import Budget, Plan, Workload, gib
-from methods import _zero
-from methods._plans import writable
+from harness.core.job import Budget, Plan, Workload, gib
+from harness.core.method import Training, Unavailable
+from methods.engines import deepspeed_config
+from methods.shared.memory_needs import writable
 
 PREFIX = "harness-nvme-"
 
@@ -41,10 +41,14 @@ class ZeroInfinityNvme:
 
     def _plan(self, workload: Workload, folder: str, pipelined: bool) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
-        of_weights = size * NUM_BUFFERS * _zero.largest_tensor(workload)
-        of_states = 4 * num_state_buffers(pipelined) * max(sub_group_params(workload), _zero.largest_tensor(workload))
+        of_weights = size * NUM_BUFFERS * deepspeed_config.largest_tensor(workload)
+        of_states = (
+            4
+            * num_state_buffers(pipelined)
+            * max(sub_group_params(workload), deepspeed_config.largest_tensor(workload))
+        )
         return Plan(
-            device=_zero.stage_3_device(workload),
+            device=deepspeed_config.stage_3_device(workload),
             host={"gradients": 4 * params, "buffers": of_weights + of_states},
             disk={"weights": size * params, "optimizer": 12 * params},
             moved_bytes=2 * (12 + size) * params,
@@ -52,31 +56,31 @@ class ZeroInfinityNvme:
         )
 
     def missing(self, device: str) -> str | None:
-        return _zero.missing()
+        return deepspeed_config.missing()
 
     def to_build(self) -> str | None:
-        return _zero.to_build("async_io")
+        return deepspeed_config.to_build("async_io")
 
     def build(self) -> None:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
-        _deepspeed.build("async_io")
+        deepspeed.build("async_io")
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return _zero.description(workload, "fused", reentrant=self.reentrant)
+        return deepspeed_config.description(workload, "fused", reentrant=self.reentrant)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
         plan = self.plan(workload, Budget())
         need, pipelined = plan.disk_bytes, plan.options["pipelined"]
         with swap_folder(writable(self.disk), need) as folder:
-            if not _zero.is_built("async_io"):
+            if not deepspeed_config.is_built("async_io"):
                 raise Unavailable(
                     "DeepSpeed's asynchronous I/O is not built: apt-get install libaio-dev g++, and again"
                 )
             zero = {
-                **_zero.stage_3(workload, on_gpu=device == "cuda"),
+                **deepspeed_config.stage_3(workload, on_gpu=device == "cuda"),
                 # Prefetch would fetch the tied embedding, which is used twice, into two buffers, and fail.
                 "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": sub_group_params(workload),
@@ -90,14 +94,16 @@ class ZeroInfinityNvme:
                 "offload_param": {
                     "device": "nvme",
                     "nvme_path": str(folder),
-                    "buffer_size": _zero.largest_tensor(workload),  # elements: room for the largest parameter
+                    "buffer_size": deepspeed_config.largest_tensor(
+                        workload
+                    ),  # elements: room for the largest parameter
                     "buffer_count": NUM_BUFFERS,
                     "max_in_cpu": 0,
                 },
             }
             extra = {"aio": {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}}
             return (
-                yield from _deepspeed.train(
+                yield from deepspeed.train(
                     workload, batches, device, "fused", zero, reentrant=self.reentrant, extra=extra
                 )
             )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.method import Training
-from harness.spec import Budget, Plan, Workload
-from methods import _zero
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import Training
+from methods.engines import deepspeed_config
 
 
 @dataclass(frozen=True)
 class ZeroOffload:
-    adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/_zero.py)
+    adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/engines/deepspeed_config.py)
 
     label = "ZeRO-Offload"
     color = "#E7D6EF"
@@ -19,12 +19,12 @@ class ZeroOffload:
     scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        _zero.check_adam(self.adam)
+        deepspeed_config.check_adam(self.adam)
         params, size = workload.num_params, workload.weight_bytes
         return Plan(
             device={
                 "weights": size * params,
-                "gradients": 2 * size * min(_zero.BUCKET_PARAMS, params),
+                "gradients": 2 * size * min(deepspeed_config.BUCKET_PARAMS, params),
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
             host={
@@ -38,21 +38,21 @@ class ZeroOffload:
         )
 
     def missing(self, device: str) -> str | None:
-        return _zero.missing()
+        return deepspeed_config.missing()
 
     def to_build(self) -> str | None:
-        return _zero.to_build("cpu_adam") if self.adam == "deepspeed" else None
+        return deepspeed_config.to_build("cpu_adam") if self.adam == "deepspeed" else None
 
     def build(self) -> None:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
-        _deepspeed.build("cpu_adam")
+        deepspeed.build("cpu_adam")
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return _zero.description(workload, self.adam)
+        return deepspeed_config.description(workload, self.adam)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods import _deepspeed
+        from methods.engines import deepspeed
 
-        zero = _zero.stage_2(workload, on_gpu=device == "cuda")
-        return (yield from _deepspeed.train(workload, batches, device, self.adam, zero))
+        zero = deepspeed_config.stage_2(workload, on_gpu=device == "cuda")
+        return (yield from deepspeed.train(workload, batches, device, self.adam, zero))

@@ -5,7 +5,7 @@
 # beside what was published. A hollow bar did not pass the gate, a cross is a size that failed. The last cells judge
 # the paper's claims. The same in a terminal: `./run.sh case all --profile demo`, then `./run.sh verify`.
 #
-# This notebook is written by `python -m harness.notebook` of `notebooks/ae.py`, and has no logic of its own.
+# This notebook is written by `python -m harness.report.notebook` of `notebooks/ae.py`, and has no logic of its own.
 
 # %% [markdown]
 # Profiles: `demo` (minutes, on a CPU), `quick` (one GPU), `paper` (the published sizes), `fit` (scaled to
@@ -20,7 +20,7 @@ PROFILE, MACHINE, RESULTS = "demo", None, ROOT / "results"
 
 # %%
 sys.path.insert(0, str(ROOT))
-from harness.notebook import show_case, show_claims
+from harness.report.notebook import show_case, show_claims
 
 # %% [markdown]
 # ## Case 1, Figure 6a: the largest size that each method trains

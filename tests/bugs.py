@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
-from harness.method import ROOT
-from harness.spec import Workload
-from methods import _scale
+from harness.core.job import Workload
+from tests import planting
 from tests.training import EDGE, overflowing, tiny
 
 COMMITTED = 100.0  # a limit that no gradient of these trainings reaches
 
 
 class Bug(NamedTuple):
-    """One change to a file of methods/, and the memory that it endangers in a training of five layers."""
+    """One change to a file, and the memory that it endangers in a training of five layers."""
 
     symptom: str
     file: str
@@ -61,21 +58,21 @@ UPDATE_LATER = """\
 SILENT_BUGS = [
     Bug(
         "weights_overwritten_while_in_use",
-        "_stream",
+        "methods/streaming/slot.py",
         FETCH_WAITS,
         "(self.sent, self.home.landed)",
         "slot 1 weights",
     ),
     Bug(
         "weights_overwritten_after_waiting_for_the_wrong_stream",
-        "_stream",
+        "methods/streaming/slot.py",
         FETCH_WAITS,
         "(device.inbound.record_event(), self.sent, self.home.landed)",
         "slot 1 weights",
     ),
     Bug(
         "parked_weights_overwritten_while_in_use",
-        "_stream",
+        "methods/streaming/slot.py",
         FETCH_WAITS,
         "(self.sent, self.home.landed)",
         "slot 2 weights",
@@ -83,7 +80,7 @@ SILENT_BUGS = [
     ),
     Bug(
         "state_overwritten_while_going_home",
-        "_stream",
+        "methods/streaming/slot.py",
         FETCH_WAITS,
         "(device.compute.record_event(), self.home.landed)",
         "slot 1 exp_avg",
@@ -91,7 +88,7 @@ SILENT_BUGS = [
     ),
     Bug(
         "gradient_fetched_before_it_has_come_home",
-        "_stream",
+        "methods/streaming/slot.py",
         FETCH_WAITS,
         "(device.compute.record_event(), self.sent)",
         "layers.0.grads",
@@ -99,14 +96,14 @@ SILENT_BUGS = [
     ),
     Bug(
         "layer_computed_before_its_weights_arrive",
-        "_stream",
+        "methods/streaming/slot.py",
         "self.device.compute.wait_event(self.loaded.result())",
         "self.loaded.result()",
         "slot 1 weights",
     ),
     Bug(
         "device_updates_before_the_state_arrives",
-        "_stream",
+        "methods/streaming/slot.py",
         "device.compute.wait_event(self.completed.result())",
         "self.completed.result()",
         "slot 1 exp_avg",
@@ -114,7 +111,7 @@ SILENT_BUGS = [
     ),
     Bug(
         "device_updates_ahead_before_the_state_arrives",
-        "_stream",
+        "methods/streaming/slot.py",
         "device.compute.wait_event(self.completed.result())",
         "self.completed.result()",
         "slot 1 exp_avg",
@@ -123,7 +120,7 @@ SILENT_BUGS = [
     ),
     Bug(
         "state_sent_home_before_it_is_updated",
-        "_stream",
+        "methods/streaming/slot.py",
         'device.outbound.wait_event(done)\n            with device.span("outbound", "state"',
         'with device.span("outbound", "state"',
         "slot 1 exp_avg",
@@ -131,21 +128,21 @@ SILENT_BUGS = [
     ),
     Bug(
         "gradient_sent_home_before_it_is_computed",
-        "_stream",
+        "methods/streaming/slot.py",
         'device.outbound.wait_event(done)\n            with device.span("outbound", "gradient"',
         'with device.span("outbound", "gradient"',
         "gradients 1 slab",
     ),
     Bug(
         "gradient_overwritten_while_going_home",
-        "_stream",
+        "methods/streaming/slot.py",
         "self.device.compute.wait_event(self.gradients.drained)",
         "pass",
         "gradients 1 slab",
     ),
     Bug(
         "layer_updated_before_its_gradient_lands",
-        "_home",
+        "methods/streaming/layer_state.py",
         "landed.synchronize()\n                factor",
         "factor",
         "layers.2.grads",
@@ -153,7 +150,7 @@ SILENT_BUGS = [
     ),
     Bug(
         "layer_updated_ahead_before_its_gradient_lands",
-        "_home",
+        "methods/streaming/layer_state.py",
         "landed.synchronize()\n            if skipped or not is_within():",
         "if skipped:",
         "layers.2.grads",
@@ -162,23 +159,29 @@ SILENT_BUGS = [
     ),
     Bug(
         "clip_factor_sent_home_before_it_is_computed",
-        "_stream",
+        "methods/streaming/clip.py",
         'device.outbound.wait_event(done)\n            with device.span("outbound", "norm"',
         'with device.span("outbound", "norm"',
         "what clamp made",
     ),
     Bug(
         "norm_so_far_sent_home_before_it_is_computed",
-        "_stream",
+        "methods/streaming/clip.py",
         'device.outbound.wait_event(done)\n            with device.span("outbound", "norm"',
         'with device.span("outbound", "norm"',
         "what sum made",
         clipping="speculate",
     ),
-    Bug("clip_factor_used_before_it_lands", "_stream", "self.landed.synchronize()", "pass", "what clone made"),
+    Bug(
+        "clip_factor_used_before_it_lands",
+        "methods/streaming/clip.py",
+        "self.landed.synchronize()",
+        "pass",
+        "what clone made",
+    ),
     Bug(
         "norm_so_far_used_before_it_lands",
-        "_stream",
+        "methods/streaming/clip.py",
         "            landed.synchronize()\n            return float(here)",
         "            return float(here)",
         "what clone made",
@@ -186,7 +189,7 @@ SILENT_BUGS = [
     ),
     Bug(
         "l2l_updates_before_the_gradient_lands",
-        "l2l",
+        "methods/l2l.py",
         "slot.offload(home)\n                    slot.wait()",
         "slot.offload(home)",
         "layers.0.grads",  # the others are waited for with the next layer's weights
@@ -198,14 +201,14 @@ SILENT_BUGS = [
 LOUD_BUGS = [
     Bug(
         "weights_fetched_before_their_update",
-        "_stream",
+        "methods/streaming/slot.py",
         "            updated.result()",
         "            pass",
         "layers.2.weights",
     ),
     Bug(
         "parked_weights_fetched_before_their_update",
-        "_stream",
+        "methods/streaming/slot.py",
         "            updated.result()",
         "            pass",
         "layers.2.weights",
@@ -213,7 +216,7 @@ LOUD_BUGS = [
     ),
     Bug(
         "update_committed_before_it_is_through",
-        "_home",
+        "methods/streaming/layer_state.py",
         "                    ahead.done.result()\n",
         "",
         "layers.2.spare weights",
@@ -222,7 +225,7 @@ LOUD_BUGS = [
     ),
     Bug(
         "update_dropped_before_it_is_through",
-        "_home",
+        "methods/streaming/layer_state.py",
         "self.updated, self.speculation = self.speculation.done, None",
         "self.speculation = None",
         "layers.3.grads",
@@ -232,7 +235,7 @@ LOUD_BUGS = [
     ),
     Bug(
         "state_read_from_the_disk_before_it_is_written",
-        "_disk",
+        "methods/streaming/disk.py",
         "{self.last, disk.visits[turn]}",
         "{disk.visits[turn]}",
         "shelf 4 state",
@@ -241,7 +244,7 @@ LOUD_BUGS = [
     ),
     Bug(
         "state_read_where_another_is_not_yet_written_from",
-        "_disk",
+        "methods/streaming/disk.py",
         "{self.last, disk.visits[turn]}",
         "{self.last}",
         "what room made",
@@ -249,7 +252,7 @@ LOUD_BUGS = [
     ),
     Bug(
         "state_written_before_it_is_updated",
-        "_disk",
+        "methods/streaming/disk.py",
         "update(buffer).result()",
         "update(buffer)",
         "what room made",
@@ -257,14 +260,14 @@ LOUD_BUGS = [
     ),
     Bug(
         "window_refilled_before_the_updates_are_queued",
-        "stronghold",
+        "methods/stronghold.py",
         UPDATE_ALL + REFILL,
         REFILL + UPDATE_LATER,
         "layers.1.weights",
     ),
     Bug(
         "training_returns_before_the_last_update",
-        "stronghold",
+        "methods/stronghold.py",
         "gpu.synchronize(*(home.updated for home in homes))",
         "gpu.synchronize()",
         "layers.2.exp_avg",
@@ -274,23 +277,14 @@ LOUD_BUGS = [
 
 def overflow(patch: pytest.MonkeyPatch) -> None:
     """Let overflowing() overflow at every other step: each good one doubles the scale."""
-    patch.setattr(_scale, "INITIAL_LOSS_SCALE", EDGE)
-    patch.setattr(_scale, "LOSS_SCALE_WINDOW", 1)
+    patch.setattr("methods.shared.loss_scale.INITIAL_LOSS_SCALE", EDGE)
+    patch.setattr("methods.shared.loss_scale.LOSS_SCALE_WINDOW", 1)
 
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
     """Load what is in methods/ afresh, with the bug in it, as what a method will import."""
-    with pytest.MonkeyPatch.context() as patch:
+    with planting.planted(bug.file, bug.old, bug.new), pytest.MonkeyPatch.context() as patch:
         if bug.overflows:
             overflow(patch)
-        for file in ("_device", "_home", "_disk", "_stream", "_ends", bug.method):
-            path = ROOT / "methods" / f"{file}.py"
-            source = path.read_text()
-            if file == bug.file:
-                assert source.count(bug.old) == 1, f"{path} does not hold this once: {bug.old}"
-                source = source.replace(bug.old, bug.new)
-            module = ModuleType(f"methods.{file}")
-            patch.setitem(sys.modules, module.__name__, module)
-            exec(compile(source, path, "exec"), vars(module))
         yield

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import cgroup, machine, method, sim
+from harness.core import method
+from harness.devices import cgroup, machine, sim
 from tests import packages
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
@@ -76,7 +77,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def compiled_sim() -> None:
     """The device sim, compiled; where there is nothing to compile it with, what needs it is skipped."""
     if sim.to_build():
-        subprocess.run([sys.executable, "-m", "harness.sim"], cwd=method.ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "harness.devices.sim"], cwd=method.ROOT, check=True)
     elif not sim.is_built():
         pytest.skip("no C++ compiler here: sim counts bytes in Python, without streams and link")
 

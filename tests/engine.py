@@ -21,7 +21,7 @@ from typing import IO
 
 import psutil
 
-from harness.method import ROOT
+from harness.core.method import ROOT
 from tests.packages import SHARED, locked, missing, need
 
 PACKAGES = ("docker.io", "mmdebstrap")

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-from harness import method, sim
-from tests.training import Result, tiny, token_batches
+from harness.core import method
+from harness.devices import sim
+from harness.simulation.batches import token_batches
+from tests.training import Result, tiny
 from tests.training import train as train_anywhere
 
 MIB = 2**20

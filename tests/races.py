@@ -14,11 +14,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from harness.method import Method, Trained, Training
-from harness.spec import Workload
-from tests.fake_streams import DEVICE, Agent, watching
-from tests.training import token_batches
-from tests.watched_ops import Access, Memory, Op
+from harness.core.job import Workload
+from harness.core.method import Method, Trained, Training
+from harness.simulation.batches import token_batches
+from harness.simulation.fake_streams import DEVICE, Agent, watching
+from harness.simulation.watched_ops import Access, Memory, Op
 
 NUM_WORKERS = 64  # more than there are updates in a test: nothing but the code itself orders two of them
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import Slurm, states_of
-from harness.method import ROOT
-from harness.spec import Job
-from harness.sweep import Sweep, resolve
+from harness.core.job import Job
+from harness.core.method import ROOT
+from harness.jobs.sweep import Sweep, resolve
+from harness.places.slurm import Slurm, states_of
 from tests.packages import need
 from tests.slurm import cluster
 from tests.tiny import TINY, write_ending

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.method import ROOT
-from methods import _adam
-from methods._update import AdamStep, Piece, State, chunks, joined, keep_, update
+from harness.core.method import ROOT
+from methods.streaming import adamw_kernel
+from methods.streaming.adamw import AdamStep, Piece, State, chunks, joined, keep_, update
 
 # Elements of tensors that fill no vector register evenly, in a slab where each starts at a multiple of 16.
 SHAPES = (5, 300, 16, 1000, 8, 2100, 31)
@@ -27,10 +27,10 @@ HIGH_HALVES = {
 @pytest.fixture(scope="module")
 def kernel() -> None:
     """The compiled kernel."""
-    if _adam.to_build():
-        _adam.build()
-        _adam.load.cache_clear()
-    if _adam.load() is None:
+    if adamw_kernel.to_build():
+        adamw_kernel.build()
+        adamw_kernel.load.cache_clear()
+    if adamw_kernel.load() is None:
         pytest.skip("no C++ compiler here: torch's kernels update in blocks")
 
 
@@ -119,16 +119,16 @@ def test_a_master_that_is_no_number_stays_none() -> None:
     assert joined(state).isnan().all()
 
 
-@pytest.mark.parametrize("path", range(len(_adam.PATHS)), ids=_adam.PATHS)
+@pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [None, 0.37])
 def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
     kernel: None, path: int, is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if path > _adam.widest_path():
-        pytest.skip(f"no {_adam.PATHS[path]} here")
-    monkeypatch.setattr(_adam, "widest_path", lambda: path)
+    if path > adamw_kernel.widest_path():
+        pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
+    monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
     assert all(map(torch.equal, by_us(factor, 10**6, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
 
 
@@ -138,7 +138,7 @@ def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
 def test_without_a_compiler_the_bits_are_the_same(
     is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_adam, "load", lambda: None)
+    monkeypatch.setattr(adamw_kernel, "load", lambda: None)
     assert all(map(torch.equal, by_us(factor, 160, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
 
 
@@ -149,14 +149,14 @@ def test_fp32_has_the_same_bits_however_it_is_cut(max_numel: int, by_thread: boo
     assert all(map(torch.equal, ours, by_torch(0.37)))
 
 
-@pytest.mark.parametrize("path", range(len(_adam.PATHS)), ids=_adam.PATHS)
+@pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
 def test_every_fp16_gradient_is_read_and_every_master_rounded_as_torch_does(
     kernel: None, path: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each finite fp16, the floats halfway to the next one, and their neighbors; beyond the largest, infinity."""
-    if path > _adam.widest_path():
-        pytest.skip(f"no {_adam.PATHS[path]} here")
-    monkeypatch.setattr(_adam, "widest_path", lambda: path)
+    if path > adamw_kernel.widest_path():
+        pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
+    monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
     every = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)
     exact = torch.cat([every, -every])
     ties = (every[1:].float() + every[:-1].float()) / 2
@@ -182,7 +182,7 @@ def test_a_tie_keeps_its_master_through_an_update(
 ) -> None:
     """At a learning rate of zero: ties of even and odd masters, rounded down and up."""
     if not is_compiled:
-        monkeypatch.setattr(_adam, "load", lambda: None)
+        monkeypatch.setattr(adamw_kernel, "load", lambda: None)
     ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001] * 9, dtype=torch.int32)
     state = empty_state(len(ties))
     keep_(state, ties.view(torch.float32))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.spec import Workload
+from harness.core.job import Workload
 from tests.training import STEPS, Result, plain_losses, tiny, train, train_resident
 
 DEPTHS = (1, 2, 5)

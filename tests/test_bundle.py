@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import bundle, report
-from harness.method import ROOT
-from harness.record import Gate, Record, read_all
-from harness.redact import ADDRESS, HOST, USER, Names, here
+from harness.core.method import ROOT
+from harness.core.record import Gate, Record, read_all
+from harness.report import bundle, page
+from harness.report.redact import ADDRESS, HOST, USER, Names, here
 from tests.test_cli import run
 from tests.test_report import DEMO, MACHINE, RECORDS, measured, put
 from tests.test_trace import put_trace
@@ -111,7 +111,7 @@ def test_no_name_of_this_machine_is_in_a_bundle_made_here(tmp_path: Path) -> Non
         member = tar.extractfile(f"{bundle.FOLDER}/log_0.json")
         assert member is not None
         data = member.read().decode()
-    assert f'"at {HOST}: .../x, harness/cli.py, .../file.bin"' in data
+    assert f'"at {HOST}: .../x, harness/cli/main.py, .../file.bin"' in data
 
 
 def test_what_is_unpacked_is_a_folder_of_the_same_results(results: Path, unpacked: Path) -> None:
@@ -168,7 +168,7 @@ def test_records_of_two_machines_have_a_report_each(tmp_path: Path) -> None:
 def test_the_report_of_an_archive_with_imported_logs_says_what_the_report_here_says(tmp_path: Path) -> None:
     log = dataclasses.replace(RECORDS[1], key="log", origin="imported", machine={}, clock="cuda")
     results = put(tmp_path / "results", [RECORDS[0], log])
-    _, review = report.write(results, tmp_path / "here" / "index.html")
+    _, review = page.write(results, tmp_path / "here" / "index.html")
     with tarfile.open(bundle.write(results, tmp_path / "b.tar.gz", Names())) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/report/review.md")
         assert member is not None and member.read().decode() == review.read_text()

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from cases import _models, _optimum, case6
-from harness import case, method, pages, scaled
-from harness.rows import Row
-from harness.spec import Job
+from harness.core import method
+from harness.core.job import Job
+from harness.figures import case, profile
+from harness.figures.point import Row
+from harness.report import tables
 from tests.test_cases import DEMO, FACTS, METHODS, demo_records, record
 
-PROFILES = [DEMO, scaled.make("quick", None, METHODS, FACTS), scaled.make("paper", "v100-vm", METHODS, FACTS),
-            scaled.make("fit", "v100-vm", METHODS, FACTS)]  # fmt: skip
+PROFILES = [DEMO, profile.make("quick", None, METHODS, FACTS), profile.make("paper", "v100-vm", METHODS, FACTS),
+            profile.make("fit", "v100-vm", METHODS, FACTS)]  # fmt: skip
 
 
 def plan_of(job: Job):
@@ -23,7 +25,7 @@ def plan_of(job: Job):
 
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)
-def test_no_model_fits_the_device_and_all_fit_the_host(used: scaled.Profile) -> None:
+def test_no_model_fits_the_device_and_all_fit_the_host(used: profile.Profile) -> None:
     jobs = case6.jobs(used, {})
     assert "resident" not in {job.method for job in jobs}
     assert all(plan_of(job).shortfall(job.budget) is None for job in jobs)
@@ -33,7 +35,7 @@ def test_no_model_fits_the_device_and_all_fit_the_host(used: scaled.Profile) -> 
 
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)
-def test_the_ablation_takes_the_second_slot_and_nothing_else(used: scaled.Profile) -> None:
+def test_the_ablation_takes_the_second_slot_and_nothing_else(used: profile.Profile) -> None:
     both, one = (job for job in case6.jobs(used, {}) if job.method == "hydra")
     assert one == dataclasses.replace(both, options={**both.options, "double_buffer": False})
 
@@ -134,7 +136,7 @@ def test_nothing_is_simulated_where_nothing_was_measured(tmp_path: Path) -> None
 
 
 def test_the_table_of_the_report_holds_speeds_alone() -> None:
-    table = pages.row_table("", case.table(6, DEMO, demo_records()), [])
+    table = tables.row_table("", case.table(6, DEMO, demo_records()), [])
     assert [row[0].text + row[0].more for row in table.rows] == [
         "resident", "zero-infinity", "stronghold", "hydra", "hydraone slot",
     ]  # fmt: skip

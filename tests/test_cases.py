@@ -11,18 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from harness import case, profiles, scaled
-from harness.campaign import Campaign
-from harness.largest import FEWEST_STEPS
-from harness.method import ROOT
-from harness.record import Gate, Record, read_all
-from harness.scaled import PROBE, Profile
-from harness.spec import Job
+from harness.core.job import Job
+from harness.core.method import ROOT
+from harness.core.record import Gate, Record, read_all
+from harness.devices import named_machines
+from harness.evidence.collect import Campaign
+from harness.figures import case, profile
+from harness.figures.profile import PROBE, Profile
+from harness.jobs.largest_depth import FEWEST_STEPS
 
 MIB = 2**20
 METHODS = ("megatron-lm", "l2l", "zero-offload", "zero-infinity", "stronghold")
 FACTS = {"cpu": "some CPU", "cores": 2}
-DEMO = scaled.make("demo", None, METHODS, FACTS)
+DEMO = profile.make("demo", None, METHODS, FACTS)
 DEPTHS = {"megatron-lm": 2, "l2l": 7, "zero-offload": 4, "zero-infinity": 5, "stronghold": 8}
 
 
@@ -89,22 +90,25 @@ def test_published_depths_and_windows_are_in_the_figures_order() -> None:
 
 
 def test_a_quarter_of_the_widths_in_a_sixteenth_of_the_memory_is_the_same_experiment() -> None:
-    quick = scaled.make("quick", None, METHODS, FACTS)
-    paper = scaled.make("paper", "v100-vm", METHODS, FACTS)
+    quick = profile.make("quick", None, METHODS, FACTS)
+    paper = profile.make("paper", "v100-vm", METHODS, FACTS)
     for name in METHODS[:2]:
         assert quick.largest_planned(name) == pytest.approx(paper.largest_planned(name), rel=0.03)
 
 
 def test_the_papers_profile_has_the_published_depths_and_memories() -> None:
-    paper = scaled.make("paper", "v100-vm", METHODS, FACTS)
+    paper = profile.make("paper", "v100-vm", METHODS, FACTS)
     assert [paper.depth(published) for published in (16, 32, 48, 78, 92)] == [16, 32, 48, 78, 92]
-    assert paper.budget == profiles.load("v100-vm").budget and paper.workload.at_depth(100).num_params == 5_140_951_040
+    assert (
+        paper.budget == named_machines.load("v100-vm").budget
+        and paper.workload.at_depth(100).num_params == 5_140_951_040
+    )
 
 
 def test_fit_follows_the_memories_of_the_machine() -> None:
     """A GPU of 80 GiB beside 512 GiB: 16 bytes a parameter are 768 MiB a layer of the published width."""
     facts = {"gpu": "some GPU", "gpu_bytes": 80 * 2**30, "host_bytes": 512 * 2**30}
-    fit = scaled.make("fit", None, METHODS, facts)
+    fit = profile.make("fit", None, METHODS, facts)
     assert 70 < fit.common < 80 * 1024 // 768 and fit.deepest == int(0.9 * 512 * 2**30 / (16 * 50_358_272))
     assert fit.depth(32) == fit.common and fit.depth(92) == fit.deepest
 
@@ -116,7 +120,7 @@ def test_fit_follows_the_memories_of_the_machine() -> None:
 )  # fmt: skip
 def test_a_profile_that_makes_no_sense_is_told(name: str, on: str | None, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        scaled.make(name, on, METHODS, FACTS)
+        profile.make(name, on, METHODS, FACTS)
 
 
 def test_a_largest_size_is_the_deepest_that_trained_and_the_one_above_that_failed() -> None:

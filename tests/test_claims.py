@@ -12,9 +12,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness import case, claims, verdicts, verify
-from harness.record import Gate, Record
-from harness.spec import Job, Workload
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.evidence import claims, judge, verify
+from harness.figures import case
 from tests.test_cli import run
 
 TEXT = (claims.FOLDER / "stronghold.yaml").read_text()
@@ -195,7 +196,7 @@ def test_verify_judges_the_original_and_ends_in_1() -> None:
 def test_verify_of_nothing_names_the_commands_and_ends_in_0(tmp_path: Path) -> None:
     done = run("verify", "--results", str(tmp_path), "--json")
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and {one["verdict"] for one in found} == {verdicts.NOT_TESTED}
+    assert done.returncode == 0 and {one["verdict"] for one in found} == {judge.NOT_TESTED}
     assert all(one["note"].startswith("./run.sh case ") for one in found)
 
 

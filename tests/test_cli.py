@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli
-from harness.cli import exit_code
-from harness.method import ROOT
-from harness.record import Gate, Record
-from harness.spec import GIB, Budget, Job, Workload
-from harness.words import Bytes, Numbers, command, make_jobs
+from harness.cli import main
+from harness.cli.job_options import Bytes, Numbers, command, make_jobs
+from harness.cli.main import exit_code
+from harness.core.job import GIB, Budget, Job, Workload
+from harness.core.method import ROOT
+from harness.core.record import Gate, Record
 
 SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
 
@@ -176,13 +176,13 @@ def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
 )  # fmt: skip
 def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
     words = shlex.split(command(job))[1:]
-    parsed = cli.run.make_context("run", words).params
+    parsed = main.run.make_context("run", words).params
     assert make_jobs(parsed, ()) == [job]
 
 
 @pytest.mark.parametrize("words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"])
 def test_a_word_that_no_method_has_a_use_for_is_an_error(words: str) -> None:
-    parsed = cli.run.make_context("run", words.split()).params
+    parsed = main.run.make_context("run", words.split()).params
     with pytest.raises(ValueError, match=f"{words.split()[2]} is of no use to {words.split()[1]}".replace(",", ", ")):
         make_jobs(parsed, ())
 

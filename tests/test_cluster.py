@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import Slurm, State, named, options_of
-from harness.container import PYTHON
-from harness.method import ROOT, Unavailable
-from harness.record import Record, read_all
-from harness.remote import order
-from harness.spec import Budget, Job
-from harness.sweep import Sweep, resolve
+from harness.core.job import Budget, Job
+from harness.core.method import ROOT, Unavailable
+from harness.core.record import Record, read_all
+from harness.jobs.sweep import Sweep, resolve
+from harness.places.docker import PYTHON
+from harness.places.place import order
+from harness.places.slurm import Slurm, State, named, options_of
 from tests import tiny
 from tests.packages import still_running
 from tests.slurm import cluster

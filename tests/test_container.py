@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import container
-from harness.container import Docker
-from harness.method import ROOT
-from harness.record import Record, read_all
-from harness.spec import Budget, Job
-from harness.sweep import Report, Sweep, resolve
+from harness.core.job import Budget, Job
+from harness.core.method import ROOT
+from harness.core.record import Record, read_all
+from harness.jobs.sweep import Report, Sweep, resolve
+from harness.places import docker as container
+from harness.places.docker import Docker
 from tests.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
 from tests.packages import need, still_running
 from tests.tiny import TINY, WORDS, write_compiling, write_ending

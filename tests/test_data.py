@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.data import batches, sha256
-from tests.training import tiny, token_batches, train_resident
+from harness.core.data import batches, sha256
+from harness.simulation.batches import token_batches
+from tests.training import tiny, train_resident
 
 
 def zipf(num_ids: int) -> np.ndarray:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import case, demo, method
-from harness.record import read_all
+from harness.cli import demo
+from harness.core import method
+from harness.core.record import read_all
+from harness.figures import case
 from tests.test_notebook import executed
 
 

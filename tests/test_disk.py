@@ -17,16 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cli import exit_code
-from harness.method import ROOT, create
-from harness.record import Record, read_all
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
-from methods._device import Device
-from methods._disk import Disk, File, shelves
-from methods._home import Home, new_layer
-from methods._plans import NUM_BUFFERS
-from methods._stream import Clip
+from harness.cli.main import exit_code
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT, create
+from harness.core.record import Record, read_all
+from harness.devices.streams import Device
+from harness.jobs.sweep import Sweep, resolve
+from methods.shared.memory_needs import NUM_BUFFERS
+from methods.streaming.clip import Clip
+from methods.streaming.disk import Disk, File, shelves
+from methods.streaming.layer_state import Home
+from methods.streaming.layout import new_layer
 from tests.training import tiny
 
 NUM_LAYERS = 5

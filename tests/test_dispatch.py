@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import torch
 
-from methods._devices import Elsewhere
-from methods._dispatch import Dispatcher
-from methods._scheduler import simulate
-from methods._turns import Task
-from methods._units import FORWARD, LOSS, Result, Unit
+from methods.sharding.device_process import Elsewhere
+from methods.sharding.dispatch import Dispatcher
+from methods.sharding.scheduler import simulate
+from methods.sharding.task import Task
+from methods.sharding.unit import FORWARD, LOSS, Result, Unit
 
 
 class Sleeper:

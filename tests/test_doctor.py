@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from harness import machine, method
-from harness.cli import main
-from harness.rates import NEEDED, Rates, of_facts
-from harness.spec import Budget, Workload
+from harness.cli.main import main
+from harness.core import method
+from harness.core.job import Budget, Workload
+from harness.core.rates import NEEDED, Rates, of_facts
+from harness.devices import machine
 
 SMALL = Workload(num_layers=1, hidden_size=64, num_heads=2, seq_len=32, batch_size=2, vocab_size=128)
 # What a calibration might have found, in round numbers.
@@ -59,7 +60,7 @@ def test_doctor_ends_with_exit_code_7_where_nothing_can_run(capsys, monkeypatch)
 def test_rates_of_a_calibration_by_hand() -> None:
     """A layer takes 1 s forward and 3 s backward, the head 5 s; 28 bytes a parameter pass through the host's memory,
     alone 56 GB/s and under copies 42 + 20."""
-    from harness.calibrate import rates_of
+    from methods.streaming.calibrate import rates_of
 
     workload = Workload(num_layers=10)
     rates = rates_of(FOUND, workload, "cuda")
@@ -73,7 +74,7 @@ def test_rates_of_a_calibration_by_hand() -> None:
 
 def test_a_real_calibration_makes_rates_and_is_shown(capsys, monkeypatch, tmp_path: Path) -> None:
     """The measuring code itself, on less: in this process, with few bytes and little time."""
-    from harness import calibrate
+    from methods.streaming import calibrate
 
     monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
     monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**20})

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import compiler
-from harness.method import ROOT, Unavailable, create
-from harness.record import Record
-from harness.spec import Job, Workload
-from harness.sweep import Sweep, resolve
-from methods import _deepspeed, _zero
+from harness.core import native_build
+from harness.core.job import Job, Workload
+from harness.core.method import ROOT, Unavailable, create
+from harness.core.record import Record
+from harness.jobs.sweep import Sweep, resolve
+from methods.engines import deepspeed, deepspeed_config
 
 # Large enough that parameters really leave memory: at 4 layers x 256 the wrong gradients below do not show.
 LARGE = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=64, batch_size=2, vocab_size=8192)
@@ -33,8 +33,8 @@ ENGINES = {
 DISTANCES = """
 import json, sys, torch
 from harness import data, method
-from harness.model import initial
-from harness.spec import Workload
+from harness.core.gpt import initial
+from harness.core.job import Workload
 
 workload = Workload(**json.loads(sys.argv[2]))
 tokens = torch.from_numpy(data.batches(workload, 5))
@@ -169,8 +169,8 @@ def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(tmp_path
 
 
 def test_without_a_compiler_a_method_that_needs_one_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "find", lambda: None)
-    for module in (_zero, _deepspeed):
+    monkeypatch.setattr(native_build, "find", lambda: None)
+    for module in (deepspeed_config, deepspeed):
         monkeypatch.setattr(module, "is_built", lambda kernel: False)
     assert create("zenflow", {}).to_build() is None
     with pytest.raises(Unavailable, match="apt-get install g\\+\\+"):

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import pytest
 
-from harness import cgroup, failures, limits
-from harness.launch import launch
-from harness.method import ROOT, Unavailable
-from harness.record import Record, read_all
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep
+from harness.core import failures
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT, Unavailable
+from harness.core.record import Record, read_all
+from harness.devices import budgets, cgroup
+from harness.jobs.sweep import Sweep
+from harness.run.launch import launch
 from tests.tiny import TINY, write_ending
 
 MIB = 2**20
@@ -173,8 +174,8 @@ def ended_elsewhere(folder: Path, lines: str, before=None, prefix=()) -> Record:
     methods = write_ending(folder, lines)
     code = f"""
 from pathlib import Path
-from harness.launch import launch
-from harness.spec import *
+from harness.run.launch import launch
+from harness.core.job import *
 launch(Job("ending", {TINY!r}, steps=3, warmup=0), "key", Path({str(folder)!r}), (Path({str(methods)!r}),))
 """
     subprocess.run([*prefix, sys.executable, "-c", code], cwd=ROOT, preexec_fn=before, check=True)
@@ -211,7 +212,7 @@ def test_what_is_unavailable_says_so_once() -> None:
 
 
 def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SILENCE_SECONDS", 8.0)
+    monkeypatch.setattr(budgets, "SILENCE_SECONDS", 8.0)
     record = ended(tmp_path, "time.sleep(600)")
     assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "hang", "step 1")
     assert "hangs at step 1: nothing heard for 8" in record.reason
@@ -223,8 +224,8 @@ def test_no_honest_run_meets_the_automatic_limits(num_layers: int, hidden_size: 
     """A step of 100 layers took 25.4 s on the published V100 and would take 14 h at 1 GFLOP/s."""
     job = Job("some", Workload(num_layers=num_layers, hidden_size=hidden_size), device=device)
     slowest = max(26.0, job.workload.flops_per_step / {"cpu": 1e9, "cuda": 5e12}[device])
-    assert limits.silence_seconds(job) >= max(600.0, 2 * slowest)
-    assert limits.deadline_seconds(job) >= max(3600.0, 2 * job.steps * slowest)
+    assert budgets.silence_seconds(job) >= max(600.0, 2 * slowest)
+    assert budgets.deadline_seconds(job) >= max(3600.0, 2 * job.steps * slowest)
 
 
 # As PyTorch words it, with a cap in force and without.

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
-from harness import fairness, machine
-from harness.record import Record
-from harness.spec import Job
-from harness.sweep import Sweep
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.devices import machine
+from harness.evidence import fairness
+from harness.jobs.sweep import Sweep
 from tests.tiny import TINY
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import gate, worker
-from harness.method import ROOT
-from harness.record import Gate, Record
-from harness.spec import Job, Workload
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.jobs import gate
+from harness.run import worker
+from tests.planting import planted
 
 # A learning rate at which eight steps of so small a model move its loss.
 WORKLOAD = Workload(
@@ -22,31 +23,31 @@ STEPS = 8
 # One broken line each: file, the line as it is, the line as it must not be, the gate's reason.
 MUTANTS = {
     "updates only the first row of each tensor": (
-        "_home.py",
+        "methods/streaming/layout.py",
         "ends = (start + shape.numel() for",
         "ends = (start + shape[1:].numel() for",
         "partial-update",
     ),
     "skips one layer's update": (
-        "stronghold.py",
+        "methods/stronghold.py",
         "elif waits:\n",
         "elif waits and i:\n",
         "unchanged",
     ),
     "clips by each layer's own norm": (
-        "_home.py",
+        "methods/streaming/layer_state.py",
         "step, factor, by",
         "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0), by",
         "gradient-scale",
     ),
     "drops the schedule on host layers": (
-        "stronghold.py",
+        "methods/stronghold.py",
         "home.update_when_landed(learning_rate, clip)\n                refill()",
         "home.update_when_landed(workload.learning_rate, clip)\n                refill()",
         "update-size",
     ),
     "uses last step's weights once": (
-        "stronghold.py",
+        "methods/stronghold.py",
         "refill()\n                is_ahead",
         "[slots[i].prefetch(homes[i]) for i in sorted(slots)[step == 3 :]]\n                is_ahead",
         "loss",
@@ -67,40 +68,26 @@ def reference(**changes) -> Record:
     return trained("resident", **changes)
 
 
-def mutant(folder: Path, number: int, file: str, right: str, wrong: str) -> str:
-    """A copy of stronghold in a folder of its own, with one line broken; returns its name."""
-    shared_files = ("_home", "_stream", "_ends")
-    sources = {f"{name}.py": (ROOT / f"methods/{name}.py").read_text() for name in ("stronghold", *shared_files)}
-    assert sources[file].count(right) == 1
-    sources[file] = sources[file].replace(right, wrong)
-    for name, source in sources.items():
-        for shared in shared_files:
-            source = source.replace(f"from methods.{shared} ", f"from methods.{shared}{number} ")
-        own = name.replace(".py", f"{number}.py")
-        (folder / own).write_text(source)
-    return f"stronghold{number}"
-
-
-def verdict_on(text: str, folder: Path, number: int, **changes) -> Gate:
+def verdict_on(text: str, **changes) -> Gate:
     file, right, wrong, _ = MUTANTS[text]
-    name = mutant(folder, number, file, right, wrong)
-    return gate.judge(trained(name, {"window_size": 2}, (folder,), **changes), reference(**changes))
+    with planted(file, right, wrong):
+        return gate.judge(trained("stronghold", {"window_size": 2}, **changes), reference(**changes))
 
 
 @pytest.mark.parametrize("text", MUTANTS)
-def test_wrong_training_fails_for_its_named_reason(text: str, tmp_path: Path) -> None:
-    verdict = verdict_on(text, tmp_path, list(MUTANTS).index(text))
+def test_wrong_training_fails_for_its_named_reason(text: str) -> None:
+    verdict = verdict_on(text)
     assert (verdict.verdict, verdict.reason) == ("failed", MUTANTS[text][3]), verdict.text
 
 
-def test_stale_weights_that_move_no_loss_are_seen_in_the_weights(tmp_path: Path) -> None:
-    verdict = verdict_on("uses last step's weights once", tmp_path, 98, learning_rate=1e-5)
+def test_stale_weights_that_move_no_loss_are_seen_in_the_weights() -> None:
+    verdict = verdict_on("uses last step's weights once", learning_rate=1e-5)
     assert (verdict.verdict, verdict.reason) == ("failed", "weights")
 
 
-def test_an_unbroken_copy_passes_exactly(tmp_path: Path) -> None:
-    name = mutant(tmp_path, 99, "stronghold.py", "layers, (_, streamed) = range", "layers, (_, streamed)  = range")
-    assert gate.judge(trained(name, {"window_size": 2}, (tmp_path,)), reference()).verdict == "exact"
+def test_the_same_method_loaded_afresh_passes_exactly() -> None:
+    with planted("methods/stronghold.py", "layers, (_, streamed) = range", "layers, (_, streamed)  = range"):
+        assert gate.judge(trained("stronghold", {"window_size": 2}), reference()).verdict == "exact"
 
 
 def test_bf16_passes() -> None:
@@ -108,9 +95,9 @@ def test_bf16_passes() -> None:
     assert verdict.passed
 
 
-def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far(tmp_path: Path) -> None:
-    name = mutant(tmp_path, 97, "_home.py", "self.decays.append(decays(parameter))", "self.decays.append(True)")
-    record = dataclasses.replace(trained(name, {"window_size": 2}, (tmp_path,)), bit_exact=False)
+def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far() -> None:
+    with planted("methods/streaming/layout.py", "self.decays.append(decays(parameter))", "self.decays.append(True)"):
+        record = dataclasses.replace(trained("stronghold", {"window_size": 2}), bit_exact=False)
     verdict = gate.judge(record, reference())
     assert (verdict.verdict, verdict.reason) == ("failed", "weights"), verdict.text
 

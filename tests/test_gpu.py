@@ -8,9 +8,11 @@ import functools
 import pytest
 import torch
 
-from harness import gate, method, worker
-from harness.record import Record
-from harness.spec import Job, Workload
+from harness.core import method
+from harness.core.job import Job, Workload
+from harness.core.record import Record
+from harness.jobs import gate
+from harness.run import worker
 
 pytestmark = [
     pytest.mark.gpu,

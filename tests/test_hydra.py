@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
-from harness.method import ROOT, Trained, create
-from harness.spec import Budget, Workload
-from harness.twin import predict
+from harness.core.job import Budget, Workload
+from harness.core.method import Trained, create
+from harness.devices.memory_rehearsal import predict
+from tests import planting
 from tests.races import find_races
 from tests.test_agree import difference
 from tests.training import Result, tiny, train, train_resident
@@ -44,7 +43,7 @@ class Bug(NamedTuple):
     old: str
     new: str
     clip_norm: float = 1.0
-    file: str = "_shards"
+    file: str = "methods/sharding/shard.py"
     is_halved: bool = False  # where the model is two shards, one each slot
 
 
@@ -75,25 +74,17 @@ BUGS = [
         "gradient_of_a_shared_weight_used_before_it_lands",
         "self.worker.device.compute.wait_event(event)",
         "pass",
-        file="_units",
+        file="methods/sharding/unit.py",
         is_halved=True,
     ),
-    Bug("training_returns_before_the_last_copy_home", "gpu.synchronize()", "pass", file="hydra"),
+    Bug("training_returns_before_the_last_copy_home", "gpu.synchronize()", "pass", file="methods/hydra.py"),
 ]
 
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
     """Load what Hydra imports afresh, with the bug in it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for file in ("_travel", "_shards", "_units", "_worker", "_turns", "_gpt", "hydra"):
-            source = (ROOT / "methods" / f"{file}.py").read_text()
-            if file == bug.file:
-                assert source.count(bug.old) == 1, f"{file} does not hold this once: {bug.old}"
-                source = source.replace(bug.old, bug.new)
-            module = ModuleType(f"methods.{file}")
-            patch.setitem(sys.modules, module.__name__, module)
-            exec(compile(source, f"{file}.py", "exec"), vars(module))
+    with planting.planted(bug.file, bug.old, bug.new):
         yield
 
 

@@ -19,14 +19,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness import claims, fairness, verify
-from harness.importer import import_logs, line
-from harness.launch import launch
-from harness.method import ROOT
-from harness.published import BUILD_LOG
-from harness.record import Record, read_all
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
+from harness.artifact_logs.import_logs import import_logs, line
+from harness.core.job import Budget, Job, Workload
+from harness.core.log_lines import BUILD_LOG
+from harness.core.method import ROOT
+from harness.core.record import Record, read_all
+from harness.evidence import claims, fairness, verify
+from harness.jobs.sweep import Sweep, resolve
+from harness.run.launch import launch
 from tests.logs import (
     PUBLISHED,
     deepspeed_lines,

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.largest import Probes, find, texts
-from harness.method import ROOT, create
-from harness.record import read_all
-from harness.spec import Budget, Job, Plan, Workload
-from harness.sweep import Sweep, resolve
-from methods._placement import placed_plan
+from harness.core.job import Budget, Job, Plan, Workload
+from harness.core.method import ROOT, create
+from harness.core.record import read_all
+from harness.jobs.largest_depth import Probes, find, texts
+from harness.jobs.sweep import Sweep, resolve
+from methods.streaming.placement import placed_plan
 
 TINY = Workload(num_layers=1, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 SMALL = Workload(hidden_size=128, seq_len=64, vocab_size=512)
@@ -27,7 +27,7 @@ MIB = 2**20
 # Trains as l2l up to its wall, whatever its plan says, which is one MiB a layer.
 WALL = """
 from dataclasses import dataclass
-from harness.spec import Plan
+from harness.core.job import Plan
 from methods.l2l import L2L
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.launch import launch
-from harness.method import ROOT
-from harness.record import Record, read_all
-from harness.spec import Job
-from harness.sweep import Sweep, resolve
+from harness.core.job import Job
+from harness.core.method import ROOT
+from harness.core.record import Record, read_all
+from harness.jobs.sweep import Sweep, resolve
+from harness.run.launch import launch
 from tests import tiny
 from tests.tiny import TINY, write_compiling
 
@@ -44,8 +44,8 @@ compiler.wait()
 COLLECTS_LATE = """
 import time
 from dataclasses import dataclass
-from harness.method import Step, Trained
-from harness.spec import Plan
+from harness.core.method import Step, Trained
+from harness.core.job import Plan
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path:
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from harness.launch import launch
-from harness.spec import *
+from harness.run.launch import launch
+from harness.core.job import *
 launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
@@ -139,7 +139,7 @@ def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> Non
 
 def kill_workers() -> None:
     for process in psutil.Process(os.getpid()).children():
-        if "harness.worker" in process.cmdline():
+        if "harness.run.worker" in process.cmdline():
             process.kill()
 
 

@@ -7,10 +7,19 @@ import statistics
 
 import pytest
 
-from harness.laws import HOST_TAKEN_BYTES, LAWS, MIB, PUBLISHED, Law, is_published, step_seconds, window_bytes
-from harness.method import ROOT
-from harness.profiles import load
-from harness.spec import Workload
+from harness.core.job import Workload
+from harness.core.method import ROOT
+from harness.devices.named_machines import load
+from harness.jobs.published_laws import (
+    HOST_TAKEN_BYTES,
+    LAWS,
+    MIB,
+    PUBLISHED,
+    Law,
+    is_published,
+    step_seconds,
+    window_bytes,
+)
 
 # Published logs, STRONGHOLD: layers, window, allocated and max allocated (MB of the log are MiB).
 WINDOW_ROWS = [

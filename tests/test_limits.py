@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import cgroup, limits, machine, turns
-from harness.method import ROOT
-from harness.record import read_all
-from harness.spec import Budget, Job
+from harness.core.job import Budget, Job
+from harness.core.method import ROOT
+from harness.core.record import read_all
+from harness.devices import budgets, cgroup, device_lock, machine
 from tests.tiny import TINY, WORDS
 
 MIB = 2**20
@@ -115,10 +115,10 @@ def test_a_turn_is_waited_for_and_its_holder_is_named() -> None:
     job, lines, order = Job("some", TINY), [], []
 
     def second() -> None:
-        with turns.turn(job, lambda event: lines.append(event["text"])):
+        with device_lock.turn(job, lambda event: lines.append(event["text"])):
             order.append("second")
 
-    with turns.turn(job, lines.append):
+    with device_lock.turn(job, lines.append):
         thread = threading.Thread(target=second)
         thread.start()
         deadline = time.time() + 30
@@ -133,14 +133,14 @@ def test_a_turn_is_waited_for_and_its_holder_is_named() -> None:
 def test_any_death_ends_a_turn() -> None:
     code = """
 import os
-from harness.turns import turn
-from harness.spec import *
+from harness.devices.device_lock import turn
+from harness.core.job import *
 with turn(Job("some", Workload()), print):
     os.kill(os.getpid(), 9)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9
     lines: list = []
-    with turns.turn(Job("some", TINY), lines.append):
+    with device_lock.turn(Job("some", TINY), lines.append):
         assert lines == []
 
 
@@ -170,5 +170,5 @@ def test_a_gpu_that_is_not_visible_is_none(monkeypatch: pytest.MonkeyPatch, visi
 
 def test_the_baseline_is_what_importing_torch_takes() -> None:
     """Between a bare interpreter and what any run has been seen to take."""
-    assert 30 * MIB < limits.baseline_bytes("cpu") < 400 * MIB
-    limits.check(Budget(host_bytes=limits.baseline_bytes("cpu") + 64 * MIB), "cpu")
+    assert 30 * MIB < budgets.baseline_bytes("cpu") < 400 * MIB
+    budgets.check(Budget(host_bytes=budgets.baseline_bytes("cpu") + 64 * MIB), "cpu")

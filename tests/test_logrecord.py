@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.logrecord import to_record
-from harness.published import header_lines, interval_lines
-from harness.rawlog import NotALog, read
-from harness.spec import Job, Workload
+from harness.artifact_logs.parse import NotALog, read
+from harness.artifact_logs.to_record import to_record
+from harness.core.job import Job, Workload
+from harness.core.log_lines import header_lines, interval_lines
 from tests.logs import (
     PUBLISHED,
     VARIANTS,

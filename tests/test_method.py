@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import method
-from harness.fairness import COLUMNS
-from harness.method import ROOT
-from harness.record import Record
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
+from harness.core import method
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT
+from harness.core.record import Record
+from harness.evidence.fairness import COLUMNS
+from harness.jobs.sweep import Sweep, resolve
 
 TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
 
@@ -24,8 +24,8 @@ ONE_FILE = '''
 
 from dataclasses import dataclass
 
-from harness.method import Step, TensorState, Trained
-from harness.spec import BETAS, EPSILON, WEIGHT_DECAY, Plan
+from harness.core.method import Step, TensorState, Trained
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Plan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Plain:
 
     def train(self, workload, batches, device):
         import torch
-        from harness.model import DTYPES, GPT, build, decays, initial
+        from harness.core.gpt import DTYPES, GPT, build, decays, initial
 
         model = build(workload, device).float()
         for name, weight in model.named_parameters():

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness import model, spec
-from harness.model import GPT, build, decays, initial
-from harness.spec import Workload
-from tests.training import plain_loss, plain_weights, tiny, token_batches
+from harness.core import gpt, job
+from harness.core.gpt import GPT, build, decays, initial
+from harness.core.job import Workload
+from harness.simulation.batches import token_batches
+from tests.training import plain_loss, plain_weights, tiny
 
 WIDE = tiny(hidden_size=256, num_heads=4, num_layers=8)  # enough numbers to see a standard deviation
 MATRICES = ("wte", "wpe", "qkv", "proj", "fc1", "fc2")
@@ -40,15 +41,15 @@ def test_layer_parameters_are_as_many_as_the_arithmetic_says() -> None:
 def test_loss_and_gradients_agree_with_an_independent_forward_pass(changes: dict[str, Any]) -> None:
     workload = tiny(**changes)
     inputs, targets = token_batches(workload, 1)[0]
-    model = build(workload)
-    loss = model(inputs, targets)
+    gpt = build(workload)
+    loss = gpt(inputs, targets)
     loss.backward()
     weights = {name: value.requires_grad_() for name, value in plain_weights(workload).items()}
     plain = plain_loss(weights, inputs, targets, workload)
     plain.backward()
     assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
-    assert {name for name, _ in model.named_parameters()} == weights.keys()
-    for name, parameter in model.named_parameters():
+    assert {name for name, _ in gpt.named_parameters()} == weights.keys()
+    for name, parameter in gpt.named_parameters():
         difference = torch.linalg.vector_norm(parameter.grad - weights[name].grad)
         assert difference <= 1e-5 * torch.linalg.vector_norm(weights[name].grad), name
 
@@ -70,10 +71,10 @@ def test_no_token_sees_a_later_one() -> None:
 
 
 def test_head_is_the_token_embedding() -> None:
-    model, (inputs, targets) = build(tiny()), token_batches(tiny(), 1)[0]
-    model(inputs, targets).backward()
+    gpt, (inputs, targets) = build(tiny()), token_batches(tiny(), 1)[0]
+    gpt(inputs, targets).backward()
     unseen = sorted(set(range(101)) - set(inputs.flatten().tolist()))
-    assert (model.ends.wte.weight.grad[unseen] != 0).any(-1).all()  # only the head's gradient reaches them
+    assert (gpt.ends.wte.weight.grad[unseen] != 0).any(-1).all()  # only the head's gradient reaches them
 
 
 def test_recompute_sees_the_dropout_of_the_forward_pass() -> None:
@@ -149,9 +150,9 @@ def test_loss_of_the_bf16_model_is_fp32() -> None:
     assert build(tiny(dtype="bf16"))(*token_batches(tiny(), 1)[0]).dtype == torch.float32
 
 
-@pytest.mark.parametrize("num_logits", [spec.NUM_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"])
+@pytest.mark.parametrize("num_logits", [job.NUM_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"])
 def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(num_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "NUM_LOGITS", num_logits)
+    monkeypatch.setattr(gpt, "NUM_LOGITS", num_logits)
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(size, generator=generator).requires_grad_() for size in ((32, 36), (101, 36)))
     targets = torch.randint(0, 101, (32,), generator=generator)
@@ -159,7 +160,7 @@ def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(num_logits: int, monke
     def loss_and_gradients(loss: torch.Tensor) -> list[torch.Tensor]:
         return [loss, *torch.autograd.grad(3 * loss, (x, weight))]
 
-    ours = loss_and_gradients(model.HeadLoss.apply(x, weight, targets))
+    ours = loss_and_gradients(gpt.HeadLoss.apply(x, weight, targets))
     theirs = loss_and_gradients(torch.nn.functional.cross_entropy(x @ weight.t(), targets))
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
 
@@ -168,9 +169,9 @@ def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(num_logits: int, monke
 def test_what_is_drawn_in_blocks_has_the_very_bits_of_what_is_drawn_at_once(
     numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "DRAWN_AT_ONCE", 64)
+    monkeypatch.setattr(gpt, "DRAWN_AT_ONCE", 64)
     name, shape = "layers.1.fc2.weight", torch.Size((numel, 1))
     drawn = torch.empty(numel)
-    for start, block in model.drawn_blocks(name, shape, tiny()):
+    for start, block in gpt.drawn_blocks(name, shape, tiny()):
         drawn[start : start + len(block)] = block
-    assert torch.equal(drawn, model.initial(name, shape, tiny()).view(-1))
+    assert torch.equal(drawn, gpt.initial(name, shape, tiny()).view(-1))

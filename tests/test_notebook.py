@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import notebook
+from harness.report import notebook
 
 SOURCE = notebook.FOLDER / "ae.py"
 
@@ -24,7 +24,7 @@ def executed(results: Path) -> list[dict]:
 
 def test_the_notebook_is_what_its_source_makes() -> None:
     text = SOURCE.with_suffix(".ipynb").read_text()
-    assert text == notebook.made_of(SOURCE.read_text()), "python -m harness.notebook writes it again"
+    assert text == notebook.made_of(SOURCE.read_text()), "python -m harness.report.notebook writes it again"
     nbformat = pytest.importorskip("nbformat")
     nbformat.validate(nbformat.reads(text, as_version=4))
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from bench import virtual
-from harness.method import create
-from harness.spec import Workload
-from tests.fake_streams import watching
-from tests.overlap import Machine, Spans, VirtualRun, VirtualTime, Workers, scale_model, virtual_run
+from harness.core.job import Workload
+from harness.core.method import create
+from harness.simulation.fake_streams import watching
+from harness.simulation.virtual_clock import Machine, Spans, VirtualRun, VirtualTime, Workers, scale_model, virtual_run
 from tests.training import tiny
 
 WORKLOAD = tiny(num_layers=8, hidden_size=64, num_heads=2, seq_len=32, batch_size=4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.spec import Workload
-from methods._partition import adamw_bytes, gpt_shards, gpt_tensors, longest_runs
+from harness.core.job import Workload
+from methods.sharding.partition import adamw_bytes, gpt_shards, gpt_tensors, longest_runs
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 12, 40])

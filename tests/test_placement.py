@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from harness.method import create
-from harness.spec import GIB, Budget, Workload
-from harness.tracker import Tracker
-from harness.twin import predict
-from methods import _home
-from methods._placement import parse, placed_plan, rings, shrink, text_of
+from harness.core.job import GIB, Budget, Workload
+from harness.core.method import create
+from harness.devices.memory_account import Tracker
+from harness.devices.memory_rehearsal import predict
+from methods.streaming import layer_state
+from methods.streaming.placement import parse, placed_plan, rings, shrink, text_of
 from tests.bugs import COMMITTED
 from tests.test_agree import difference
 from tests.training import answers_within, tiny, train, train_resident
@@ -111,8 +111,8 @@ def test_speculation_is_committed_at_some_steps_and_left_at_others(
         states.append(id(self.state))
         return next_step(self, *args)
 
-    next_step = _home.Home.next_step
-    monkeypatch.setattr(_home.Home, "next_step", spy)
+    next_step = layer_state.Home.next_step
+    monkeypatch.setattr(layer_state.Home, "next_step", spy)
     assert placed(workload, placement, "speculate") == ""
     assert len(set(states)) > 5 + 1  # more states have been in force than there are layers and ends
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from harness import machine, method, profiles
-from harness.cli import main
-from harness.method import ROOT
-from harness.plan import least_step_seconds
-from harness.rates import of_facts
-from harness.spec import GIB, KINDS, Budget, Plan, Workload
+from harness.cli.main import main
+from harness.core import method
+from harness.core.job import GIB, KINDS, Budget, Plan, Workload
+from harness.core.method import ROOT
+from harness.core.rates import of_facts
+from harness.devices import machine, named_machines
+from harness.jobs.plan_table import least_step_seconds
 
 SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
 
@@ -92,7 +93,7 @@ def test_the_table_is_for_people(capsys, monkeypatch) -> None:
 
 def test_a_terminal_of_100_columns_cuts_nothing_off(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr("harness.plan.sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("harness.jobs.plan_table.sys.stdout.isatty", lambda: True)
     monkeypatch.setattr(sys, "argv", ["run.sh", "plan", "-m", "all", "-l", "32", "--host-memory", "90GiB"])
     main()
     text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
@@ -125,7 +126,7 @@ def test_resident_training_of_the_published_size_fits_the_published_machine(caps
     (row, *_) = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "--machine", "v100-vm")
     # 16 bytes a parameter of 38 layers are 30.0 GiB of the 31.2; of 40 they would be 31.6.
     assert row["fits"] and row["binding"] == "device" and 36 <= row["largest_layers"] <= 39
-    assert 16 * Workload(num_layers=40).num_params > profiles.load("v100-vm").budget.device_bytes  # type: ignore[operator]
+    assert 16 * Workload(num_layers=40).num_params > named_machines.load("v100-vm").budget.device_bytes  # type: ignore[operator]
 
 
 def test_a_machines_budgets_are_defaults(capsys, monkeypatch) -> None:
@@ -137,7 +138,7 @@ def test_a_machines_budgets_are_defaults(capsys, monkeypatch) -> None:
 def test_a_machine_of_ones_own_is_an_entry(tmp_path: Path) -> None:
     file = tmp_path / "machines.yaml"
     file.write_text("desk:\n  device_memory: 24GiB\n  disk_memory: 1TiB\n  facts: {gpu: mine}\n")
-    mine = profiles.load("desk", file)
+    mine = named_machines.load("desk", file)
     assert mine.budget.device_bytes == 24 * GIB and mine.budget.disk_bytes == 1024 * GIB
     assert mine.budget.host_bytes is None and mine.facts == {"gpu": "mine"}
 
@@ -156,7 +157,7 @@ def test_an_entry_that_makes_no_sense_is_one_line(tmp_path: Path, text: str, sai
     file = tmp_path / "machines.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=said) as error:
-        profiles.load("desk", file)
+        named_machines.load("desk", file)
     assert "\n" not in str(error.value)
 
 
@@ -179,7 +180,7 @@ def test_no_run_is_given_more_than_there_is_and_a_plan_is(capsys, monkeypatch, v
 
 
 def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
-    from harness.words import make_jobs
+    from harness.cli.job_options import make_jobs
 
     words = dict.fromkeys(
         ("window_size", "placement", "disk", "device_memory", "host_memory", "disk_memory", "timeout", "link")
@@ -221,7 +222,7 @@ def test_no_step_is_planned_shorter_than_what_it_reads_and_writes_in_the_hosts_m
 
 def test_the_bound_is_below_the_published_times_of_what_trained() -> None:
     """Megatron-LM at 32 layers 5.34 s, ZeRO-Offload at 48 layers 15.8 s (published logs)."""
-    rates = profiles.load("v100-vm").budget.rates
+    rates = named_machines.load("v100-vm").budget.rates
     for name, num_layers, seconds in (("megatron-lm", 32, 5.34), ("zero-offload", 48, 15.84)):
         load = Workload(num_layers=num_layers)
         bound = least_step_seconds(load, method.create(name, {}).plan(load, Budget()), rates)

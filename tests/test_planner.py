@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.method import create
-from harness.rates import Rates
-from harness.spec import Budget, Plan, Workload
-from methods._placement import parse, text_of
-from methods._planner import choose, forecast, least_seconds, rows
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import create
+from harness.core.rates import Rates
+from methods.streaming.placement import parse, text_of
+from methods.streaming.planner import choose, forecast, least_seconds, rows
 
 GB = 1e9
 # Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.

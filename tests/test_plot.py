@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import case, plot
-from harness.rows import Row
+from harness.figures import case, plot
+from harness.figures.point import Row
 
 
 def drawn(number: int, rows: list[Row]):

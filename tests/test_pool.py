@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from methods._pool import Workers
+from harness.devices.update_threads import Workers
 
 SECONDS = 10  # more than anything here takes
 

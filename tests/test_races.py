@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from harness.method import create, load
+from harness.core.method import create, load
+from harness.simulation.fake_streams import FakeStreams, Stream, watching
 from tests.bugs import COMMITTED, LOUD_BUGS, SILENT_BUGS, Bug, overflow, planted
-from tests.fake_streams import FakeStreams, Stream, watching
 from tests.races import Race, VectorClock, find_races
 from tests.training import overflowing, tiny, train, train_resident
 
@@ -71,7 +71,7 @@ def test_no_race_where_steps_of_fp16_overflow(
 
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"dropout": 0.1}], ids=str)
 def test_no_race_in_any_method(method_name: str, folders: tuple[Path, ...], changes: dict) -> None:
-    if "methods._stream" not in inspect.getsource(load(method_name, folders)):
+    if "from methods.streaming" not in inspect.getsource(load(method_name, folders)):
         return  # an engine orders its own streams; the detector watches what is built on these
     assert find_races(create(method_name, {}, folders), tiny(num_layers=4, **changes)) == []
 

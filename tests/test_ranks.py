@@ -16,18 +16,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.method import ROOT
-from harness.ranks import first_to_fail
-from harness.record import Record, read_all
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT
+from harness.core.record import Record, read_all
+from harness.jobs.sweep import Sweep, resolve
+from harness.run.ranks import first_to_fail
 from tests.tiny import TINY
 
 SHARDED = Job("fsdp2-offload", TINY, {"world_size": 2}, steps=8, warmup=2)
 MEETING = """
 from dataclasses import dataclass
-from harness.method import Step, Trained
-from harness.spec import Plan
+from harness.core.method import Step, Trained
+from harness.core.job import Plan
 
 @dataclass(frozen=True)
 class Meeting:
@@ -74,7 +74,7 @@ def processes(told: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
-            found += [process] if "harness.ranks" in words and told in " ".join(words) else []
+            found += [process] if "harness.run.ranks" in words and told in " ".join(words) else []
         except psutil.Error:
             continue
     return found

@@ -10,10 +10,11 @@ import shlex
 import click
 import pytest
 
-from harness import cli, method
-from harness.method import ROOT
-from harness.sweep import resolve
-from harness.words import make_jobs
+from harness.cli import main
+from harness.cli.job_options import make_jobs
+from harness.core import method
+from harness.core.method import ROOT
+from harness.jobs.sweep import resolve
 
 README = (ROOT / "README.md").read_text()
 TREE = README.split("## The tree")[1].split("## ")[0]
@@ -50,8 +51,8 @@ def test_every_method_has_its_row() -> None:
 
 
 def test_help_names_the_options_of_every_method() -> None:
-    with click.Context(cli.door, info_name="./run.sh") as context:
-        text = " ".join(cli.door.get_help(context).split())
+    with click.Context(main.door, info_name="./run.sh") as context:
+        text = " ".join(main.door.get_help(context).split())
     for name in method.names():
         options = method.option_names(method.load(name))
         assert not options or f"(options: {', '.join(options)})" in text, name
@@ -60,10 +61,10 @@ def test_help_names_the_options_of_every_method() -> None:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_the_door_takes_every_command(line: str) -> None:
     """Up to where it would begin to train."""
-    command: click.Command = cli.door
+    command: click.Command = main.door
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)[1:] if word != "..."]
     while isinstance(command, click.Group):
-        words = ["run", *words] if command is cli.door and words[0].startswith("-") else words
+        words = ["run", *words] if command is main.door and words[0].startswith("-") else words
         name, found, words = command.resolve_command(click.Context(command), words)
         assert found, name
         command = found

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.published import interval_lines
-from harness.record import Gate, Record, new_stem, read_all
-from harness.spec import Budget, Job, Workload
+from harness.core.job import Budget, Job, Workload
+from harness.core.log_lines import interval_lines
+from harness.core.record import Gate, Record, new_stem, read_all
 
 JOB = Job("some-method", Workload(), {"window_size": 4}, Budget(seconds=9.5), steps=4, warmup=1)
 UNSCALED: dict[str, list] = {"loss_scales": [], "skipped_steps": []}  # of any but fp16

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
-from harness import case, pages, report, verify
-from harness.record import Gate, Record
-from harness.spec import Job, Workload
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.evidence import verify
+from harness.figures import case
+from harness.report import page as report
+from harness.report import tables
 from tests import browser, packages
 from tests.test_cli import run
 
@@ -228,7 +231,7 @@ LOG = dataclasses.replace(RECORDS[0], key="k9", origin="imported", machine={}, g
 def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
     page, review = report.write(put(tmp_path, [*RECORDS, LOG]))
     told = Page(page.read_text())
-    assert [pages.LOG in text for text in told.column(ALL, "method")] == [False] * 5 + [True]
+    assert [tables.LOG in text for text in told.column(ALL, "method")] == [False] * 5 + [True]
     assert "6 records: 5 measured here, 1 read from logs</h1>" in page.read_text()
     assert "<b>1</b> imported: trained and passed the gate" in page.read_text()
     assert "5 of them measured here" in review.read_text() and "1 read from logs" in review.read_text()

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from harness.record import Gate, Record
-from harness.rows import interval, row
-from harness.spec import Job, Workload
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.figures.point import interval, row
 
 PASSED = Gate("exact")
 

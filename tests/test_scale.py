@@ -12,18 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import gate, worker
-from harness.method import create, load
-from harness.model import HeadLoss, build, decays, initialize
-from harness.record import Record
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
-from methods import _scale, _stream
-from methods._scale import LossScale
+from harness.core.gpt import HeadLoss, build, decays, initialize
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import create, load
+from harness.core.record import Record
+from harness.jobs import gate
+from harness.jobs.sweep import Sweep, resolve
+from harness.run import worker
+from harness.simulation.batches import token_batches
+from methods.shared import loss_scale
+from methods.shared.loss_scale import LossScale
+from methods.streaming import slot
 from tests.bugs import COMMITTED, overflow
 from tests.test_agree import difference, largest_difference
 from tests.test_gate import mutant
-from tests.training import EDGE, Result, answers_within, overflowing, tiny, token_batches, train, train_resident
+from tests.training import EDGE, Result, answers_within, overflowing, tiny, train, train_resident
 
 STEPS = 8
 
@@ -36,13 +39,13 @@ def at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def from_far_above(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps overflow, in the top layer already; others do later."""
-    monkeypatch.setattr(_scale, "INITIAL_LOSS_SCALE", 2.0**20)
-    monkeypatch.setattr(_scale, "LOSS_SCALE_WINDOW", 2)
+    monkeypatch.setattr(loss_scale, "INITIAL_LOSS_SCALE", 2.0**20)
+    monkeypatch.setattr(loss_scale, "LOSS_SCALE_WINDOW", 2)
 
 
 def resident(workload: Workload) -> Result:
     """Resident training, once per workload and scale."""
-    return resident_from(workload, _scale.INITIAL_LOSS_SCALE, _scale.LOSS_SCALE_WINDOW)
+    return resident_from(workload, loss_scale.INITIAL_LOSS_SCALE, loss_scale.LOSS_SCALE_WINDOW)
 
 
 @functools.cache
@@ -63,7 +66,7 @@ def placed(workload: Workload, placement: str, clipping: str) -> str:
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("overflows", ["", "11111111", "10100110", "0000000", "00010000", "000001"])
 def test_the_scale_is_torchs_grad_scaler(overflows: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scale, "LOSS_SCALE_WINDOW", window)
+    monkeypatch.setattr(loss_scale, "LOSS_SCALE_WINDOW", window)
     ours, theirs, tracker = LossScale(tiny(dtype="fp16")), torch.tensor(2.0**16), torch.zeros((), dtype=torch.int32)
     for digit in overflows:
         assert ours.step(torch.zeros(()), None, is_skipped=digit == "1").loss_scale == float(theirs)
@@ -92,7 +95,9 @@ def by_grad_scaler(workload: Workload) -> tuple[list[float], dict[str, Tensor]]:
     initialize(zip(names, masters, strict=True), workload)
     groups = [([p for p in masters if decays(p) is d], 0.01 * d) for d in (True, False)]
     optimizer = torch.optim.AdamW([{"params": p, "weight_decay": decay} for p, decay in groups], eps=1e-8, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=_scale.INITIAL_LOSS_SCALE, growth_interval=_scale.LOSS_SCALE_WINDOW)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=loss_scale.INITIAL_LOSS_SCALE, growth_interval=loss_scale.LOSS_SCALE_WINDOW
+    )
     losses = []
     for step, (inputs, targets) in enumerate(token_batches(workload, STEPS), start=1):
         scale = scaler.get_scale()
@@ -176,13 +181,13 @@ def test_updates_ahead_are_put_in_force_or_dropped_as_the_gradients_turn_out(
     at_the_edge: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[bool, bool]] = []
-    finish = _stream.Clip.send_home
+    finish = slot.Clip.send_home
 
     def spy(self: Any) -> None:
         finish(self)
         said.append((self.is_one(), self.overflows()))
 
-    monkeypatch.setattr(_stream.Clip, "send_home", spy)
+    monkeypatch.setattr(slot.Clip, "send_home", spy)
     train("stronghold", overflowing(clip_norm=0.0), STEPS, placement="W5", clipping="speculate")
     assert set(said) == {(True, False), (False, True)}
 
@@ -191,7 +196,7 @@ def test_an_update_ahead_is_not_begun_where_a_gradient_above_is_not_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = answers_within(monkeypatch)
-    monkeypatch.setattr(_scale, "INITIAL_LOSS_SCALE", 2.0**40)
+    monkeypatch.setattr(loss_scale, "INITIAL_LOSS_SCALE", 2.0**40)
     train("stronghold", tiny(num_layers=5, dtype="fp16", clip_norm=0.0), 3, placement="W5", clipping="speculate")
     assert said and not any(said)
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from cases._optimum import optimum
-from methods._scheduler import POLICIES, graham_bound, lower_bound, simulate, whole_models
+from methods.sharding.scheduler import POLICIES, graham_bound, lower_bound, simulate, whole_models
 
 # The optimum of instance(1000 * devices + seed, models) for seeds 0 to 19, each proved by CP-SAT.
 OPTIMA = {

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.search import Answer, Outcome, extrapolate, search
+from harness.jobs.depth_search import Answer, Outcome, extrapolate, search
 
 depths = st.integers(1, 500)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.method import ROOT
+from harness.core.method import ROOT
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.method import create
-from harness.record import Record
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import create
+from harness.core.record import Record
+from harness.jobs.sweep import Sweep, resolve
 from tests import on_sim
 from tests.on_sim import MIB, call, digest
 from tests.training import tiny, train

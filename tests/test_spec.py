@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.rates import Rates
-from harness.spec import GIB, Budget, Job, Plan, Workload
+from harness.core.job import GIB, Budget, Job, Plan, Workload
+from harness.core.rates import Rates
 
 # The original artifact's logs, "total parameters": layers and billions.
 PUBLISHED_BILLIONS = {

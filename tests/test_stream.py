@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.method import create
-from harness.model import Layer, initial
-from harness.spec import Budget, Workload
-from methods._device import Device
-from methods._home import Home, Layout, new_layer
-from methods._stream import Gradients, Slot
-from methods._update import joined, keep_
+from harness.core.gpt import Layer, initial
+from harness.core.job import Budget, Workload
+from harness.core.method import create
+from harness.devices.streams import Device
+from methods.streaming.adamw import joined, keep_
+from methods.streaming.layer_state import Home, Layout, new_layer
+from methods.streaming.slot import Gradients, Slot
 from tests.training import tiny, train
 
 ODD_SHAPES = ((1,), (3, 5), (7,), (17, 31), (33,), (1, 1))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.method import create
-from harness.progress import _Lines, closing_line
-from harness.record import read_all
-from harness.spec import Budget, Job, Plan, Workload
-from harness.sweep import Sweep, largest, resolve
+from harness.core.job import Budget, Job, Plan, Workload
+from harness.core.method import create
+from harness.core.record import read_all
+from harness.jobs.progress import _Lines, closing_line
+from harness.jobs.sweep import Sweep, largest, resolve
 from tests.tiny import TINY
 
 
@@ -63,7 +63,7 @@ def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path) -> Non
 
 
 def test_a_record_left_unjudged_by_a_crash_is_judged_without_a_run(tmp_path: Path) -> None:
-    from harness.record import Gate
+    from harness.core.record import Gate
 
     Sweep(tmp_path).run(jobs("l2l"))
     for path, record in read_all(tmp_path)[0].items():

@@ -13,21 +13,23 @@ import pytest
 import torch
 
 from cases import overlap
-from harness import report, scaled, trace
-from harness.launch import launch
-from harness.method import create
-from harness.progress import _Lines
-from harness.record import Gate, Record
-from harness.spec import Budget, Job, Workload
-from harness.sweep import Sweep, resolve
-from harness.timeline import Span, Timeline, common, length, read, share, steps, union, write
-from harness.trace import STEPS, Taking
-from methods._device import Device
-from tests.overlap import Machine, VirtualRun, virtual_run
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import create
+from harness.core.record import Gate, Record
+from harness.devices.streams import Device
+from harness.figures import profile
+from harness.jobs.progress import _Lines
+from harness.jobs.sweep import Sweep, resolve
+from harness.report import page as report
+from harness.run import trace
+from harness.run.launch import launch
+from harness.run.timeline import Span, Timeline, common, length, read, share, steps, union, write
+from harness.run.trace import STEPS, Taking
+from harness.simulation.virtual_clock import Machine, VirtualRun, virtual_run
 from tests.test_report import RECORDS, Page, measured, put
 from tests.training import tiny
 
-DEMO = scaled.make("demo", None, ("stronghold",), {"cpu": "some CPU", "cores": 2})
+DEMO = profile.make("demo", None, ("stronghold",), {"cpu": "some CPU", "cores": 2})
 WORKLOAD = Workload(num_layers=4, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 OPTIONS = {"window_size": 2, "placement": "R1W2D1", "clipping": "deferred"}
 SLACK_SECONDS = {"cuda": 1e-5}  # of an event's time, float32 milliseconds; else of times in microseconds

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.method import ROOT
-from harness.spec import Workload
-from harness.tracker import Tracker
+from harness.core.job import Workload
+from harness.core.method import ROOT
+from harness.devices.memory_account import Tracker
 from tests import on_sim
 from tests.training import tiny, train
 
@@ -185,7 +185,7 @@ def test_afterwards_torch_is_as_before() -> None:
 
 def test_without_a_compiler_a_job_on_sim_runs_by_this_account() -> None:
     code = (
-        "import json; from harness import sim, worker; from harness.spec import Budget, Job;"
+        "import json; from harness import sim, worker; from harness.core.job import Budget, Job;"
         "from tests.training import tiny; sim.is_built = lambda: False;"
         "jobs = [Job('l2l', tiny(), {}, Budget(device_bytes=size), 'sim', 3, 1) for size in (2**19, 2**16)];"
         "records = [worker.run(job, 'key', (), lambda event: None) for job in jobs];"

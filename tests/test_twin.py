@@ -8,12 +8,12 @@ import psutil
 import pytest
 import torch
 
-from harness.data import batches
-from harness.method import Unavailable, create
-from harness.published_megatron import published_megatron
-from harness.spec import Budget, Workload
-from harness.tracker import Tracker
-from harness.twin import predict
+from harness.artifact_logs.published_megatron import published_megatron
+from harness.core.data import batches
+from harness.core.job import Budget, Workload
+from harness.core.method import Unavailable, create
+from harness.devices.memory_account import Tracker
+from harness.devices.memory_rehearsal import predict
 from tests.training import tiny
 
 MIB = 2**20

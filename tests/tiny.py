@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from harness.spec import Workload
+from harness.core.job import Workload
 
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97".split()
 METHOD = """
 from dataclasses import dataclass
-from harness.method import Step, Trained, Unavailable
-from harness.spec import Plan
+from harness.core.method import Step, Trained, Unavailable
+from harness.core.job import Plan
 
 @dataclass(frozen=True)
 class Ending:
@@ -33,8 +33,8 @@ COMPILING = """
 import subprocess, sys
 from dataclasses import dataclass
 from pathlib import Path
-from harness.method import Unavailable
-from harness.spec import Plan
+from harness.core.method import Unavailable
+from harness.core.job import Plan
 
 @dataclass(frozen=True)
 class Compiling:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.data import batches
-from harness.method import Trained, create
-from harness.model import initial
-from harness.spec import Workload
+from harness.core.gpt import initial
+from harness.core.job import Workload
+from harness.core.method import Trained, create
+from harness.simulation.batches import token_batches
 
 STEPS = 20
 EDGE = 2.0**18  # the smallest loss scale at which a gradient of overflowing() is not finite
@@ -47,12 +47,6 @@ def overflowing(**changes: Any) -> Workload:
     return tiny(**{**sizes, "dtype": "fp16", **changes})
 
 
-def token_batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """Each step's (inputs, targets), (B, T) token ids."""
-    tokens = torch.from_numpy(batches(workload, steps))
-    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
-
-
 def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cpu", **options: Any) -> Result:
     """Run a method to its end on the CPU, or on a device of it, seeded as the worker seeds it."""
     torch.manual_seed(workload.seed)
@@ -71,7 +65,7 @@ def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cp
 
 def answers_within(monkeypatch: Any) -> list[bool]:
     """Grows by what each update ahead of the norm is told: whether the norm so far allows it."""
-    from methods._stream import Clip
+    from methods.streaming.clip import Clip
 
     said: list[bool] = []
     is_within = Clip.is_within

@@ -1,0 +1,143 @@
+"""Logs into records of origin `imported`: found, read, judged, written.
+
+A log is judged beside the other logs of its folder, whether or not these are imported, so that its verdict does not
+depend on the order of calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from harness.artifact_logs import judge_curves
+from harness.artifact_logs.parse import NAME, NotALog, read
+from harness.artifact_logs.to_record import to_record
+from harness.core import method
+from harness.core.job import Budget, Workload, params_text
+from harness.core.log_lines import BUILD_LOG
+from harness.core.record import Record, read_all
+
+SUFFIXES = (".txt", ".log")  # of the files that a folder is searched for
+
+
+def import_logs(
+    asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
+) -> Iterator[tuple[Record, bool]]:
+    """Each log's judged record and whether it is new in `results`. Files that are no logs go to `skipped`.
+
+    Raises ValueError where no log is of the method `reference`.
+    """
+    chosen: dict[Path, list[Path]] = {}
+    for path in _find(asked):
+        chosen.setdefault(path.parent, []).append(path)
+    there = {record.key: path for path, record in read_all(results)[0].items() if record.origin == "imported"}
+    found = {folder: _read_folder(folder, paths) for folder, paths in chosen.items()}
+    names = sorted({record.job.method for records, _ in found.values() for record in records.values()})
+    if reference is not None and names and reference not in names:
+        raise ValueError(f"no log is of {reference!r}: --reference takes {', '.join(names)}")
+    for folder, (records, complaints) in found.items():
+        gates = judge_curves.judge_all(list(records.values()), references(records.values(), reference))
+        judged = dict(zip(records, gates, strict=True))
+        for path in chosen[folder]:
+            if path in complaints:
+                skipped(path, complaints[path])
+            else:
+                record = records[path].with_gate(judged[path])
+                yield record, _write(record, path, results, there)
+
+
+def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
+    """The methods, best first, that a folder's logs are judged by: the one asked for; else those that by their own plan
+    keep nothing but on the device, as only plain training does, this harness's own reference first."""
+    names = {record.job.method for record in records}
+    if asked is not None:
+        return [asked]
+    own = method.reference()
+    return sorted((name for name in names & set(method.names()) if _stays_on_device(name)), key=lambda n: (n != own, n))
+
+
+def _stays_on_device(name: str) -> bool:
+    plan = method.create(name, {}).plan(Workload(), Budget())
+    return not plan.host_bytes and not plan.disk_bytes
+
+
+def _find(asked: Iterable[Path]) -> list[Path]:
+    """The files named, and in folders those that may be logs, each once."""
+    found: dict[Path, None] = {}
+    for path in asked:
+        if path.is_dir():
+            for folder, _, names in sorted(os.walk(path)):
+                found |= {Path(os.path.abspath(folder), name): None for name in sorted(names) if _may_be_log(name)}
+        else:
+            found[Path(os.path.abspath(path))] = None
+    return list(found)
+
+
+def _may_be_log(name: str) -> bool:
+    return name.endswith(SUFFIXES) and not fnmatch.fnmatchcase(name, BUILD_LOG.format("*"))
+
+
+def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
+    """Records of all logs in the folder, those asked for and those beside them, and why others are none."""
+    records, complaints = {}, {}
+    beside: set[Path] = set()
+    with contextlib.suppress(OSError):  # a folder that may be entered but not listed
+        beside = {item for item in folder.iterdir() if NAME.fullmatch(item.name)}
+    for path in sorted({*paths, *beside}):
+        try:
+            if not path.is_file():
+                raise NotALog("not a file")
+            records[path] = to_record(read(path), path.name)
+        except (NotALog, OSError) as error:
+            complaints[path] = str(getattr(error, "strerror", None) or error)
+    return records, complaints
+
+
+def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> bool:
+    """Write it under a name of the published pattern, unless this very record is there."""
+    path = there.get(record.key)
+    if path is not None and json.loads(path.read_text()) == json.loads(json.dumps(record.to_dict())):
+        return False
+    path = path or _free(results, record, log)
+    record.write(path)
+    there[record.key] = path
+    return True
+
+
+def _free(results: Path, record: Record, log: Path) -> Path:
+    """A name of the published pattern that is no other record's or log's; the time moves on where it is taken."""
+    load, window = record.job.workload, record.evidence["named_window"]
+    sizes = f"l-{load.num_layers}_hs-{load.hidden_size}_bs-{load.batch_size}_ws-{window}"
+    for second in itertools.count(int(record.started)):
+        day = time.strftime("%Y-%m-%d", time.gmtime(second))
+        stem = f"log_{record.job.method}_{sizes}_{day}.{second}"
+        taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]
+        if not any(os.path.lexists(path) and path != log for path in taken):
+            return taken[0]
+    raise AssertionError("seconds do not end")
+
+
+def line(record: Record) -> str:
+    """One line for people: method, size, status, medians as logged, verdict, reason."""
+    job, logged = record.job, record.evidence["samples_per_second"]
+    options = "".join(f" {name}={value}" for name, value in job.options.items())
+    size = f"{job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"
+    speed = f", median {statistics.median(logged):.5f} samples/s logged" if logged else ""
+    steady_ms = [
+        elapsed
+        for iteration, elapsed in zip(record.evidence["iterations"], record.evidence["elapsed_ms"], strict=True)
+        if elapsed and iteration > record.interval_steps
+    ]
+    steady = f", {statistics.median(steady_ms):.1f} ms a step after the first interval" if steady_ms else ""
+    verdict = f"passed ({record.gate.verdict})" if record.gate.passed else record.gate.verdict
+    reason = f" ({record.gate.reason})" if record.gate.reason else ""
+    status = record.status + (f" {record.reason}" if record.reason else "")
+    doubts = "".join(f"; but {doubt}" for doubt in record.evidence["doubts"])
+    return f"{job.method}{options}, {size}: {status}{speed}{steady}; gate {verdict}{reason}: {record.gate.text}{doubts}"

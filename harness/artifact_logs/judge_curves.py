@@ -1,0 +1,187 @@
+"""Is a log's training the reference's? Verdicts on imported records, which have loss curves and nothing else.
+
+A log tells no weights, so no verdict here is better than `tolerance`. The reference of a log is what was trained wholly
+on the device beside it, at the same depth, else at the nearest. How far two curves may lie apart is counted in what
+the reference learned, the fall of its loss from the first logged interval to the last: a curve that stays where it
+began is 100 % away, whatever the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from harness.core.record import Gate, Record
+
+# Of what the reference learned. The published logs of a resident and of a ZeRO-Offload run at 32 layers, with dropout
+# 0.1, other kernels and another Megatron, lie 0.6 % apart at most; that of a ZeRO-Infinity run, whose training is
+# known to be another, 32 %.
+ALLOWED = 0.05
+# For a reference that is twice as deep, or half. ZeRO-Offload's own 48 layers lie 8.6 % from the resident run's 32:
+# 15 % for a doubling.
+ALLOWED_PER_DOUBLING = 0.2
+# Beyond, as much would be allowed as wrong training differs by: what agrees may still be wrong.
+FARTHEST_DOUBLINGS = 1.0
+# A fall smaller than this part of the reference's is none: a run that had learned nothing logged 11.21 five times.
+LEAST_LEARNED = 0.1
+# A reference whose loss falls by less than this part of itself is within what dropout and data do to an interval's
+# mean (0.12 % in the logs above): who differs from it may be as right.
+LEAST_TELLING_FALL = 0.01
+
+
+def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate]:
+    """A verdict on each of the records, which are the logs of one folder; `references` names methods, best first.
+
+    A record at a depth without a reference is also held to its method's run at a depth with one, and to other methods
+    of its own size, if those agree with the reference at such a depth.
+    """
+    anchors = [record for name in references for record in records if record.job.method == name]
+    judged = [(record, _judge(record, anchors)) for record in records]
+    return [_hold_to_others(record, gate, judged) for record, gate in judged]
+
+
+def learned(record: Record) -> float:
+    """The fall of the loss; 0 where the log does not show a whole, finite and falling curve."""
+    return max(0.0, record.losses[0] - record.losses[-1]) if _own_conditions(record) is None else 0.0
+
+
+def _own_conditions(record: Record) -> Gate | None:
+    wrong = record.evidence.get("other_parameters")
+    if wrong:
+        return Gate("failed", "parameters", wrong)
+    for place, loss in enumerate(record.losses, start=1):
+        if loss is not None and not math.isfinite(loss):
+            last = place * record.interval_steps
+            text = f"the loss is not finite in steps {last - record.interval_steps + 1} to {last}"
+            return Gate("failed", "not-finite", text)
+    expected = max(1, record.job.steps // record.interval_steps)
+    there = sum(loss is not None for loss in record.losses)
+    if record.status != "ok" or there < expected:
+        return Gate("untested", "incomplete", f"{there} of {expected} logged losses")
+    if there < 2:
+        return Gate("untested", "too-short", "one logged loss shows no training")
+    return None
+
+
+def _judge(record: Record, anchors: list[Record]) -> Gate:
+    own = _own_conditions(record)
+    if own is not None:
+        return own
+    same = [anchor for anchor in anchors if _is_comparable(record, anchor)]
+    if not same:
+        return Gate("untested", "no-reference", "no log beside it is the same training wholly on the device")
+    nearest = min(same, key=lambda anchor: (not learned(anchor), _doublings(record, anchor)))
+    if nearest is not record and learned(nearest):
+        return compare(record, nearest)
+    if nearest is not record:
+        return Gate("untested", "no-reference", f"{_name(nearest)} beside it is no reference: {_flaw(nearest)}")
+    if not learned(record):
+        return Gate("untested", "weak-reference", f"would be the reference, but {_flaw(record)}")
+    first, last = record.losses[0], record.losses[-1]
+    text = f"is the reference: the logged losses are finite and fall from {first:.4g} to {last:.4g}"
+    return Gate("tolerance", "", text)
+
+
+def _flaw(anchor: Record) -> str:
+    """Why a log that should be the reference is none."""
+    own = _own_conditions(anchor)
+    if own is not None:
+        return own.text
+    return f"its logged losses do not fall: from {anchor.losses[0]:.4g} to {anchor.losses[-1]:.4g}"
+
+
+def _name(record: Record) -> str:
+    return f"{record.job.method} at {record.job.workload.num_layers} layers"
+
+
+def compare(record: Record, other: Record) -> Gate:
+    """By the largest distance between the two curves."""
+    doublings, fall = _doublings(record, other), other.losses[0] - other.losses[len(record.losses) - 1]
+    name = _name(other)
+    if fall <= 0:
+        return Gate("untested", "no-reference", f"{name} learned nothing in {record.job.steps} steps")
+    distances = [abs(ours - theirs) / fall for ours, theirs in zip(record.losses, other.losses, strict=False)]
+    worst = max(range(len(distances)), key=distances.__getitem__)
+    allowed = ALLOWED + ALLOWED_PER_DOUBLING * doublings
+    evidence = {
+        "reference": other.key, "reference_method": other.job.method,
+        "reference_layers": other.job.workload.num_layers, "learned": fall, "distances": distances, "allowed": allowed,
+    }  # fmt: skip
+    here = f"{distances[worst]:.1%} of what {name} learned"
+    if distances[worst] <= allowed:
+        if doublings > FARTHEST_DOUBLINGS:
+            return Gate("untested", "far-reference", f"within {here}, but that is too far to tell", evidence)
+        text = f"{len(distances)} logged losses within {here} ({allowed:.1%} allowed)"
+        return Gate("tolerance", "", text, evidence)
+    if record.losses[0] - record.losses[-1] < LEAST_LEARNED * fall and fall >= LEAST_TELLING_FALL * other.losses[0]:
+        text = f"it learns nothing: its loss goes from {record.losses[0]:.4g} to {record.losses[-1]:.4g}, {name} fell"
+        return Gate("failed", "no-learning", f"{text} by {fall:.3g}", evidence)
+    step = (worst + 1) * record.interval_steps
+    text = (
+        f"loss {record.losses[worst]:.4g} instead of {other.losses[worst]:.4g} at step {step}: off by {here}"
+        f" ({allowed:.1%} allowed)"
+    )
+    if fall < LEAST_TELLING_FALL * other.losses[0]:
+        return Gate("untested", "weak-reference", f"{text}, which hardly learned itself", evidence)
+    return Gate("failed", "loss", text, evidence)
+
+
+def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> Gate:
+    """The verdict of a record without a reference of its depth, from those that have one."""
+    if "reference_layers" not in gate.evidence or _is_at_depth(record, gate):
+        return gate
+    twins = [(twin, verdict) for twin, verdict in judged if twin is not record and _is_twin(record, twin)]
+    for twin, verdict in twins:
+        of_itself = "reference_layers" not in verdict.evidence  # such as a loss that is not finite
+        if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
+            text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"
+            return Gate("failed", verdict.reason, text, gate.evidence)
+    for peer, verdict in judged:
+        if peer.job.method != record.job.method and _is_size(record, peer) and _is_trusted(peer, verdict, judged):
+            gate = compare(record, peer)
+            if not gate.passed:
+                return gate
+    if gate.reason == "far-reference":
+        for twin, verdict in twins:
+            if verdict.passed and _is_at_depth(twin, verdict):
+                text = f"its twin at {twin.job.workload.num_layers} layers is within tolerance; here {gate.text}"
+                return Gate("twin", "", text, gate.evidence)
+    return gate
+
+
+def _is_trusted(peer: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> bool:
+    """It agrees with the nearest reference, and its method with the reference at that one's own depth."""
+    return gate.passed and any(
+        verdict.passed and _is_twin(peer, twin) and _is_at_depth(twin, verdict) for twin, verdict in judged
+    )
+
+
+def _is_at_depth(record: Record, gate: Gate) -> bool:
+    """It was judged by a reference of its own depth."""
+    return bool(gate.evidence.get("reference_layers") == record.job.workload.num_layers)
+
+
+def _is_twin(record: Record, other: Record) -> bool:
+    """The same method and options, at another depth at most."""
+    same = (record.job.method, record.job.options) == (other.job.method, other.job.options)
+    return same and _is_comparable(record, other)
+
+
+def _is_size(record: Record, other: Record) -> bool:
+    return _is_comparable(record, other) and not _doublings(record, other)
+
+
+def _is_comparable(record: Record, other: Record) -> bool:
+    """Another depth at most, the same intervals, and as many of them; a log may leave unsaid how it was trained."""
+    ours, theirs = (dataclasses.asdict(each.job.workload) for each in (record, other))
+    unsaid = {*record.evidence.get("unsaid", ()), *other.evidence.get("unsaid", ()), "num_layers"}
+    return (
+        all(ours[name] == theirs[name] for name in ours if name not in unsaid)
+        and record.interval_steps == other.interval_steps
+        and record.job.steps <= other.job.steps
+    )
+
+
+def _doublings(record: Record, other: Record) -> float:
+    return abs(math.log2(record.job.workload.num_layers / other.job.workload.num_layers))

@@ -1,0 +1,141 @@
+"""The verb `doctor`: what this machine has, what each method still needs, and, asked for, how fast the machine is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.core import method, native_build
+from harness.core.job import Job, Workload, gib
+from harness.devices import machine, sim
+from harness.devices.device_lock import turn
+from harness.run.launch import worker_environment
+
+NOTHING_RUNS = 7
+GB = 1e9
+
+
+@click.command()
+@click.option("--calibrate", is_flag=True, help="Measure what plans reckon with: under a minute on an idle machine.")
+@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer that is timed.")
+@click.option("-b", "batch_size", type=int, default=4)
+@click.option("--heads", "num_heads", type=int, default=16)
+@click.option("--seq", "seq_len", type=int, default=1024)
+@click.option("--dtype", default="fp32", help="fp32; bf16 or fp16, mixed precision.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=method.ROOT / "results",
+    help="The disk that holds this folder is the one looked at.",
+)
+def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:  # fmt: skip
+    """What this machine has and what is missing, with the command that helps. Exit code 7 where nothing can run."""
+    chosen = machine.devices()[0] if device == "auto" else device
+    if chosen not in machine.devices():
+        raise ValueError(f"no {chosen} device here: --device takes auto or {machine.devices()[0]}")
+    workload = Workload(**sizes)
+    for name, text in (*hardware(results), *software(), *methods(chosen)):
+        print(f"{name:20}{text}")
+    if calibrate:
+        measure(workload, chosen, results)
+    for entry in machine.calibrations():
+        print(f"{'calibration':20}{told(entry)}")
+    if not machine.calibrations():
+        print(f"{'calibration':20}none of this machine: ./run.sh doctor --calibrate")
+    if all(_missing(name, chosen) for name in method.names()):
+        sys.exit(NOTHING_RUNS)
+
+
+def hardware(results: Path) -> list[tuple[str, str]]:
+    facts = machine.facts()
+    gpu = f"{facts['gpu']}, {gib(facts['gpu_bytes'])}, driver {facts['driver']}" if "gpu" in facts else "none"
+    if "gpu" in facts and "cuda" not in machine.devices():
+        gpu += "; torch is its CPU build: remove .venv, and ./run.sh again"
+    there = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
+    return [
+        ("cpu", f"{facts['cpu']}, {facts['cores']} cores, {gib(facts['host_bytes'])} of memory"),
+        ("gpu", gpu),
+        ("disk", f"{gib(shutil.disk_usage(there).free)} free at {there}"),
+    ]
+
+
+def software() -> list[tuple[str, str]]:
+    versions = machine.software()
+    found = native_build.find()
+    engines = ", ".join(f"{name} {versions[name] or 'missing'}" for name in machine.PACKAGES)
+    ready = "compiled" if sim.is_built() else "not compiled yet: ./run.sh setup" if found else "needs g++"
+    return [
+        ("python, engines", f"{versions['python']}, {engines}"),
+        ("compiler", found or "none: apt-get install g++"),
+        ("device sim", ready),
+    ]
+
+
+def methods(device: str) -> list[tuple[str, str]]:
+    """A line for each method."""
+    return [(name, _missing(name, device) or _to_build(name) or f"ready on {device}") for name in method.names()]
+
+
+def _missing(name: str, device: str) -> str | None:
+    return method.create(name, {}).missing(device)
+
+
+def _to_build(name: str) -> str | None:
+    missing = method.create(name, {}).to_build()
+    return f"ready, but for {missing}: ./run.sh setup" if missing else None
+
+
+def measure(workload: Workload, device: str, results: Path) -> None:
+    """Calibrate in a process of its own, while no job runs on the device, and keep what it found."""
+    results.mkdir(parents=True, exist_ok=True)
+    print("calibrating", flush=True)
+    order = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
+    with turn(Job("calibration", workload, device=device), lambda event: print(event["text"], flush=True)):
+        done = subprocess.run(
+            [sys.executable, "-m", "methods.streaming.calibrate"],
+            input=json.dumps(order), capture_output=True, text=True, env=worker_environment(),
+        )  # fmt: skip
+    if done.returncode:
+        line = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise ValueError(f"the calibration failed: {line}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    entry = {"device": device, "dtype": workload.dtype, "forward_flops": machine.forward_flops(workload)}
+    day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    load = machine.surroundings(device).get("load_average")
+    asked = {name: getattr(workload, name) for name in ("hidden_size", "batch_size", "seq_len")}
+    machine.keep_calibration({**entry, **asked, "date": day, "load_average": load, **found})
+
+
+def told(entry: dict[str, Any]) -> str:
+    """An entry in a few lines for people."""
+    rates, found = entry["rates"], entry["measured"]
+    of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
+    copies, updates = found["copies"], found["updates"]
+    layer, computed = found["compute"]["layer"], entry["computed"]
+    by_threads = ", ".join(f"{rate / GB:.2f} by {threads}" for threads, rate in updates["alone"].items())
+    under = updates["under_copies"]
+    indent = "\n" + " " * 20
+    busy = (entry["load_average"] or 0) > machine.facts()["cores"]
+    return indent.join((
+        f"{entry['device']} {entry['dtype']}, {entry['hidden_size']} wide, {entry['batch_size']} x {entry['seq_len']}"
+        f" tokens, {entry['date']}" + ("; the machine was busy: calibrate again when it is not" if busy else ""),
+        f"layer of {computed['batch_size']} x {computed['seq_len']} tokens: forward {layer['forward_seconds']:.3g} s,"
+        f" recompute and backward {layer['backward_seconds']:.3g} s;"
+        f" {of_layers:.3g} TFLOP/s, the head's {of_head:.3g}",
+        f"copies, GB/s: in {copies['inbound_page_locked'] / GB:.1f} (pageable {copies['inbound_pageable'] / GB:.1f}),"
+        f" out {copies['outbound_page_locked'] / GB:.1f} (pageable {copies['outbound_pageable'] / GB:.1f}),"
+        f" both at once {copies['both_ways'] / GB:.1f}, within the device {copies['within_device'] / GB:.1f}",
+        f"host's Adam, G parameters/s: {by_threads} threads, {updates['ahead'] / GB:.2f} from one state into another;"
+        f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied",
+        f"disk, GB/s: read {found['disk']['read'] / GB:.2f}, write {found['disk']['write'] / GB:.2f}, both at once"
+        f" {found['disk']['both_ways'] / GB:.2f}",
+    ))  # fmt: skip

@@ -1,0 +1,107 @@
+"""The same token batches for every method: a seeded stream that can be learned, or a Megatron corpus.
+
+Sample i is a pure function of (seed, i), so any step can be made again on its own and a larger batch sees the same
+samples in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from harness.core.job import Workload
+
+MAX_TOKEN = 50257  # ids of GPT-2's tokenizer; the padding of the vocabulary is never drawn
+FOLLOW = 0.5  # chance that a token is decided by the one before it
+MULTIPLIER, OFFSET = 12_289, 7_919  # successor of a token: an affine map of the ids
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+Sampler = Callable[[int], np.ndarray]
+
+
+def batches(workload: Workload, steps: int) -> np.ndarray:
+    """Token ids (steps, B, T + 1), int64: inputs are [..., :-1], targets [..., 1:].
+
+    Raises ValueError where the corpus cannot be read or holds ids beyond the vocabulary.
+    """
+    sample = corpus(workload) if workload.corpus else synthetic(workload)
+    count = steps * workload.batch_size
+    tokens = np.stack([sample(index) for index in range(count)])
+    return tokens.reshape(steps, workload.batch_size, workload.seq_len + 1)
+
+
+def sha256(tokens: np.ndarray) -> str:
+    """Hash of the bytes that were trained on."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
+
+
+def synthetic(workload: Workload) -> Sampler:
+    """Zipf unigrams with order-1 structure: half of the tokens follow from the one before, the rest are drawn anew.
+
+    Uniform tokens could not show a broken optimizer: their loss stays at ln V whatever is learned.
+    """
+    ids = min(workload.vocab_size, MAX_TOKEN)
+    cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
+    cumulative /= cumulative[-1]
+
+    def sample(index: int) -> np.ndarray:
+        uniform = _uniform(workload.seed, index, 2 * (workload.seq_len + 1))
+        fresh = np.searchsorted(cumulative, uniform[: workload.seq_len + 1]).astype(np.int64)
+        follows = uniform[workload.seq_len + 1 :] < FOLLOW
+        tokens = fresh.tolist()
+        for place in np.flatnonzero(follows[1:]) + 1:
+            tokens[place] = (tokens[place - 1] * MULTIPLIER + OFFSET) % ids
+        return np.array(tokens, dtype=np.int64)
+
+    return sample
+
+
+def corpus(workload: Workload) -> Sampler:
+    """Windows of T + 1 tokens at seeded places of a Megatron .bin/.idx pair; `workload.corpus` is their prefix."""
+    prefix = str(workload.corpus).removesuffix(".bin").removesuffix(".idx")
+    tokens = _open_tokens(prefix)
+    places = len(tokens) - workload.seq_len
+    if places < 1:
+        raise ValueError(f"{prefix}.bin holds {len(tokens)} tokens, fewer than one sample of {workload.seq_len + 1}")
+
+    def sample(index: int) -> np.ndarray:
+        start = int(_uniform(workload.seed, index, 1)[0] * places)
+        window = np.asarray(tokens[start : start + workload.seq_len + 1], dtype=np.int64)
+        beyond = window[(window < 0) | (window >= workload.vocab_size)]
+        if beyond.size:
+            raise ValueError(f"{prefix}.bin holds token {beyond[0]}, the vocabulary has {workload.vocab_size}: --vocab")
+        return window
+
+    return sample
+
+
+def _open_tokens(prefix: str) -> np.ndarray:
+    """All tokens of the corpus, mapped, not read. The index: magic, version (u64), dtype code (u8), counts."""
+    try:
+        with open(f"{prefix}.idx", "rb") as index:
+            head = index.read(len(INDEX_MAGIC) + 9)
+        if len(head) < len(INDEX_MAGIC) + 9 or not head.startswith(INDEX_MAGIC):
+            raise ValueError(f"{prefix}.idx is not a Megatron index: --data takes the prefix of a .bin/.idx pair")
+        version, code = struct.unpack("<QB", head[len(INDEX_MAGIC) :])
+        if version != 1 or code not in INDEX_DTYPES:
+            raise ValueError(f"{prefix}.idx has version {version} and dtype {code}; version 1 with integers is read")
+        dtype = np.dtype(INDEX_DTYPES[code])
+        size = Path(f"{prefix}.bin").stat().st_size
+        if not size:
+            raise ValueError(f"{prefix}.bin is empty: --data takes the prefix of a .bin/.idx pair")
+        if size % dtype.itemsize:
+            raise ValueError(f"{prefix}.bin is cut short: {size} bytes, {dtype.itemsize} for each token")
+        return np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
+    except OSError as error:
+        raise ValueError(f"cannot read the corpus {error.filename}: {error.strerror}") from error
+
+
+def _uniform(seed: int, index: int, count: int) -> np.ndarray:
+    """Numbers in [0, 1) from the counter-based Philox generator's raw words, which no numpy release changes."""
+    words = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(count)
+    return (words >> np.uint64(11)) * 2.0**-53

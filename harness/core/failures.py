@@ -1,0 +1,279 @@
+"""How a run ended, named in one place: a status, the evidence for it, and one line that says what to change.
+
+An exception is looked through to its innermost cause; what a message says counts before its type, since one type stands
+for several memories. A process that left no record is named by what its parent saw. Nothing is called out of memory
+without evidence: an exception, a message, or the kernel's own count of the processes it killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from harness.core.job import gib
+from harness.core.method import Unavailable
+
+TEXT_LENGTH = 200
+NEAR_THE_LIMIT = 0.95
+
+
+class Kind(NamedTuple):
+    status: str
+    resource: str  # device, host, pinned, shm, disk, import, time or ""
+    name: str  # evidence["class"]: how it was told
+
+
+# Messages, most telling first. Sources: PyTorch's allocators, CUDA's libraries, glibc and the kernel.
+MESSAGES = (
+    (r"sim pinned out of memory", Kind("oom-host", "pinned", "allocator")),
+    (r"sim host out of memory", Kind("oom-host", "host", "allocator")),
+    (r"sim device out of memory|CUDA out of memory", Kind("oom-device", "device", "allocator")),
+    (r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Failed to CUDA \w*alloc", Kind("oom-device", "device", "library")),
+    (r"page-lock|cudaHost(Alloc|Register)|mlock", Kind("oom-host", "pinned", "allocator")),
+    (r"CUDA error: out of memory", Kind("oom-device", "device", "ambiguous")),
+    (r"allocate shared memory|shared memory(?s:.)*No space left", Kind("oom-host", "shm", "allocator")),
+    (r"DefaultCPUAllocator: (can't|not enough)|std::bad_alloc|Caught \S*MemoryError|Memory allocation still failed",
+     Kind("oom-host", "host", "allocator")),
+    (r"annot allocate memory|failed to map segment|[Uu]nable to (mmap|allocate) ",
+     Kind("oom-host", "host", "allocator")),
+    (r"No space left on device", Kind("does-not-fit", "disk", "file system")),
+)  # fmt: skip
+# A native library that gives up prints why and aborts: what it says on its last lines.
+LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
+CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
+LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
+NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
+ASKED = re.compile(r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
+USED = re.compile(r"(\d+) of (\d+) bytes in use")
+CUDA_USED = re.compile(r"([\d.]+) (\w+) is allocated by PyTorch")
+CUDA_LIMIT = re.compile(r"([\d.]+) (\w+) allowed"), re.compile(r"total capacity of ([\d.]+) (\w+)")
+UNITS = {unit: 2 ** (10 * power) for power, unit in enumerate(("bytes", "kib", "mib", "gib", "tib", "pib", "eib"))}
+
+MEMORIES = {
+    "device": ("device memory", "lower -l, -b, --seq or -w, or raise --device-memory"),
+    "host": ("host memory", "lower -l or -b, or raise --host-memory"),
+    "pinned": ("pinned host memory", "lower -l or raise --host-memory: pinned blocks are rounded up to powers of two"),
+    "shm": ("shared memory", "enlarge /dev/shm (in docker: --shm-size) or pass less through it"),
+    "disk": ("room on the disk", "free some, or name another folder with --disk or --results"),
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An end, named: a status of record.STATUSES, one line for people, and what it was told by."""
+
+    status: str
+    reason: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def changes(self, evidence: dict[str, Any]) -> dict[str, Any]:
+        """The same as fields of a record that has some evidence already."""
+        return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
+
+
+def of_exception(error: BaseException, phase: str, memory: dict[str, int]) -> Failure:
+    """Name what training raised. `memory` is limits.lift(): bytes at the time, for messages that give none."""
+    told = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
+    # Of what is missing, the outermost error tells more: it may name the command that installs it.
+    told.sort(key=lambda pair: pair[1] is not None and pair[1].status == "unavailable")
+    causes = [(cause, kind) for cause, kind in told if kind is not None]
+    if causes:
+        cause, kind = causes[-1] if causes[0][1].status == "unavailable" else causes[0]
+        return _by_cause(cause, kind, error, phase, memory)
+    is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
+    evidence = {"class": "numeric" if is_numeric else "exception", "resource": ""}
+    return Failure("crash", f"{_text(error)} at {phase}; its log has the traceback", evidence)
+
+
+def _by_cause(cause: BaseException, kind: Kind, error: BaseException, phase: str, memory: dict[str, int]) -> Failure:
+    evidence: dict[str, Any] = {"class": kind.name, "resource": kind.resource}
+    if kind.resource == "host" and "host_limit_bytes" in memory:
+        evidence["class"] = "rlimit"
+    if cause is not error:
+        evidence |= {"class": "swallowed" if kind.resource in MEMORIES else kind.name, "wrapped_in": _text(error)}
+    evidence |= _numbers(str(cause), kind, memory)
+    return Failure(kind.status, _line(kind, phase, evidence, _text(cause)), evidence)
+
+
+@dataclass(frozen=True)
+class End:
+    """A worker's end as its parent saw it."""
+
+    phase: str
+    code: int = 0  # of the process: negative is a signal
+    stopped: str = ""  # what the parent itself ended it for: "deadline", "silence", "interrupt"
+    seconds: float = 0.0  # the limit of time that it ran into
+    oom_kills: int = 0  # by which the counter of its memory group rose
+    owns_group: bool = False  # whether nothing but this worker lived in that group
+    system_oom_kills: int = 0  # by which the whole machine's counter rose
+    host_peak_bytes: int = 0
+    host_limit_bytes: int = 0
+    shm_free_bytes: int | None = None  # the least that was seen free in /dev/shm
+    log_tail: str = ""
+
+
+def of_process(end: End) -> Failure:
+    """Name the end of a worker that left no record."""
+    number = -end.code if end.code < 0 else end.code - 128 if end.code > 128 else 0
+    seen = {"returncode": end.code, "oom_kills": end.oom_kills, "system_oom_kills": end.system_oom_kills}
+    if end.stopped:
+        failure = of_stop(end)
+        return Failure(failure.status, failure.reason, {**seen, **failure.evidence})
+    if number == signal.SIGKILL:
+        return _killed(end, seen)
+    if number == signal.SIGBUS and end.shm_free_bytes is not None and end.shm_free_bytes < 2**20:
+        kind = Kind("oom-host", "shm", "signal")
+        evidence = {"class": kind.name, "resource": "shm", "inferred": True, "shm_free_bytes": end.shm_free_bytes}
+        return Failure(kind.status, _line(kind, end.phase, evidence, "SIGBUS, /dev/shm was full"), {**seen, **evidence})
+    words = LAST_WORDS.search(end.log_tail)
+    if words and (number == signal.SIGABRT or end.code > 0):
+        kind = Kind("oom-host", "host", "log")
+        evidence = {"class": kind.name, "resource": kind.resource, "text": words[0]}
+        return Failure(kind.status, _line(kind, end.phase, evidence, words[0]), {**seen, **evidence})
+    if number in set(signal.Signals):
+        told, name = f"ended by {signal.Signals(number).name}", "signal"
+    elif end.code:
+        told, name = f"exit {end.code} without a result", "exit"
+    else:
+        told, name = "exit 0 without a result", "exit"
+    told += f" at {end.phase}; its log has what it printed last"
+    return Failure("crash", told, {**seen, "class": name, "resource": ""})
+
+
+def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
+    """The same end, said of one of several ranks."""
+    return Failure(failure.status, f"rank {rank} of {world_size}: {failure.reason}", {**failure.evidence, "rank": rank})
+
+
+def tells_of_lost_rank(reason: str) -> bool:
+    """Whether a rank ended because it could no longer reach another one."""
+    return bool(LOST_RANK.search(reason))
+
+
+def of_stop(end: End) -> Failure:
+    """Name the end that the parent itself made."""
+    if end.stopped == "interrupt":
+        return Failure("interrupted", f"interrupted at {end.phase}", {"class": "interrupt", "resource": ""})
+    if end.stopped == "silence":
+        name, text = (
+            "hang",
+            f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit",
+        )
+    else:
+        name, text = "deadline", f"ran longer than its {end.seconds:g} seconds, at {end.phase}: lower -l or --steps"
+        text += ", or raise --timeout"
+    evidence = {"class": name, "resource": "time", "last_phase": end.phase, "seconds": end.seconds}
+    return Failure("timeout", text, evidence)
+
+
+def of_killed_child(end: End, reason: str, traceback: str) -> Failure | None:
+    """Name a crash that the kernel brought about by killing one of the worker's processes; None where it did not.
+
+    In a group that others share, the count may have risen for them: then the message must speak of a killed process.
+    """
+    if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + traceback)):
+        return None
+    evidence = {"class": "kernel-kill", "resource": "host", "oom_kills": end.oom_kills, "inferred": not end.owns_group}
+    evidence |= {"in_use_bytes": end.host_peak_bytes, "limit_bytes": end.host_limit_bytes}
+    kind = Kind("oom-host", "host", "kernel-kill")
+    line = _line(kind, end.phase, evidence, f"the kernel killed a process of its; {reason}")
+    return Failure(kind.status, line, evidence)
+
+
+def _killed(end: End, seen: dict[str, Any]) -> Failure:
+    near = end.host_peak_bytes >= NEAR_THE_LIMIT * end.host_limit_bytes
+    if not end.oom_kills and not (end.system_oom_kills and near):
+        text = f"killed by SIGKILL from outside at {end.phase}: no count of kills for want of memory rose"
+        return Failure("killed", text, {**seen, "class": "signal", "resource": ""})
+    evidence = {"class": "kernel-kill", "resource": "host", "inferred": not end.oom_kills}
+    evidence |= {"in_use_bytes": end.host_peak_bytes, "limit_bytes": end.host_limit_bytes}
+    kind = Kind("oom-host", "host", "kernel-kill")
+    return Failure(kind.status, _line(kind, end.phase, evidence, "killed by the kernel"), {**seen, **evidence})
+
+
+def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
+    """The exception and all it came from; False marks what was merely being handled when another error arose."""
+    found: list[tuple[BaseException, bool]] = []
+
+    def visit(item: BaseException | None, is_explicit: bool) -> None:
+        if item is None or any(item is known for known, _ in found):
+            return
+        found.append((item, is_explicit))
+        visit(item.__cause__, is_explicit)
+        visit(item.__context__, False)
+
+    visit(error, True)
+    return found[::-1]
+
+
+def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
+    """What this very exception tells, its causes aside."""
+    types = {cls.__name__ for cls in type(error).__mro__}
+    text = str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        in_shm = str(error.filename or "").startswith("/dev/shm") or "shared memory" in text
+        return Kind("oom-host", "shm", "file system") if in_shm else Kind("does-not-fit", "disk", "file system")
+    if isinstance(error, (Exception, MemoryError)) and not isinstance(error, Unavailable):
+        for pattern, kind in MESSAGES:
+            if re.search(pattern, text):
+                return _decided(kind, memory) if kind.name == "ambiguous" else kind
+    if "OutOfMemoryError" in types:
+        return Kind("oom-device", "device", "allocator")
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return Kind("oom-host", "host", "allocator")
+    if isinstance(error, (Unavailable, ImportError)) and is_explicit:
+        return Kind("unavailable", "import", "import")
+    return None
+
+
+def _decided(kind: Kind, memory: dict[str, int]) -> Kind:
+    """CUDA says "out of memory" of both memories: where a twentieth of the device is free, it was not the device's."""
+    if memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63):
+        return Kind("oom-host", "pinned", "ambiguous")
+    return kind
+
+
+def _numbers(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
+    """Bytes asked for, in use and allowed, as far as the message or the process knows them."""
+    found: dict[str, int] = {}
+    if kind.resource not in MEMORIES:
+        return found
+    asked, used, of_cuda = ASKED.search(text), USED.search(text), CUDA_USED.search(text)
+    if asked:
+        found["asked_bytes"] = _size(*asked.groups())
+    if used:
+        found |= {"in_use_bytes": int(used[1]), "limit_bytes": int(used[2])}
+    elif of_cuda:
+        limit = next((match for pattern in CUDA_LIMIT if (match := pattern.search(text))), None)
+        found["in_use_bytes"] = _size(*of_cuda.groups())
+        if limit:
+            found["limit_bytes"] = _size(*limit.groups())
+    elif kind.resource == "host":
+        names = {"host_bytes": "in_use_bytes", "host_limit_bytes": "limit_bytes"}
+        found |= {name: memory[key] for key, name in names.items() if key in memory}
+    return found
+
+
+def _size(number: str, unit: str) -> int:
+    return int(float(number) * UNITS[unit.lower()])
+
+
+def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
+    """Which memory, at which phase, how much of how much, what to change, and the words it was told by."""
+    if kind.resource not in MEMORIES:
+        return f"{text} (at {phase})"
+    memory, advice = MEMORIES[kind.resource]
+    asked, used, limit = (evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
+    numbers = [f"asked for {gib(asked)}"] if asked else []
+    if used is not None:
+        numbers.append(f"{gib(used)}{f' of {gib(limit)}' if limit else ''} in use")
+    told = f": {', '.join(numbers)}" if numbers else ""
+    return f"out of {memory} at {phase}{told}; {advice} ({text})"
+
+
+def _text(error: BaseException) -> str:
+    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "  # its status says so already
+    return f"{kind}{' '.join(str(error).split())}"[:TEXT_LENGTH]

@@ -1,0 +1,213 @@
+"""The GPT that every method trains: two ends that share the token embedding, and a list of equal layers.
+
+As in the published runs: pre-LN decoder, learned positions, fused QKV, exact GELU, tied head. Every tensor is seeded
+by its own name, so a layer can be made where it will live, in any order, without the rest of the model.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.core.job import NUM_LOGITS, Workload
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INIT_STD = 0.02
+DRAWN_AT_ONCE = 2**18  # elements, a multiple of 16
+
+
+class Layer(nn.Module):
+    """One transformer block: (B, T, D) to (B, T, D)."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        size = workload.hidden_size
+        self.num_heads = workload.num_heads
+        self.dropout = workload.dropout
+        self.ln1 = nn.LayerNorm(size)
+        self.qkv = nn.Linear(size, 3 * size)  # rows: 3, heads, head size
+        self.proj = nn.Linear(size, size)
+        self.ln2 = nn.LayerNorm(size)
+        self.fc1 = nn.Linear(size, 4 * size)
+        self.fc2 = nn.Linear(4 * size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.proj(self._attention(self.ln1(x))), self.dropout)
+        return x + F.dropout(self.fc2(F.gelu(self.fc1(self.ln2(x)))), self.dropout)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        batch, tokens, size = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, size // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=self.dropout)
+        return mixed.transpose(1, 2).reshape(batch, tokens, size)
+
+
+class Ends(nn.Module):
+    """What comes before the first layer and after the last."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.dropout = workload.dropout
+        self.wte = nn.Embedding(workload.vocab_size, workload.hidden_size)
+        self.wpe = nn.Embedding(workload.seq_len, workload.hidden_size)
+        self.lnf = nn.LayerNorm(workload.hidden_size)
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """(B, T) token ids to (B, T, D)."""
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        return F.dropout(self.wte(inputs) + self.wpe(positions), self.dropout)
+
+    def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """Mean cross-entropy over all tokens, in fp32; the head is the token embedding. Its gradient comes times
+        `scale`."""
+        hidden = self.lnf(x).flatten(0, 1)
+        mean: Tensor = HeadLoss.apply(hidden, self.wte.weight, targets.flatten(), scale)  # type: ignore[no-untyped-call]
+        return mean
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of a linear head, a block of tokens after the other: the logits of all tokens, which would be
+    the largest tensor of most models, never are. Both gradients are computed with the loss, while a block's logits are
+    there, so nothing is computed twice; they are scaled before they are rounded to fp16, where most would be zero.
+
+    x: (N, D) hidden states of N tokens; weight: (V, D); targets: (N,).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        num_tokens, total = len(x), torch.zeros((), device=x.device)
+        dx, dweight = torch.empty_like(x), None
+        for start in range(0, num_tokens, tokens_at_once(len(weight))):
+            block = slice(start, start + tokens_at_once(len(weight)))
+            loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale)
+            total += loss
+            dx[block] = dlogits @ weight
+            dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
+            del dlogits  # before the next block's
+        ctx.gradients = dx, dweight
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *dloss: Tensor) -> Any:
+        (dx, dweight), ctx.gradients = ctx.gradients, None  # held by nothing else: autograd keeps them without a copy
+        return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int, scale: float) -> tuple[Tensor, Tensor]:
+    """These tokens' share of the mean over `num_tokens`, in fp32, and its gradient times `scale` in the dtype of the
+    logits, whose memory it takes if that is fp32.
+
+    logits: (N, V); targets: (N,).
+    """
+    dtype, wanted, logits = logits.dtype, targets.unsqueeze(1), logits.float()
+    right, largest = logits.gather(1, wanted), logits.amax(1, keepdim=True)
+    sums = logits.sub_(largest).exp_().sum(1, keepdim=True)
+    loss = (sums.log() + largest - right).sum() / num_tokens
+    divisor = num_tokens / scale
+    dlogits = logits.div_(sums * divisor).scatter_add_(1, wanted, torch.full_like(sums, -1 / divisor))
+    return loss, dlogits.to(dtype)
+
+
+def tokens_at_once(vocab_size: int) -> int:
+    """Tokens whose logits are there at once."""
+    return max(1, NUM_LOGITS // vocab_size)
+
+
+class GPT(nn.Module):
+    """The whole model; every layer is recomputed in the backward pass from its input."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.ends = Ends(workload)
+        self.layers = nn.ModuleList(Layer(workload) for _ in range(workload.num_layers))
+
+    def forward(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        return self.loss(self.ends.embed(inputs), targets, scale)
+
+    def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """The loss of embedded tokens, (B, T, D); its gradient comes times `scale`."""
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.ends.loss(x, targets, scale)
+
+
+def build(workload: Workload, device: str = "cpu") -> GPT:
+    """The seeded model in the workload's dtype on a device."""
+    with torch.device("meta"):
+        model = GPT(workload)
+    model = model.to(DTYPES[workload.dtype]).to_empty(device=device)
+    initialize(((name, parameter.data) for name, parameter in model.named_parameters()), workload)
+    return model
+
+
+def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
+    """Give tensors, in place, the starting values of their names: a thread draws a tensor, several at once."""
+
+    def fill(pair: tuple[str, Tensor]) -> None:
+        name, tensor = pair
+        if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+            draw(name, tensor, workload)  # where it stays: no second copy, even for a moment
+            return
+        elements = tensor.view(-1)
+        for start, drawn in drawn_blocks(name, tensor.shape, workload):
+            elements[start : start + len(drawn)].copy_(drawn)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, named))
+
+
+def drawn_blocks(name: str, shape: torch.Size, workload: Workload) -> Iterator[tuple[int, Tensor]]:
+    """The values of initial(), as (start, elements), in one block of memory used again: the whole of an embedding would
+    be more than a host may have to spare."""
+    numel, draw_ = shape.numel(), _distribution(name, len(shape), workload)
+    room = torch.empty(min(numel, 2 * DRAWN_AT_ONCE))
+    start = 0
+    while start < numel:
+        # The last block is the longer one: torch draws 16 numbers at once, the last 16 of a tensor anew.
+        left = numel - start
+        drawn = room[: left if left < 2 * DRAWN_AT_ONCE else DRAWN_AT_ONCE]
+        draw_(drawn)
+        yield start, drawn
+        start += len(drawn)
+
+
+def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
+    """The fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters)."""
+    tensor = torch.empty(shape)
+    draw(name, tensor, workload)
+    return tensor
+
+
+def draw(name: str, tensor: Tensor, workload: Workload) -> None:
+    """Fill an fp32 tensor of the host with its starting value.
+
+    N(0, 0.02); the two projections into the residual stream by 1/sqrt(2 L) of that; biases 0, norm weights 1.
+    """
+    _distribution(name, tensor.ndim, workload)(tensor)
+
+
+def _distribution(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Any]:
+    """What fills a tensor of this name; called again, the next one with what follows."""
+    if ndim == 1:
+        value = 1.0 if name.endswith("weight") else 0.0
+        return lambda tensor: tensor.fill_(value)
+    std = INIT_STD / math.sqrt(2 * workload.num_layers) if ".proj." in name or ".fc2." in name else INIT_STD
+    seed = hashlib.sha256(f"{workload.seed} {name}".encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+    return lambda tensor: tensor.normal_(0.0, std, generator=generator)
+
+
+def decays(parameter: Tensor) -> bool:
+    """Whether weight decay applies: matrices only, neither biases nor norms."""
+    return parameter.ndim > 1

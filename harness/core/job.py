@@ -1,0 +1,296 @@
+"""The words of a run as values: Workload, Budget, Plan, Job. Standard library only, nothing is allocated.
+
+Units: bytes, seconds, parameters. GiB = 2**30, 1 B = 10**9 parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.core.rates import Rates
+
+GIB = 2**30
+KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+# The optimizer of the published runs: AdamW, linear warm-up, cosine decay.
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.01
+MIN_LEARNING_RATE = 1e-5
+LR_WARMUP_STEPS = 3200
+LR_DECAY_STEPS = 320_000
+# The dynamic loss scale of fp16 (methods/shared/loss_scale.py), by the numbers that DeepSpeed starts from.
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_WINDOW = 1000  # good steps in a row that double it
+# The loss is computed in blocks of tokens with so many logits (harness/core/gpt.py): 128 MiB in fp32.
+NUM_LOGITS = 2**25
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A GPT, its optimizer and its data: what every method trains alike.
+
+    Raises ValueError, one line that names the allowed values, where the sizes make no model.
+    """
+
+    num_layers: int = 16
+    hidden_size: int = 2048
+    num_heads: int = 16
+    seq_len: int = 1024
+    batch_size: int = 4
+    micro_batches: int = 1  # equal parts of a batch, one after the other, whose gradients are summed
+    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
+    dtype: str = "fp32"  # or "bf16", "fp16": so are weights and gradients; master weights and moments are fp32
+    dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
+    clip_norm: float = 1.0  # of the global gradient norm; 0 switches clipping off
+    learning_rate: float = 1.5e-4
+    seed: int = 1234
+    corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None is the synthetic stream
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"the seed must be from 0 to below 2**63, not {self.seed}")
+        if self.hidden_size % self.num_heads:
+            below = self.hidden_size // self.num_heads * self.num_heads
+            nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
+            raise ValueError(
+                f"hidden size {self.hidden_size} is not divisible by {self.num_heads} heads: try {nearest}, or --heads"
+            )
+        if self.batch_size % self.micro_batches:
+            counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
+            raise ValueError(f"batch size {self.batch_size} has no {self.micro_batches} equal parts: it has {counts}")
+        if self.dropout and self.micro_batches > 1:
+            raise ValueError(
+                "dropout and micro-batches exclude each other: in another order, other elements are dropped"
+            )
+        if self.dtype not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"dtype must be fp32, bf16 or fp16, not {self.dtype!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout}")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
+            raise ValueError(f"clip must be 0 (off) or a positive norm, not {self.clip_norm}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"the learning rate must be positive, not {self.learning_rate}")
+        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 are one workload: let them make one key
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one layer: two norms, fused QKV, projection, a 4x MLP, all with biases."""
+        return 12 * self.hidden_size**2 + 13 * self.hidden_size
+
+    @property
+    def end_params(self) -> int:
+        """Parameters of both ends: tied token embedding, learned positions, final norm."""
+        return (self.vocab_size + self.seq_len + 2) * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        return self.end_params + self.num_layers * self.layer_params
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight, gradient or activation as computed with."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def flops_per_step(self) -> float:
+        """Floating-point operations of one step: forward, full recompute of every layer, backward; causal attention
+        counted as half of full. The embedding's look-up and elementwise work are not counted, and a recompute that
+        stops before a layer's last product does 8 T D^2 a layer less than is counted."""
+        return 4 * self._layer_flops + self.head_flops_per_step
+
+    @property
+    def model_flops_per_step(self) -> float:
+        """The same without the recompute: what MFU is measured against."""
+        return 3 * self._layer_flops + self.head_flops_per_step
+
+    @property
+    def _layer_flops(self) -> float:
+        tokens = self.batch_size * self.seq_len
+        return self.num_layers * (24 * tokens * self.hidden_size**2 + 2 * tokens * self.seq_len * self.hidden_size)
+
+    @property
+    def head_flops_per_step(self) -> float:
+        """The share of the head: logits, and both gradients of theirs."""
+        return 6.0 * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
+
+    @property
+    def boundary_bytes(self) -> int:
+        """The input of one layer, kept for its recompute; of the whole batch."""
+        return self.batch_size * self.seq_len * self.hidden_size * self.weight_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Largest transient of a micro-batch's loss and its gradients: a block of logits in fp32, its gradient in the
+        dtype of the weights, and the gradient of the embedding."""
+        logits = min(NUM_LOGITS, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size)
+        embedding = self.vocab_size * self.hidden_size
+        boundaries = 3 * self.boundary_bytes // self.micro_batches
+        return boundaries + (4 if self.weight_bytes == 4 else 6) * logits + self.weight_bytes * embedding
+
+    @property
+    def layer_bytes(self) -> int:
+        """Largest transient of a layer's recompute and backward pass on a micro-batch: what it keeps, the gradients of
+        the MLP's inner tensors, and that of one of its matrices on the way to where gradients are summed."""
+        return 22 * self.boundary_bytes // self.micro_batches + self.weight_bytes * 4 * self.hidden_size**2
+
+    @property
+    def working_bytes(self) -> int:
+        """Largest transient of a step beside what is kept of every layer. Held against twin.py's predictions."""
+        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # what others leave and get
+        return max(self.head_bytes, self.layer_bytes + waiting)
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether no update counts before the whole gradient is known: to be clipped, or, in fp16, to be finite."""
+        return self.clip_norm > 0 or self.dtype == "fp16"
+
+    def learning_rate_at(self, step: int) -> float:
+        """The published schedule; `step` counts from 1, those that fp16 skips, too. Iterations 10 and 50 give
+        4.687e-07 and 2.344e-06."""
+        if step <= LR_WARMUP_STEPS:
+            return self.learning_rate * step / LR_WARMUP_STEPS
+        floor = min(MIN_LEARNING_RATE, self.learning_rate)
+        done = min(1.0, (step - LR_WARMUP_STEPS) / (LR_DECAY_STEPS - LR_WARMUP_STEPS))
+        return floor + (self.learning_rate - floor) * (1 + math.cos(math.pi * done)) / 2
+
+    def at_depth(self, num_layers: int) -> Workload:
+        return dataclasses.replace(self, num_layers=num_layers)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may use; None is whatever the machine has. `rates` are what plans reckon with: no part of identity."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    seconds: float | None = None
+    link_bytes_per_second: float | None = None  # between device and host, in each direction: simulated on sim only
+    rates: Rates | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"the budget's {name} must be positive, not {value}")
+        for name in ("seconds", "link_bytes_per_second"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float(getattr(self, name)))  # as in Workload
+
+    def share(self, num_ranks: int) -> Budget:
+        """What each of several ranks on one machine has of its host; a device is a rank's own."""
+        return dataclasses.replace(self, host_bytes=self.host_bytes and self.host_bytes // num_ranks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a method says it will need, by arithmetic: bytes by memory and kind, and its options as resolved."""
+
+    device: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+    disk: dict[str, int] = field(default_factory=dict)
+    moved_bytes: int = 0  # per step, both directions
+    options: dict[str, Any] = field(default_factory=dict)
+    step_seconds: float | None = None  # at least, by the budget's rates, and what binds
+    binds: str = ""
+    updates_on_host: bool = True  # what the optimizer keeps on the host is updated there
+
+    def __post_init__(self) -> None:
+        for memory in (self.device, self.host, self.disk):
+            unknown = set(memory) - set(KINDS)
+            if unknown:
+                raise ValueError(f"a plan's kinds are {', '.join(KINDS)}, not {', '.join(sorted(unknown))}")
+            for kind, size in memory.items():
+                if not isinstance(size, int | float):
+                    raise ValueError(f"a plan's bytes are numbers, but its {kind} are {size!r}")
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
+
+    def shortfall(self, budget: Budget) -> str | None:
+        """The first memory that does not suffice, in words with its kinds, or None when the plan fits."""
+        for memory in ("device", "host", "disk"):
+            need, have = getattr(self, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")
+            if have is not None and need > have:
+                kinds = getattr(self, memory)
+                parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)
+                return f"needs {gib(need)} of {memory} memory ({parts}), there is {gib(have)}"
+        return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run as plain data. Two jobs of equal key measure the same thing."""
+
+    method: str
+    workload: Workload
+    options: dict[str, Any] = field(default_factory=dict)
+    budget: Budget = Budget()
+    device: str = "cpu"  # or "cuda", or "sim": a CPU with a second memory (harness/devices/sim.py)
+    steps: int = 20
+    warmup: int = 5
+    trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; as budget.seconds
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, not {self.steps}")
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(f"warm-up must be from 0 to {self.steps - 1} of {self.steps} steps, not {self.warmup}")
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together, by the option of methods that have it; each is a rank."""
+        return self.options.get("world_size", 1)
+
+    def key(self, **context: str) -> str:
+        """Identity of this job in a context: the method's source, the machine's checked facts. How long it may take is
+        no part of it, nor whether it is traced."""
+        untimed = dataclasses.replace(self, budget=dataclasses.replace(self.budget, seconds=None), trace=None)
+        text = json.dumps([untimed.to_dict(), context], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        del data["budget"]["rates"]
+        if self.trace is None:
+            del data["trace"]
+        if self.workload.micro_batches == 1:
+            del data["workload"]["micro_batches"]  # a job keeps the key that it had before there were any
+        return data
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Job:
+        data = dict(data, workload=Workload(**data["workload"]), budget=Budget(**data["budget"]))
+        return Job(**data)
+
+
+def params_text(num_params: int) -> str:
+    """Parameters as a human reads them: 1.717 B, 16.3 M."""
+    return f"{num_params / 1e9:.3f} B" if num_params >= 1e8 else f"{num_params / 1e6:.3g} M"
+
+
+def gib(size: float) -> str:
+    """Bytes as a human reads them."""
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} bytes"

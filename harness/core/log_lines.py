@@ -1,0 +1,66 @@
+"""The readable log in the published artifact's lines, so that scripts made for it read ours."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from harness.core.job import Job
+
+INTERVAL = 10  # steps
+BUILD_LOG = "build_{}.txt"  # beside the runs' logs: what an engine's compiler said
+
+
+def header_lines(job: Job) -> list[str]:
+    load = job.workload
+    return [
+        f"method {job.method} with {job.options or 'no options'}, {job.steps} steps on {job.device}, {load}",
+        f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {load.num_params}",
+    ]
+
+
+def end_line(job: Job, status: str, phase: str, num_steps: int, reason: str) -> str:
+    """How the run ended, in a word of record.STATUSES, where, and after how many steps."""
+    told = f"ended as {status} at {phase}, after {num_steps} of {job.steps} steps"
+    return f"{told}: {' '.join(reason.split())}" if reason else told
+
+
+def interval_steps(job: Job) -> int:
+    """A run of fewer steps than an interval is one."""
+    return min(INTERVAL, job.steps)
+
+
+def interval_lines(job: Job, measured: dict[str, Any], peaks: dict[str, int]) -> list[str]:
+    """The published metric lines for the interval that the last step closes; none inside an interval.
+
+    Times and losses are means over the interval, warm-up included, as published; Tera Flops count this harness's
+    FLOPs, recompute included.
+    """
+    step, interval = len(measured["losses"]), interval_steps(job)
+    if step % interval:
+        return []
+    load, seconds = job.workload, statistics.fmean(measured["step_seconds"][-interval:])
+    norm = f" grad norm: {measured['grad_norms'][-1]:.3f} |" if measured["grad_norms"] else ""
+    scale = measured["loss_scales"][-1] if measured["loss_scales"] else 1.0
+    num_skipped = sum(number > step - interval for number in measured["skipped_steps"])
+    losses = [loss for loss in measured["losses"][-interval:] if math.isfinite(loss)]
+    loss = f" lm loss: {statistics.fmean(losses):.6E} |" if losses else ""
+    lines = [
+        f" iteration {step:8d}/{job.steps:8d} | elapsed time per iteration (ms): {seconds * 1000:.1f} |"
+        f" learning rate: {load.learning_rate_at(step):.3E} | global batch size: {load.batch_size:5d} |"
+        f"{loss} loss scale: {scale:.1f} |{norm}"
+        f" number of skipped iterations: {num_skipped:3d} | number of nan iterations: {interval - len(losses):3d} |",
+        f"Effective Tera Flops per GPU: {load.flops_per_step / job.world_size / seconds / 1e12:.2f}"
+        f" and total parameters {load.num_params / 1e9:.3f} B",
+        f"NumWorkers: {job.world_size}; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
+        f"  SamplesPerSecond: {load.batch_size / seconds}",
+    ]
+    if peaks and step == interval:
+        allocated = peaks["device_allocated"] / 2**20
+        reserved = peaks.get("device_reserved", peaks["device_allocated"]) / 2**20
+        lines.append(
+            f"[Rank 0] (after {step} iterations) memory (MB) | allocated: {allocated} | max allocated: {allocated} |"
+            f" reserved: {reserved} | max reserved: {reserved}"
+        )
+    return lines

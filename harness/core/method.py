@@ -1,0 +1,268 @@
+"""What a method is, and where methods are found: the folder is the registry.
+
+A method is a frozen dataclass in a file of its own name; its fields are its options. Its module imports nothing heavy
+at the top (torch, engines): the parent process reads labels and asks for plans without them, so they are imported where
+training starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
+
+import methods
+from harness.core import source_hash as source
+from harness.core.job import Budget, Plan, Workload
+from harness.core.source_hash import ROOT
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Unavailable(Exception):
+    """This method cannot run here; the text says why and which command helps."""
+
+
+class Step(NamedTuple):
+    """One step's loss and global gradient norm before clipping: scalars on the device, not synchronized. Of several
+    models that take turns, of the first one, and what each has had of the devices' time, in shares of all until now.
+    In fp16 what the loss was scaled by, and whether the step was skipped because a gradient was not finite."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None = None
+    shares: list[float] | None = None
+    loss_scale: float | None = None
+    is_skipped: bool = False
+
+
+class TensorState(NamedTuple):
+    """A parameter after training: fp32 weight (the master's, in mixed precision) and first moment, shaped alike."""
+
+    name: str
+    weight: torch.Tensor
+    exp_avg: torch.Tensor | None = None
+
+
+class OtherModel(NamedTuple):
+    """Of several models that took turns one but the first: fields of its workload that are its own, and its training:
+    a loss and a norm for each of its own steps."""
+
+    changes: dict[str, Any]
+    losses: list[float]
+    grad_norms: list[float]
+    tensors: Iterable[TensorState]
+
+
+class Trained(NamedTuple):
+    """What a method leaves behind for the gate, the bytes it moved between memories and, of several models that took
+    turns, their number as `num_models` and how the turns went; the tensors are then the first model's."""
+
+    tensors: Iterable[TensorState]
+    moved_bytes: int = 0
+    schedule: dict[str, Any] = {}  # noqa: RUF012  nobody changes it
+    others: Sequence[OtherModel] = ()
+
+
+Training = Generator[Step, None, Trained]
+
+
+class Method(Protocol):
+    """label, color (hex) and paper are for figures; bit_exact promises the reference's very bits on CPU in fp32;
+    is_exact = False says that the method trains otherwise by design; is_reference is set by one method only; has_twin
+    says that train() runs on tensors without memory (harness/devices/memory_rehearsal.py); accumulates, that it trains
+    on micro-batches; scales_loss, that it trains in fp16, by the rule of methods/shared/loss_scale.py.
+
+    A method that trains in several processes has an option world_size, 1 by default: then each runs train() under
+    torchrun's variables, on the whole batch of which it takes its part, yields the loss of all, and rank 0 returns the
+    whole tensors. Its plan is that of one rank."""
+
+    label: ClassVar[str]
+    color: ClassVar[str]
+    paper: ClassVar[str]
+    bit_exact: ClassVar[bool]
+    is_exact: ClassVar[bool]
+    is_reference: ClassVar[bool]
+    has_twin: ClassVar[bool]
+    accumulates: ClassVar[bool]
+    scales_loss: ClassVar[bool]
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        """What training would need, allocating nothing; ValueError where the options make no sense for this size."""
+        ...
+
+    def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
+        """Train on each (inputs, targets) batch, (B, T) token ids on the device; yield after each step; return when
+        every update is done. Batches may have a length. Raises Unavailable, or torch's OutOfMemoryError."""
+        ...
+
+    def missing(self, device: str) -> str | None:
+        """What keeps it from running on this device, and what helps; None when nothing does. Not needed by most."""
+        ...
+
+    def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
+        """The options with which a model of fewer layers is trained by the same code as this one. Not needed where
+        options say nothing of single layers."""
+        ...
+
+    def to_build(self) -> str | None:
+        """What build() would have to compile before a run, for people; None when all is there. Not needed by most."""
+        ...
+
+    def build(self) -> None:
+        """Compile it: called once, in a process of its own, never inside a run."""
+        ...
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        """The method's row in the fairness table: implementation, model, attention, optimizer, precision, recompute,
+        clipping."""
+        ...
+
+
+DEFAULTS: dict[str, Any] = {
+    "paper": "",
+    "color": "#888888",
+    "bit_exact": False,
+    "is_exact": True,
+    "is_reference": False,
+    "has_twin": False,
+    "missing": lambda self, device: None,
+    "accumulates": False,
+    "scales_loss": False,
+    "twin_options": lambda self, num_layers, twin_layers: dataclasses.asdict(self),
+    "to_build": lambda self: None,
+    "build": lambda self: None,
+    "describe": lambda self, workload, device: {"implementation": "its file"},
+}
+
+
+@functools.cache
+def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for folder in (ROOT / "methods", *folders):
+        if not folder.is_dir():
+            raise ValueError(f"no folder of methods {folder}: name one with --methods")
+        for path in sorted(folder.glob("[!_]*.py")):
+            files[path.stem.replace("_", "-")] = path
+    return files
+
+
+def names(folders: tuple[Path, ...] = ()) -> list[str]:
+    """Every method's name, as the command line spells it: the file's, with hyphens."""
+    return sorted(_files(folders))
+
+
+def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
+    """Methods whose files do not load, and why: they keep no other from running."""
+    found = {}
+    for name in names(folders):
+        try:
+            load(name, folders)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
+    """The method's class. Raises ValueError naming the nearest method, or saying what its file lacks."""
+    files = _files(folders)
+    if name not in files:
+        near = difflib.get_close_matches(name, files, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"no method {name!r}: {hint}choose one of {', '.join(sorted(files))}")
+    module = _module(files[name])
+    classes = [
+        item
+        for item in vars(module).values()
+        if isinstance(item, type) and item.__module__ == module.__name__ and hasattr(item, "train")
+    ]
+    if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):
+        raise ValueError(f"{files[name]} must hold one frozen dataclass with plan() and train(); see README")
+    for attribute, value in {"label": name, **DEFAULTS}.items():
+        if not hasattr(classes[0], attribute):
+            setattr(classes[0], attribute, value)
+    found: Any = classes[0]
+    return found
+
+
+def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -> Method:
+    """The method with these options. Raises ValueError for an unknown method, option or value."""
+    cls = load(name, folders)
+    allowed = option_names(cls)
+    for option in options:
+        if option not in allowed:
+            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
+    hints = get_type_hints(cls)
+    for option, value in options.items():
+        if not isinstance(value, hints[option]):
+            raise ValueError(f"{name}'s option {option} takes {hints[option]}, not {value!r}")
+    return cls(**options)
+
+
+def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -> None:
+    """Raise ValueError where this method does not train this workload."""
+
+    def able(ability: str) -> str:
+        unusable = broken(folders)
+        return ", ".join(n for n in names(folders) if n not in unusable and getattr(load(n, folders), ability))
+
+    if workload.micro_batches > 1 and not trained.accumulates:
+        others = able("accumulates")
+        raise ValueError(f"{trained.label} does not sum the gradients of micro-batches: leave them out, or -m {others}")
+    if workload.dtype == "fp16" and not trained.scales_loss:
+        raise ValueError(f"{trained.label} has no loss scale here: --dtype bf16, or -m {able('scales_loss')}")
+
+
+def option_names(cls: type[Method]) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
+def having(option: str, folders: tuple[Path, ...] = ()) -> list[str]:
+    """The names of the methods that have this option."""
+    unusable = broken(folders)
+    return [name for name in names(folders) if name not in unusable and option in option_names(load(name, folders))]
+
+
+def reference(folders: tuple[Path, ...] = ()) -> str:
+    """The name of the method that the others are judged by."""
+    unusable = broken(folders)
+    marked = [name for name in names(folders) if name not in unusable and load(name, folders).is_reference]
+    if len(marked) != 1:
+        raise ValueError(f"one method must say is_reference = True, not {len(marked)}: {', '.join(marked)}")
+    return marked[0]
+
+
+def largest_depth(fits: Callable[[int], bool]) -> int:
+    """Layers of the deepest model that fits, by doubling and bisection; 0 when one layer does not. Needs grow with
+    depth."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, high * 2
+        if high > 2**20:
+            return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
+    """Hash of the code that decides how this method trains."""
+    return source.source_hash(_files(folders)[name])
+
+
+def _module(path: Path) -> ModuleType:
+    """The method's module; files beside it are importable as methods._name, wherever the folder lies."""
+    if str(path.parent) not in methods.__path__:
+        methods.__path__.append(str(path.parent))
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(f"methods.{path.stem}")
+    except (Exception, SystemExit) as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path} does not load: {told}") from error

@@ -1,0 +1,69 @@
+"""Compiles a shared library of this project once: the name of its file is a hash of what it is made from."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.core.method import Unavailable
+
+COMPILERS = ("g++", "clang++", "c++")
+
+
+@functools.cache
+def find() -> str | None:
+    """The system's compiler of C++; None where there is none."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library in `folder`, of sources of which the first one is compiled; `parts` are what else it depends on."""
+
+    what: str  # for people
+    seconds: int  # that compiling takes, about
+    folder: Path
+    sources: tuple[Path, ...]
+    parts: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        key = hashlib.sha256("".join(self.parts).encode())
+        for source in self.sources:
+            key.update(source.read_bytes())
+        return self.folder / f"{self.folder.name}-{key.hexdigest()[:16]}.so"
+
+    @property
+    def is_built(self) -> bool:
+        return self.path.exists()
+
+    def to_build(self) -> str | None:
+        """What build() would compile, for people; None when it is there, or there is nothing to compile it with."""
+        return None if self.is_built or not find() else f"{self.what}, once, about {self.seconds} seconds"
+
+    def build(self, *flags: str) -> None:
+        """Compile it. An interrupted or failed build leaves nothing that a later one would stumble over.
+
+        Raises Unavailable where there is no compiler, or where it fails.
+        """
+        compiler, path = find(), self.path
+        if not compiler:
+            raise Unavailable(f"{self.what} needs a C++ compiler ({', '.join(COMPILERS)}): apt-get install g++")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob("*.building"):
+            if not Path(f"/proc/{left.name.split('.')[0]}").exists():
+                left.unlink(missing_ok=True)
+        unfinished = self.folder / f"{os.getpid()}.building"
+        command = [compiler, "-fPIC", "-shared", str(self.sources[0]), "-o", str(unfinished), *flags]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.stderr.write(done.stderr)
+            error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+            raise Unavailable(f"{compiler} cannot compile {self.what}: {error.strip()}")
+        os.replace(unfinished, path)

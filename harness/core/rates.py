@@ -1,0 +1,84 @@
+"""What a machine achieves, as a value: the rates that bound a step. Standard library only.
+
+Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
+machines.yaml. They decide what is planned, never what is measured, so they are no part of a job's identity.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+# A fact of machines.yaml, the rate that it gives, and the factor to its unit.
+FACTS = (
+    ("gpu_tflops", "device_flops_per_second", 1e12),
+    ("forward_share", "forward_share", 1),
+    ("device_memory_gb_per_second", "device_bytes_per_second", 1e9),
+    ("link_gb_per_second", "inbound_bytes_per_second", 1e9),
+    ("link_gb_per_second", "outbound_bytes_per_second", 1e9),
+    ("duplex_share", "duplex_share", 1),
+    ("host_memory_gb_per_second", "host_bytes_per_second", 1e9),
+    ("host_adam_gparams_per_second", "host_adam_params_per_second", 1e9),
+    ("disk_read_gb_per_second", "disk_read_bytes_per_second", 1e9),
+    ("disk_write_gb_per_second", "disk_write_bytes_per_second", 1e9),
+    ("disk_duplex_share", "disk_duplex_share", 1),
+)
+# A parameter's update in memory: gradient and state read, state written; a bf16 weight is half of its master.
+ADAM_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
+NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """As achieved, not as promised by a data sheet; what is left out takes no time."""
+
+    device_flops_per_second: float  # of a step's compute, as Workload.flops_per_step counts
+    forward_share: float = 0.25  # of that compute's time, with every layer recomputed
+    device_bytes_per_second: float = math.inf  # of the device's Adam, bytes read and written
+    inbound_bytes_per_second: float = math.inf  # host to device, page-locked
+    outbound_bytes_per_second: float = math.inf
+    duplex_share: float = 1.0  # of the sum of both, when both go at once
+    host_bytes_per_second: float = math.inf  # of the host's memory: Adam and copies together
+    host_adam_params_per_second: float = math.inf  # what the cores can do where memory does not bind
+    ahead_cost: float = 1.0  # of an update from one state into another, in updates in place
+    disk_read_bytes_per_second: float = math.inf
+    disk_write_bytes_per_second: float = math.inf
+    disk_duplex_share: float = 1.0  # of the sum of both, when both go at once
+    # Of the head, whose loss and gradients are computed at once, after the forward pass. Where it is known, the first
+    # two are the layers'; else those of all compute.
+    head_flops_per_second: float | None = None
+    is_host: bool = False  # the device computes on the host's cores: updates and compute take turns
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "is_host" and value is not None and not value > 0:
+                raise ValueError(f"a machine's {item.name} must be positive, not {value}")
+        if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
+            raise ValueError("forward_share must be below 1, duplex_share and disk_duplex_share at most 1")
+
+    def compute_seconds(self, flops: float, head_flops: float) -> tuple[float, float]:
+        """Of a step of so many FLOPs, the head's among them: the forward pass, with the head, and the backward pass,
+        with its recompute."""
+        head = self.head_flops_per_second
+        apart = head_flops / head if head else 0.0
+        rest = (flops - head_flops if head else flops) / self.device_flops_per_second
+        return self.forward_share * rest + apart, (1 - self.forward_share) * rest
+
+    @property
+    def duplex_bytes_per_second(self) -> float:
+        return self.duplex_share * (self.inbound_bytes_per_second + self.outbound_bytes_per_second)
+
+    @property
+    def disk_duplex_bytes_per_second(self) -> float:
+        return self.disk_duplex_share * (self.disk_read_bytes_per_second + self.disk_write_bytes_per_second)
+
+
+def of_facts(facts: dict[str, Any]) -> Rates | None:
+    """The rates among a machine's facts; None where one of NEEDED is missing or no number."""
+    try:
+        found: dict[str, Any] = {rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts}
+        return Rates(**found) if all(name in facts for name in NEEDED) else None
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,235 @@
+"""What one attempt at a job was and measured: raw values in one JSON file, numbers derived when read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.core.job import Job
+
+SCHEMA_VERSION = 1
+STATUSES = (
+    "ok", "oom-device", "oom-host", "does-not-fit", "timeout", "killed", "crash", "unavailable", "interrupted",
+)  # fmt: skip
+# A result is not measured again; the others are, the next time they are asked for.
+RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
+VERDICTS = ("exact", "tolerance", "twin", "failed", "untested")
+PASSING = ("exact", "tolerance", "twin")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Is this the reference's training? The reason is a word to test against, the text is for people."""
+
+    verdict: str = "untested"
+    reason: str = ""
+    text: str = "not compared with the reference"
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict in PASSING
+
+
+@dataclass(frozen=True)
+class Record:
+    """One attempt. Lists hold one value a step, warm-up included; seconds, bytes.
+
+    Of an imported log they hold one value for every `interval_steps` steps, and None where the log has none.
+    """
+
+    job: Job
+    key: str  # the job's identity in its context: equal keys measure the same thing
+    status: str
+    phase: str = ""  # where it ended: start, import, data, build, step N, drain, inspect, done
+    reason: str = ""  # one line for people where status is not ok
+    evidence: dict[str, Any] = field(default_factory=dict)
+    origin: str = "run"  # or imported: read from a log that another harness, or this one, printed
+    interval_steps: int = 1  # what one value of losses and step_seconds is the mean of
+    clock: str = "cpu"
+    machine: dict[str, Any] = field(default_factory=dict)
+    software: dict[str, Any] = field(default_factory=dict)
+    started: float = 0.0  # Unix time
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)  # in fp16
+    skipped_steps: list[int] = field(default_factory=list)  # by number, from 1: a gradient was not finite
+    step_seconds: list[float] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(
+        default_factory=dict
+    )  # device_allocated, device_reserved, host_anonymous, host_shared
+    predicted: dict[str, Any] = field(default_factory=dict)  # the plan
+    limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
+    moved_bytes: int = 0
+    schedule: dict[str, Any] = field(default_factory=dict)  # of several models: num_models, makespan, bound, use
+    data_sha256: str = ""
+    kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
+    description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
+    bit_exact: bool = False  # what the method promises on CPU in fp32
+    is_exact: bool = True  # False where the method says that it trains otherwise by design
+    tensors: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by name: what harness/run/inspect_training.py saw
+    others: list[dict[str, Any]] = field(default_factory=list)  # of several models all but the first, for models()
+    gate: Gate = Gate()
+
+    @property
+    def is_result(self) -> bool:
+        return self.status in RESULTS
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is nothing left to judge: False where the call that made it was ended in between."""
+        return self.status != "ok" or self.gate != Gate()
+
+    def answers(self, job: Job) -> bool:
+        """Whether the trace is there that a job of the same key asks for, if it does."""
+        return job.trace is None or (self.job.trace == job.trace and Path(job.trace).exists())
+
+    @property
+    def is_lasting(self) -> bool:
+        """A result that the same call does not try again: room on a disk comes and goes, and so does what a cluster
+        gives a job that asks for no memory."""
+        is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
+        return self.is_result and not is_of_elsewhere
+
+    @property
+    def timed_seconds(self) -> list[float]:
+        """Of the steps after warm-up; of a log, the means of its intervals after those that hold the warm-up."""
+        warmup = -(-self.job.warmup // self.interval_steps)
+        return [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """Over the steps after warm-up, whatever the gate says."""
+        return statistics.median(self.timed_seconds) if self.timed_seconds else None
+
+    @property
+    def samples_per_step(self) -> int:
+        """Of all models, where several took a step."""
+        return self.job.workload.batch_size * self.schedule.get("num_models", 1)
+
+    def models(self) -> list[Record]:
+        """Of several models that took turns each one's training, as a record of its own workload and steps."""
+        found = [self]
+        for other in self.others:
+            workload = dataclasses.replace(self.job.workload, **other["workload"])
+            steps = self.job.steps * self.job.workload.batch_size // workload.batch_size  # the same samples
+            job = dataclasses.replace(self.job, workload=workload, steps=steps, warmup=min(self.job.warmup, steps - 1))
+            kept = {name: other[name] for name in ("losses", "grad_norms", "tensors")}
+            found.append(dataclasses.replace(self, job=job, others=[], **kept))
+        return found
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """None where the gate did not pass: a method that does not train has no throughput."""
+        seconds = self.median_step_seconds
+        return self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
+
+    @property
+    def first_step_seconds(self) -> float | None:
+        """From the start of the process to the end of the first step: imports, data, building the model, one step."""
+        before = ("process", "start", "import", "data", "build")
+        spent = sum(self.phase_seconds.get(phase, 0.0) for phase in before)
+        return spent + self.step_seconds[0] if self.step_seconds and self.interval_steps == 1 else None
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return self.peaks.get("host_anonymous", 0) + self.peaks.get("host_shared", 0)
+
+    def with_gate(self, gate: Gate) -> Record:
+        return dataclasses.replace(self, gate=gate)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION, **_plain(dataclasses.asdict(self))}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Record:
+        """Raises ValueError where the data is no record of a version known here."""
+        data = dict(data)
+        version = data.pop("schema_version", None)
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"schema version {version}, this harness reads {SCHEMA_VERSION}")
+        try:
+            data["job"] = Job.from_dict(data["job"])
+            data["gate"] = Gate(**data["gate"])
+            for name in ("losses", "grad_norms", "step_seconds"):
+                data[name] = [value if value is None else float(value) for value in data[name]]
+            return Record(**data)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a record: {error}") from error
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all, whatever kills this process."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @staticmethod
+    def read(path: Path) -> Record:
+        """Raises ValueError, naming the file, where it is no whole record."""
+        try:
+            return Record.from_dict(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is not a record: {error}") from error
+
+
+def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
+    """Every record of a folder, oldest first, and a line about each file that is none."""
+    records, complaints = {}, []
+    for path in folder.glob("log_*.json"):
+        try:
+            records[path] = Record.read(path)
+        except ValueError as error:
+            complaints.append(str(error))
+    ordered = sorted(records.items(), key=lambda item: (item[1].started, item[0].name))
+    return dict(ordered), complaints
+
+
+def new_stem(folder: Path, job: Job) -> Path:
+    """Reserve a name of the published pattern by creating its empty log; the time moves on where it is taken.
+
+    ws is the option window_size where the method has one, else 0.
+    """
+    load, window = job.workload, job.options.get("window_size") or 0
+    now = int(time.time())
+    for second in range(now, now + 1000):
+        day = time.strftime("%Y-%m-%d", time.gmtime(second))
+        sizes = f"l-{load.num_layers}_hs-{load.hidden_size}_bs-{load.batch_size}_ws-{window}"
+        # Not with_suffix(): the name itself has a dot.
+        stem = folder / f"log_{job.method}_{sizes}_{day}.{second}"
+        try:
+            os.close(os.open(f"{stem}.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            return stem
+        except FileExistsError:
+            continue
+    raise ValueError(f"no free name for another log of {job.method} in {folder}")
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON cannot hold, as text that float() reads back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,85 @@
+"""A method's identity: a hash of the code that its file imports, directly or not, and of nothing else.
+
+The closure is read from the source: every import of a module of harness/ or methods/, also within a function, but not
+under TYPE_CHECKING. A C++ file that a module of the closure names, and that lies beside it, belongs to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# What every method trains on and is judged by, whether its own file imports it or not.
+SHARED = tuple(
+    ROOT / path for path in ("harness/core/data.py", "harness/core/gpt.py", "harness/run/inspect_training.py")
+)
+
+
+def source_hash(path: Path) -> str:
+    """Of the method in this file; blind to comments and layout of Python. 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for source in closure(path):
+        text = source.read_bytes()
+        tree = _parsed(source)
+        digest.update(text if tree is None else ast.dump(tree).encode())
+    return digest.hexdigest()[:16]
+
+
+def closure(path: Path) -> list[Path]:
+    """The method's file and every file that it depends on, sorted. Modules of `methods` are looked for beside the file,
+    too."""
+    found: set[Path] = set()
+    waiting = [path.resolve(), *SHARED]
+    while waiting:
+        source = waiting.pop()
+        if source not in found:
+            found.add(source)
+            waiting.extend(_needed(source, path.resolve().parent))
+    return sorted(found)
+
+
+def _needed(source: Path, beside: Path) -> Iterator[Path]:
+    tree = _parsed(source)
+    if tree is None:  # a C++ file; or one that does not load, which only concerns who imports it
+        return
+    for name in _imported(tree):
+        top, *rest = name.split(".")
+        bases = {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}.get(top, [])
+        for base in bases:
+            file = base.joinpath(*rest).with_suffix(".py") if rest else base / "__init__.py"
+            package = base.joinpath(*rest, "__init__.py")
+            for there in (file, package):
+                if there.is_file():
+                    yield there.resolve()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith((".cpp", ".h")):
+            named = source.with_name(node.value) if "/" not in node.value else None
+            if named and named.is_file():
+                yield named
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    """Names of modules, and what may be one: `from package import name` names both."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (item.name for item in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            yield child.module
+            yield from (f"{child.module}.{item.name}" for item in child.names)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield from _imported(other)
+        else:
+            yield from _imported(child)
+
+
+def _parsed(source: Path) -> ast.AST | None:
+    if source.suffix != ".py":
+        return None
+    try:
+        return ast.parse(source.read_bytes())
+    except (SyntaxError, ValueError):
+        return None

@@ -1,0 +1,68 @@
+"""One job at a time on a device: a lock that any death releases, with a line about who holds it.
+
+The lock file lies in the system's temporary folder. The worker inherits it: a device is free when its worker is gone,
+even where the parent went first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.core.job import Job
+from harness.devices import machine
+
+
+@contextlib.contextmanager
+def turn(job: Job, report: Callable[[dict[str, Any]], None]) -> Iterator[int]:
+    """Hold the job's device; waits, after one line, while another job has it. Yields the lock's descriptor."""
+    path = lock_path(job.device)
+    handle = _open(path)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report({"event": "wait", "text": f"waiting for the {job.device} device: {holder(path)}"})
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        sign = {"pid": os.getpid(), "job": f"{job.method}, {job.workload.num_layers} layers", "since": time.time()}
+        with contextlib.suppress(OSError):  # another user's file: the lock holds, unsigned
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(sign).encode(), 0)
+        yield handle
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # whoever inherited it
+        os.close(handle)
+
+
+def lock_path(device: str) -> Path:
+    """A GPU has a lock of its own; every device that computes on the CPU shares one."""
+    name = machine.gpu().get("gpu_uuid", "0") if device == "cuda" else "cpu"
+    return Path(tempfile.gettempdir()) / f"harness-{name}.lock"
+
+
+def holder(path: Path) -> str:
+    """Who holds a lock, in words."""
+    try:
+        sign = json.loads(path.read_text())
+        since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
+        return f"process {sign['pid']} has it for {sign['job']} since {since}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"another process has it (fuser {path} names it)"
+
+
+def _open(path: Path) -> int:
+    """Made by whoever comes first; a file of another user may only be readable, which suffices to lock it."""
+    for flags in (os.O_RDWR, os.O_RDONLY):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            return os.open(path, flags | os.O_NOFOLLOW)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with contextlib.suppress(PermissionError):
+        os.fchmod(handle, 0o666)
+    return handle

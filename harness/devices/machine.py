@@ -1,0 +1,242 @@
+"""Facts of this machine and its software, gathered without torch, and what a run may use of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT
+from harness.core.rates import Rates
+from harness.devices import cgroup
+
+CUDA_CONTEXT_BYTES = 600 * 2**20  # driver and library memory outside torch's allocator: an upper estimate
+CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, by `doctor --calibrate`
+PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The machine: CPU, cores this process may use, memory it may use, GPU and driver."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "host_bytes": host_bytes(),
+        "os": platform.platform(),
+        **gpu(),
+    }
+
+
+@functools.cache
+def software() -> dict[str, Any]:
+    """Versions, and the commit of this checkout with a + where files differ from it."""
+    found = {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **found, "commit": _commit()}
+
+
+def checked() -> dict[str, str]:
+    """The facts that make two measurements comparable; part of a job's identity."""
+    names = ("cpu", "cores", "gpu")
+    found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
+    # Fragmentation decides what fits.
+    return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found
+
+
+def host_bytes() -> int:
+    """Memory this process may use: the least limit of the groups it is in where there is one, else the machine's."""
+    group = cgroup.current()
+    limit = group.limit_bytes() if group else None
+    return min(psutil.virtual_memory().total, limit or 2**63)
+
+
+@functools.cache
+def gpu() -> dict[str, Any]:
+    """Name, bytes, identity and driver of the first GPU this process may use; empty without one."""
+    import pynvml
+
+    try:
+        handle = _gpu_handle()
+        return {
+            "gpu": pynvml.nvmlDeviceGetName(handle),
+            "gpu_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            "gpu_uuid": pynvml.nvmlDeviceGetUUID(handle),
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+        }
+    except pynvml.NVMLError:
+        return {}
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, each by a name that CUDA_VISIBLE_DEVICES takes."""
+    import pynvml
+
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    try:
+        pynvml.nvmlInit()
+        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+
+
+def gpu_free_bytes() -> int | None:
+    """What is free on that GPU, asked without a context on it; None where the driver does not tell."""
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(_gpu_handle()).free)
+    except pynvml.NVMLError:
+        return None
+
+
+def surroundings(device: str) -> dict[str, Any]:
+    """What else was going on when a job began: the machine's load, and other processes on the GPU."""
+    import pynvml
+
+    found: dict[str, Any] = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    if device == "cuda":
+        try:
+            others = pynvml.nvmlDeviceGetComputeRunningProcesses(_gpu_handle())
+            found["foreign_processes"] = [{"pid": other.pid, "device_bytes": other.usedGpuMemory} for other in others]
+        except pynvml.NVMLError:
+            pass
+    return found
+
+
+def allocator_settings() -> str:
+    """The settings of torch's caching allocator that the environment makes, new name and old."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+
+
+def _gpu_handle() -> Any:
+    """NVML's handle of CUDA's device 0: CUDA_VISIBLE_DEVICES names it by its index, or by (the start of) its UUID."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(first))
+    if first.startswith("MIG"):
+        return pynvml.nvmlDeviceGetHandleByUUID(first)
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        if first and pynvml.nvmlDeviceGetUUID(handle).startswith(first):
+            return handle
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)  # nothing is visible
+
+
+def devices() -> list[str]:
+    """The device types that can be trained on, best first."""
+    has_cuda = bool(gpu()) and not str(software()["torch"]).endswith("+cpu")
+    return ["cuda", "cpu", "sim"] if has_cuda else ["cpu", "sim"]
+
+
+def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budget:
+    """What a run may use: what was asked for, else what there is; with the rates of a calibration, if a workload says
+    for what and none are given.
+
+    A CPU has no device memory of its own: without a budget for it, it stays None and shares the host's. The memories of
+    sim are what they are said to be: without budgets they have no end.
+    """
+    device_bytes = asked.device_bytes
+    if device_bytes is None and device == "cuda":
+        device_bytes = gpu()["gpu_bytes"] - CUDA_CONTEXT_BYTES
+    most = asked.host_bytes or (None if device == "sim" else host_bytes())
+    known = asked.rates or (rates(device, workload) if workload else None)
+    if known and asked.link_bytes_per_second:
+        link = asked.link_bytes_per_second
+        known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
+    return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most, rates=known)
+
+
+def rank_budget(job: Job) -> Budget:
+    """What each rank of a job may use where all are on one machine: what a plan reckons with. Raises ValueError where
+    they cannot train together."""
+    if job.world_size > 1 and job.device == "sim":
+        raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
+    if job.options.get("num_devices", 1) > 1 and job.device == "sim":
+        raise ValueError(
+            "sim, which --device-memory asks for on a CPU, is one device: leave --devices out, or add --device cpu,"
+            " where devices are processes and their budget is planned with, not enforced"
+        )
+    return budget(job.budget, job.device, job.workload).share(job.world_size)
+
+
+def rates(device: str, workload: Workload) -> Rates | None:
+    """What the calibration nearest to this workload found on this machine; None where there is none. A simulated device
+    computes as the CPU does."""
+    kind = "cuda" if device == "cuda" else "cpu"
+    found = [entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)]
+    if not found:
+        return None
+    size = forward_flops(workload)
+    return Rates(**min(found, key=lambda entry: abs(math.log(entry["forward_flops"] / size)))["rates"])
+
+
+def calibrations() -> list[dict[str, Any]]:
+    """The entries of CALIBRATION, if they are of this machine as it is and have all rates."""
+    try:
+        data = json.loads(CALIBRATION.read_text())
+        names = {item.name for item in dataclasses.fields(Rates)}
+        entries = [entry for entry in data["entries"] if set(entry["rates"]) == names]
+        return entries if data["machine"] == _calibrated_facts() else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def keep_calibration(entry: dict[str, Any]) -> None:
+    """Write an entry beside those of other devices, dtypes and sizes, in place of its own last one; whole or not at
+    all."""
+    names = ("device", "dtype", "forward_flops")
+    others = [old for old in calibrations() if any(old[name] != entry[name] for name in names)]
+    text = json.dumps({"machine": _calibrated_facts(), "entries": [*others, entry]}, indent=1)
+    CALIBRATION.parent.mkdir(parents=True, exist_ok=True)
+    temporary = CALIBRATION.with_name(f".{CALIBRATION.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, CALIBRATION)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def forward_flops(workload: Workload) -> float:
+    """Of one layer: what its recompute adds to a step."""
+    return (workload.flops_per_step - workload.model_flops_per_step) / workload.num_layers
+
+
+def _calibrated_facts() -> dict[str, Any]:
+    return {name: facts().get(name) for name in ("cpu", "cores", "gpu")} | {"torch": software()["torch"]}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,137 @@
+"""What a training will hold in memory, without the memory: the method's own code on tensors that have sizes only.
+
+A method's train() runs two steps on FakeTensors, in this process, while a Tracker books what every storage would take
+on the device and on the host. The peak is exact but for what the CUDA allocator adds (fragments, its context) and for
+kernels that keep other buffers than the CPU's. Works where no step depends on a number that was computed: a number that
+is asked for is answered with one half.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from harness.core.job import Job, Workload
+from harness.core.method import Method, Unavailable, create
+from harness.devices.memory_account import NAME, Tracker
+
+STEPS = 2  # the second one has the optimizer's state from its start
+
+
+class Prediction(NamedTuple):
+    """Peak bytes of both memories, and what the prediction took."""
+
+    device_bytes: int
+    host_bytes: int
+    seconds: float
+
+
+class _Ledger(Tracker):
+    def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.5
+        return super().run(func, args, kwargs)
+
+
+def predict(method: Method, workload: Workload, steps: int = STEPS) -> Prediction:
+    """Train without memory; `steps` is how many batches lie on the device. Raises Unavailable for a method whose engine
+    does not run so."""
+    if not method.has_twin:
+        raise Unavailable(f"{method.label} has no twin: its engine does not run on tensors without memory")
+    with timed() as seconds, without_memory() as tracker:
+        size = (steps, workload.batch_size, workload.seq_len + 1)
+        tokens = torch.empty(size, dtype=torch.int64, device=NAME)
+        inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+        training = method.train(workload, zip(inputs[:STEPS], targets[:STEPS], strict=True), NAME)
+        for _ in training:
+            pass
+        stats = tracker.stats()
+    return Prediction(stats["device_peak"], stats["host_peak"], seconds())
+
+
+@contextmanager
+def timed() -> Iterator[Callable[[], float]]:
+    """Seconds since here."""
+    started = time.perf_counter()
+    yield lambda: time.perf_counter() - started
+
+
+@contextmanager
+def without_memory() -> Iterator[Tracker]:
+    """Tensors have no bytes, threads are calls in order, the one rank there is has nobody to talk to."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        tracker = stack.enter_context(_Ledger())
+        for target, name, replacement in (
+            (ThreadPoolExecutor, "submit", _submit),
+            (nn.Module, "_apply", _apply),
+            (torch, "tensor", _tensor(torch.tensor)),
+            # An optimizer takes many tensors at once if they are of these types, and that holds other buffers.
+            (import_module("torch.optim.optimizer"), "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
+            (dist, "all_reduce", lambda *args, **kwargs: None),
+            (dist, "all_gather_object", lambda gathered, item, **kwargs: gathered.__setitem__(0, item)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        yield tracker
+
+
+def _submit(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+    future: Future = Future()
+    try:
+        future.set_result(work(*args, **kwargs))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply by new parameters: torch's swaps the tensors in place, which these do not allow."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    with torch.no_grad():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(function(parameter), parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = function(buffer)
+    return module
+
+
+def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(data: Any, **kwargs: Any) -> Tensor:
+        """Of numbers as ever; of a nested list of tensors, by stacking them."""
+        inner = data[0] if isinstance(data, list) and len(data) == 1 else data
+        if isinstance(inner, list) and inner and isinstance(inner[0], Tensor):
+            return torch.stack(inner)
+        return tensor(data, **kwargs)
+
+    return made
+
+
+def main() -> None:
+    """A job and folders of methods on standard input, a prediction on standard output: for who imports no torch."""
+    order = json.loads(sys.stdin.readline())
+    job = Job.from_dict(order["job"])
+    method = create(job.method, job.options, tuple(Path(folder) for folder in order["folders"]))
+    try:
+        print(json.dumps(predict(method, job.workload, job.steps)._asdict()))
+    except Unavailable as error:
+        print(json.dumps({"unavailable": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The device `sim`: a second memory on a CPU, with budgets that bind, so that what is larger than a device can be
+trained, and fail, where there is none.
+
+sim.cpp is the device: it is compiled once, by the system's compiler, into .venv/sim; the name of the file is a hash of
+the source and of torch's version. Where there is no compiler, tracker.py counts the same bytes in Python. One process
+has one sim, started before anything is allocated; torch is imported then and not before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import types
+from pathlib import Path
+from typing import Any
+
+from harness.core.job import Budget
+from harness.core.method import ROOT, Unavailable
+from harness.core.native_build import Library
+from harness.devices import machine
+
+STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
+UNLIMITED = 2**63
+
+_started: Any = None  # this process's: Compiled, or the tracker in its place
+
+
+@functools.cache
+def library() -> Library:
+    """The compiled device, where it lies or would."""
+    sources = tuple(Path(__file__).with_name(name) for name in ("sim.cpp", "sim.h"))
+    return Library("the device sim", 20, ROOT / ".venv" / "sim", sources, (str(machine.software()["torch"]),))
+
+
+def is_built() -> bool:
+    return library().is_built
+
+
+def to_build() -> str | None:
+    """What build() would compile, for people; None when it is there, or when there is nothing to compile it with."""
+    return library().to_build()
+
+
+def build() -> None:
+    """Compile the device. Raises Unavailable where there is no compiler, or where it fails."""
+    torch = importlib.util.find_spec("torch")
+    assert torch and torch.origin
+    root = Path(torch.origin).parent
+    library().build("-std=c++20", "-O1", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
+
+
+class Compiled:
+    """sim.cpp, started: `sim` is a device of this process's torch."""
+
+    def __init__(self, budgets: list[int | None], link_bytes_per_second: float) -> None:
+        import torch
+
+        torch.utils.rename_privateuse1_backend("sim")
+        self.library = ctypes.CDLL(str(library().path))
+        limits = (ctypes.c_size_t(UNLIMITED if budget is None else budget) for budget in budgets)
+        self.library.sim_start(*limits, ctypes.c_double(link_bytes_per_second))
+        torch._register_device_module("sim", _module(self))
+
+    def stats(self) -> dict[str, int]:
+        numbers = (ctypes.c_size_t * len(STATS))()
+        self.library.sim_stats(numbers)
+        return dict(zip(STATS, numbers, strict=True))
+
+    def reset_peaks(self) -> None:
+        self.library.sim_reset_peaks()
+
+    def lift(self) -> None:
+        self.library.sim_lift()
+
+
+def start(
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    pinned_bytes: int | None = None,
+    link_bytes_per_second: float | None = None,
+) -> None:
+    """Make `sim` a device of this process's torch; None is no budget, and a link that takes no time.
+
+    From here on what torch allocates counts, and torch.OutOfMemoryError is raised where a budget is passed.
+    """
+    global _started
+    if is_built():
+        _started = Compiled([device_bytes, host_bytes, pinned_bytes], link_bytes_per_second or 0.0)
+    elif link_bytes_per_second:
+        raise Unavailable("a simulated link needs the compiled device sim: apt-get install g++")
+    else:
+        from harness.devices.memory_account import Tracker
+
+        _started = Tracker(device_bytes, host_bytes)
+        _started.__enter__()
+
+
+def stats() -> dict[str, int]:
+    """Bytes in use and their peaks, by memory: device, host (with what is page-locked), pinned."""
+    return _started.stats()
+
+
+def reset_peaks() -> None:
+    _started.reset_peaks()
+
+
+def lift() -> None:
+    """Training is over: what is allocated from here on, to look at it, is no part of it. Budgets bind no more, and
+    peaks stay as they are."""
+    if _started is not None:
+        _started.lift()
+
+
+def enforce(budget: Budget) -> dict[str, str]:
+    """Start the device of a run; says what holds it to its budget."""
+    start(budget.device_bytes, budget.host_bytes, None, budget.link_bytes_per_second)
+    by = "sim's allocators" if isinstance(_started, Compiled) else "sim's account in Python"
+    return {"device": by, "host": f"{by}: tensors alone"}
+
+
+def peaks() -> dict[str, int]:
+    """A run's peaks, as they stand in its record; empty before the device is started."""
+    if _started is None:
+        return {}
+    now = _started.stats()
+    names = {"device_allocated": "device_peak", "host_accounted": "host_peak", "host_pinned": "pinned_peak"}
+    return {name: now[stat] for name, stat in names.items()}
+
+
+def _module(sim: Compiled) -> types.ModuleType:
+    """torch.sim: what torch and the engines ask a device's module for."""
+    import torch
+
+    class Stream(torch.Stream):
+        def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
+            return super().__new__(cls, device="sim", priority=priority, **kwargs)
+
+    module: Any = types.ModuleType("torch.sim")
+    module.Stream, module.Event = Stream, functools.partial(torch.Event, "sim")
+    module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
+    module.is_initialized, module.set_device = lambda: True, lambda device: None
+    computes = torch._C._autograd.DeviceType.PrivateUse1.value
+    module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=computes)
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.stream = lambda stream: stream  # a stream is its own context
+    module.synchronize = lambda device=None: torch.accelerator.synchronize()
+    module.memory_allocated = lambda device=None: sim.stats()["device_allocated"]
+    module.max_memory_allocated = lambda device=None: sim.stats()["device_peak"]
+    module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info()
+    # Random numbers are the CPU's: nothing to seed, no precision of its own.
+    module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
+    module.get_amp_supported_dtype = list
+    return module
+
+
+if __name__ == "__main__":
+    build()

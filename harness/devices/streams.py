@@ -1,0 +1,201 @@
+"""What orders work between a device and its host: streams, events, threads, and the memory they share.
+
+The same code runs on a CPU, where a stream has nothing to wait for, and on a CUDA device. The race detector and virtual
+time of the tests put their own streams and threads into STREAMS and watch the same code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.core.method import Unavailable
+from harness.devices.update_threads import Workers
+
+PART_BYTES = 32 * 2**20  # of host memory that one core takes at once
+UNNOTED = nullcontext()
+
+
+class HostStream:
+    """A stream of the CPU: work is done when it is queued, so there is nothing to wait for. Its own event, too."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> HostStream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class CpuStreams:
+    """Streams and threads where the device is the CPU."""
+
+    stream: Any = HostStream
+    current: Any = HostStream
+    # Who has a clock puts them here: around work on streams and threads, in a traced run
+    # (harness/run/trace.py); and around the taking of so many bytes of host memory.
+    span: Any = None
+    taking: Any = nullcontext
+
+    def use(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pool(self, num_threads: int) -> Any:
+        """Threads of one core each. torch hands a thread its number of cores at its first parallel work, from a count
+        that these threads overwrite: the computing thread takes its own first."""
+        torch.get_num_threads()
+        return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
+
+    def workers(self, num_threads: int) -> Any:
+        """Threads for the host's updates."""
+        return Workers(self.pool(num_threads), num_threads)
+
+
+class CudaStream(torch.cuda.Stream):
+    """A stream whose events put a waiting thread to sleep: a spinning one would take a core from the host's Adam."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return super().record_event(event or torch.cuda.Event(blocking=True))
+
+
+class CudaStreams(CpuStreams):
+    """Streams and threads of the CUDA device."""
+
+    stream = CudaStream
+    current = staticmethod(torch.cuda.current_stream)
+    use = staticmethod(torch.cuda.stream)
+
+
+class SimStreams(CpuStreams):
+    """Streams of the device sim: what is queued happens at once, and who waits for a copy sleeps until it would have
+    ended. Where sim is only accounted for, its streams are the CPU's."""
+
+    @property
+    def module(self) -> Any:
+        return torch.get_device_module("sim")
+
+    def pool(self, num_threads: int) -> Any:
+        """On sim the backward pass has a thread of its own, which must take its cores before these threads do, too:
+        sums over another number of them round otherwise than the CPU's."""
+        if self.module.is_available():
+            one = torch.ones((), device="sim", requires_grad=True)
+            one.register_hook(lambda grad: torch.get_num_threads() and None)
+            (one * 1).backward()
+        return super().pool(num_threads)
+
+    def stream(self) -> Any:
+        return self.module.Stream() if self.module.is_available() else HostStream()
+
+    def current(self) -> Any:
+        return self.module.current_stream() if self.module.is_available() else HostStream()
+
+    def use(self, stream: Any) -> AbstractContextManager[None]:
+        return stream if self.module.is_available() else nullcontext()
+
+
+STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": SimStreams(), "cuda": CudaStreams()}
+
+
+class Device:
+    """One device's three streams, the threads that queue inbound copies, and the host's update threads."""
+
+    def __init__(self, name: str, num_workers: int = 1) -> None:
+        self.name = torch.device(name)
+        self.streams = STREAMS[self.name.type]
+        self.compute = self.streams.current()
+        self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
+        # What is parked comes back in a thread of its own: it waits for updates, what travels must not wait behind it.
+        self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
+        self.workers = self.streams.workers(num_workers)
+        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # who waits comes after whom it waits for
+        self.moved_bytes = 0
+        self.next_place = itertools.count().__next__  # of a home, in the order of the forward pass
+        self._page_locked: list[Tensor] = []
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pool in reversed(self._threads):
+            pool.shutdown(cancel_futures=exc[0] is not None)  # what is still to be written, is, unless the run failed
+        if self._page_locked:
+            torch.cuda.synchronize()
+        for slab in self._page_locked:
+            torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+
+    def span(self, track: str, work: str, of: str) -> AbstractContextManager[None]:
+        """Around work of one kind on a part of the model: what a stream is given to do after all that it waits for
+        ("compute", "inbound", "outbound"), or what a thread of the host does (any other track)."""
+        note = self.streams.span
+        return UNNOTED if note is None else note(getattr(self, track, None), track, work, of)
+
+    def threads(self, num_threads: int) -> Any:
+        """More threads of the host, as long as the device."""
+        self._threads.append(self.streams.pool(num_threads))
+        return self._threads[-1]
+
+    def room(self, numel: int, dtype: torch.dtype, *, host: bool) -> Tensor:
+        """A zeroed slab, exactly as large as asked; on the host of a CUDA device it is page-locked.
+
+        Raises torch.OutOfMemoryError where the host's memory cannot be locked.
+        """
+        if not host:
+            return torch.zeros(numel, dtype=dtype, device=self.name)
+        with self.streams.taking(numel * dtype.itemsize):
+            return self._host_room(numel, dtype)
+
+    def _host_room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self.name.type == "sim":
+            return torch.zeros(numel, dtype=dtype)  # from the allocator whose bytes are budgeted
+        # A mapping of its own: no two slabs share a page, which could be locked only once; and pages can be huge ones.
+        pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        _take(pages)
+        slab = torch.frombuffer(pages, dtype=dtype)
+        if self.name.type == "cuda":
+            code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+            if code:
+                raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
+            self._page_locked.append(slab)
+        return slab
+
+    def synchronize(self, *pending: Future) -> None:
+        """Wait for these futures, then for everything queued on the three streams."""
+        for future in pending:
+            future.result()
+        for stream in (self.inbound, self.compute, self.outbound):
+            stream.synchronize()
+
+
+def _take(pages: mmap.mmap) -> None:
+    """Have the system give every page now, by all cores, and not by one in the first step."""
+    whole = np.frombuffer(pages, dtype=np.uint8)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
+
+
+def join_alone(device: str) -> None:
+    """Start torch.distributed for the one rank there is; on sim it passes no messages."""
+    if device == "sim":
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+    backend = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def require_device(device: str, engine: str) -> None:
+    """Raise Unavailable where the device is one that this process only accounts for: an engine asks torch for it."""
+    if device == "sim" and not torch.get_device_module(device).is_available():
+        raise Unavailable(f"{engine} does not run on sim without the compiled device: apt-get install g++, and again")

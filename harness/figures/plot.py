@@ -1,0 +1,297 @@
+"""The paper's look: two panels, ours and the published numbers, and under them a line on what was measured how.
+
+Filled is a number whose training the gate passed, hollow one that it did not; a cross is a size that failed; hatched
+is published. Both panels have one scale where sizes and clock are the published ones, else one each. The same rows
+give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.core import method
+from harness.figures.point import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FIGURE_INCHES = (7.6, 2.9)
+BAR_WIDTH = 0.4
+TICK_DEGREES = 20
+EDGE, CROSS = "#4A4A4A", "#B00020"
+DARK = 510  # red, green and blue together: what is less carries white ink
+NOTE_COLUMNS = 190
+STYLE = {
+    "font.family": "DejaVu Sans", "font.size": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.5, "pdf.fonttype": 42,
+    "legend.fontsize": 6.5, "legend.frameon": False, "lines.linewidth": 1.2, "lines.markersize": 4.5,
+    "text.parse_math": False,  # a reason may hold a dollar sign
+}  # fmt: skip
+CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
+SCALES = {"params": ((1e9, "B"), (1e6, "M")), "step_seconds": ((1e-3, "ms"),), "samples_per_second": ((1.0, ""),)}
+
+
+def figure(
+    rows: Sequence[Row], draw: Callable[[Axes, list[Row]], None], note: str, series: dict[str, str] | None = None,
+    is_line: bool = False,
+) -> Figure:  # fmt: skip
+    """Ours beside the published; `draw` fills the axes of one panel with its rows. `series`: labels that the legend
+    has for the colors of methods."""
+    ours, published = ([row for row in rows if (row.origin == "published") is side] for side in (False, True))
+    with empty(*FIGURE_INCHES) as made:
+        left, right = made.subplots(1, 2)
+        for axes, part, text in ((left, ours, f"measured, {note}"), (right, published, "published")):
+            draw(axes, part)
+            title(axes, text)
+        if is_comparable(ours, published):
+            top = max(left.get_ylim()[1], right.get_ylim()[1])
+            left.set_ylim(0, top)
+            right.set_ylim(0, top)
+        legend(made, rows, series or {}, is_line)
+        small_print(made, caption(ours, published, note))
+        made.subplots_adjust(left=0.085, right=0.99, top=0.84, bottom=0.31, wspace=0.2)
+    return made
+
+
+@contextmanager
+def empty(width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches; all that is drawn in it meanwhile has the paper's look."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)  # type: ignore[arg-type]
+        yield Figure(figsize=(width, height))
+
+
+def title(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize=7, loc="left", color=EDGE)
+
+
+def small_print(made: Figure, text: str) -> None:
+    made.text(0.012, 0.0435 / made.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom")
+
+
+def is_comparable(ours: Sequence[Row], published: Sequence[Row]) -> bool:
+    """Whether both stand on one scale without misleading: the same widths, by the same clock."""
+    kinds = [{(row.hidden_size, row.clock) for row in part} for part in (ours, published)]
+    return bool(kinds[0]) and kinds[0] == kinds[1]
+
+
+def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[Row]]]]) -> None:
+    """Groups of bars with their names below; each place in a group has the rows that stand on each other there."""
+    rows = [row for _, group in groups for place in group for row in place]
+    scale = scale_of(rows)[0]
+    top = max((row.high or row.value or 0.0 for row in rows), default=0.0) / scale or 1.0
+    for index, (_, group) in enumerate(groups):
+        for place, stack in enumerate(group):
+            _stack(axes, index + BAR_WIDTH * (place - (len(group) - 1) / 2), stack, scale, top)
+    axes.set_xticks(range(len(groups)), [name for name, _ in groups])
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_ylim(0, 1.16 * top)
+
+
+def _stack(axes: Axes, x: float, stack: Sequence[Row], scale: float, top: float) -> None:
+    """A bar, crosses where a size failed. The bar's number stands above it, under a cross inside of it; that of a cross
+    without a bar is in the cross's color."""
+    crosses, bars = ([row for row in stack if has_number(row) is drawn] for drawn in (False, True))
+    for row in crosses:
+        height = row.value / scale if row.value else 0.03 * top
+        axes.plot([x], [height], "x", color=CROSS, markeredgewidth=1.3)
+        if row.value and not bars:
+            _above(axes, x, height + 0.04 * top, number(height), CROSS)
+    for row in bars:
+        height = (row.value or 0.0) / scale
+        edge = EDGE if row.valid else _mixed(method.load(row.method).color, EDGE)
+        axes.bar(
+            x, height, BAR_WIDTH * 0.9, linewidth=0.8, linestyle="-" if row.valid else "--", edgecolor=edge,
+            facecolor=method.load(row.method).color if row.valid else "none",
+            hatch="////" if row.origin == "published" else None,
+        )  # fmt: skip
+        _error(axes, x, row, scale)
+        if crosses:
+            _inside(axes, x, height, top, row)
+        else:
+            _above(axes, x, (row.high or row.value or 0.0) / scale + 0.02 * top, _told(row, height), EDGE)
+
+
+def _above(axes: Axes, x: float, y: float, text: str, color: str) -> None:
+    axes.text(x, y, text, ha="center", va="bottom", fontsize=5.8, color=color)
+
+
+def _told(row: Row, height: float) -> str:
+    """The number of a bar; of one that may still grow, that it is at least so large."""
+    is_least = row.metric == "params" and not row.is_final
+    return f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
+
+
+def _inside(axes: Axes, x: float, height: float, top: float, row: Row) -> None:
+    """The number of a bar that has a cross above it: inside at its top, or beside a bar too short for that."""
+    if height > 0.16 * top:
+        color = method.load(row.method).color
+        is_dark = row.valid and sum(int(color[i : i + 2], 16) for i in (1, 3, 5)) < DARK
+        axes.text(
+            x, height - 0.04 * top, _told(row, height), ha="center", va="top", fontsize=5,
+            color="white" if is_dark else "black",
+        )  # fmt: skip
+    else:
+        axes.text(x - BAR_WIDTH / 2, height / 2, _told(row, height), ha="right", va="center", fontsize=5.4, color=EDGE)
+
+
+def has_number(row: Row) -> bool:
+    return row.status == "ok" and row.value is not None
+
+
+def _mixed(color: str, other: str) -> str:
+    """The color half way between two."""
+    halves = ((int(color[i : i + 2], 16) + int(other[i : i + 2], 16)) // 2 for i in (1, 3, 5))
+    return "#" + "".join(f"{half:02X}" for half in halves)
+
+
+def line(axes: Axes, points: Sequence[tuple[float, Row]], label: str) -> None:
+    """One line through the points that have a number; crosses at the foot for those that failed."""
+    good = [(x, row) for x, row in points if has_number(row)]
+    scale = scale_of([row for _, row in points])[0]
+    if good:
+        published = good[0][1].origin == "published"
+        color = method.load(good[0][1].method).color
+        values = [row.value / scale for _, row in good if row.value is not None]
+        axes.plot([x for x, _ in good], values, "--" if published else "-", color=color, label=label)
+        for (x, row), value in zip(good, values, strict=True):
+            face = color if row.valid else "white"
+            shape = "s" if published else "o"
+            axes.plot([x], [value], shape, markerfacecolor=face, markeredgecolor=color if row.valid else EDGE)
+            _error(axes, x, row, scale)
+    for x, row in points:
+        if not has_number(row):
+            axes.plot([x], [0], "x", color=CROSS, markeredgewidth=1.3, clip_on=False)
+    axes.set_xticks([x for x, _ in points], [f"{x:g}" for x, _ in points])
+    axes.set_ylim(bottom=0)
+    if good:
+        axes.legend(loc="upper left")
+
+
+def tilt(axes: Axes) -> None:
+    """Tick labels at the published angle."""
+    for label in axes.get_xticklabels():
+        label.set_rotation(TICK_DEGREES)
+        label.set_horizontalalignment("right")
+        label.set_rotation_mode("anchor")
+
+
+def scale_of(rows: Sequence[Row]) -> tuple[float, str]:
+    """The divisor and the unit in which these rows read best."""
+    if not rows:
+        return 1.0, ""
+    scales = SCALES[rows[0].metric]
+    most = max((row.value or 0.0 for row in rows), default=0.0)
+    return next((scale for scale in scales if most >= 0.1 * scale[0]), scales[-1])
+
+
+def axis_text(name: str, rows: Sequence[Row]) -> str:
+    unit = scale_of(rows)[1]
+    return f"{name} ({unit})" if unit else name
+
+
+def number(value: float) -> str:
+    """Three digits that matter; a step of more than a second has all of its milliseconds."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
+    """The small lines: machine, clock, profile, window, what error bars are, who did not train, and where the
+    published numbers come from."""
+    texts, ours = [], [row for row in ours if row.metric in SCALES]
+    if ours:
+        runs = sorted({row.num_runs for row in ours if has_number(row)})
+        several = any(row.low is not None for row in ours)
+        texts.append(
+            f"measured: {note}; {ours[0].machine}; clock {CLOCKS.get(ours[0].clock, ours[0].clock)}{_windows(ours)};"
+            f" median of {' or '.join(map(str, runs)) or 'no'} process{'' if runs == [1] else 'es'} a point; "
+            + ("error bars: 95 % interval of the mean over processes" if several else "no intervals below 3 processes")
+            + _scatter(ours)
+        )
+        searched = dict.fromkeys(method.load(row.method).label for row in ours if not row.is_final)
+        texts += [f"{', '.join(searched)}: search not finished"] if searched else []
+        hollow = {method.load(row.method).label: row.reason for row in ours if has_number(row) and not row.valid}
+        texts += [f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1] for name, reason in hollow.items()][:2]
+    if published:
+        texts.append(
+            f"published: {published[0].machine}; clock {published[0].clock}{_windows(published)}; one process a point,"
+            " from the artifact's logs, judged by their losses"
+        )
+    return "\n".join(line for text in texts for line in textwrap.wrap(text, NOTE_COLUMNS, subsequent_indent="    "))
+
+
+def _scatter(rows: Sequence[Row]) -> str:
+    """How noisy the machine was, of times that have no interval to say so."""
+    known = [row.scatter for row in rows if has_number(row) and row.metric != "params" and row.low is None]
+    worst = max((scatter for scatter in known if scatter is not None), default=None)
+    return "" if worst is None else f"; steps scatter up to {worst:.0%}"
+
+
+def _windows(rows: Sequence[Row]) -> str:
+    windows = sorted({row.window_size for row in rows if row.window_size and has_number(row)})
+    return f"; window {', '.join(map(str, windows))}" if windows else ""
+
+
+def save(made: Figure, stem: Path) -> list[Path]:
+    """PDF and PNG without a date or a version in them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_pdf import FigureCanvasPdf
+
+    paths = [Path(f"{stem}.pdf"), Path(f"{stem}.png")]
+    FigureCanvasPdf(made).print_pdf(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})
+    made.set_dpi(200)
+    FigureCanvasAgg(made).print_png(paths[1], metadata={"Software": None})
+    return paths
+
+
+def svg(made: Figure) -> str:
+    """The figure as text, for a page."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # names of its parts, the same on every run
+        FigureCanvasSVG(made).print_svg(buffer, metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def _error(axes: Axes, x: float, row: Row, scale: float) -> None:
+    if row.value is None or row.low is None or row.high is None:
+        return
+    middle = (row.low + row.high) / 2  # the interval is the mean's, the point is the median
+    half = (row.high - row.low) / 2
+    axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+
+
+def legend(made: Figure, rows: Sequence[Row], series: dict[str, str], is_line: bool = False) -> None:
+    """What colors, filled, hollow, hatched and crossed mean, as far as they occur."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    def key(label: str, face: str, shape: str = "o", **look: Any) -> Any:
+        if is_line:
+            made_of: Any = {"linestyle": "--" if shape == "s" else "", "markerfacecolor": face}
+            return Line2D([], [], color=EDGE, marker=shape, label=label, **made_of)
+        return Patch(facecolor=face, edgecolor=EDGE, linewidth=0.7, label=label, **look)
+
+    drawn = [row for row in rows if has_number(row)]
+    entries = [key(label, method.load(name).color) for label, name in series.items()]
+    if any(row.valid for row in drawn):
+        entries.append(key("trained (gate passed)", "#C9C9C9"))
+    if any(not row.valid for row in drawn):
+        entries.append(key("gate not passed", "white", linestyle="--"))
+    if len(drawn) < len(rows):
+        entries.append(Line2D([], [], color=CROSS, marker="x", linestyle="", label="size failed"))
+    if any(row.origin == "published" for row in rows):
+        entries.append(key("published", "white", shape="s", hatch="////"))
+    made.legend(handles=entries, loc="upper right", ncols=len(entries), bbox_to_anchor=(0.995, 1.0))

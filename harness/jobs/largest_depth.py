@@ -1,0 +1,221 @@
+"""`search largest`: the search of harness/jobs/depth_search.py over real runs, each an ordinary record, and its table.
+
+The first guess is the plan's. Two small runs then show what a method takes beyond its plan, and the rest is planned in
+the room that leaves: a method whose options follow its memory (a window, resident layers) has them chosen anew at each
+depth. A probe near the edge is run whatever its plan foresees; only one that would exhaust this machine is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from harness.core import method
+from harness.core.job import Budget, Job, Plan, gib, params_text
+from harness.core.record import Record
+from harness.devices import machine
+from harness.jobs.depth_search import Answer, Outcome, extrapolate, search
+from harness.jobs.sweep import Sweep, one_pool
+
+BEYOND_PLAN = 4  # depths up to this many times the planned one are tried, and up to 64 layers
+BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that count towards another's budget
+FEWEST_STEPS = 5  # of a probe: memory has settled when steps repeat with the optimizer's state in place
+
+
+class Probes:
+    """The runs of one method, by depth; calling it with a depth runs the next one there."""
+
+    def __init__(self, sweep: Sweep, job: Job) -> None:
+        self.sweep, self.job = sweep, job
+        self.budget = machine.rank_budget(job)
+        self.records: list[Record] = []
+        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # of each memory, beyond the plan: depth, phases
+        self.lacking: dict[str, int] = {}  # what it must be at least, by failures that the plan did not foresee
+        self.decided: dict[int, Job] = {}  # by depth: the job that a repeat repeats
+        self.least = method.largest_depth(lambda depth: not self._has_plan(depth)) + 1
+        self._check()
+
+    def _check(self) -> None:
+        """Raise the ValueError of options that make no sense at any depth, or of a placement that does at one alone."""
+        placement = self.job.options.get("placement")
+        if not placement:
+            self._planned(self.least)
+            return
+        try:
+            self._planned(self.least + 1 if self._has_plan(self.least) else 1)
+        except ValueError as error:
+            told = "a search is over depths: leave --placement out, or give its last run no length, as in R2W"
+            raise ValueError(f"{error}; {told}") from error
+
+    def __call__(self, num_layers: int) -> Outcome:
+        """Run at this depth. Where memory did not suffice although the plan said so, and other options should need less
+        of it, they are tried as well: only what no options train is too large."""
+        if num_layers in self.decided:
+            return self._run(self.decided[num_layers])
+        job, plan = self._planned(num_layers)
+        refused = self._refusal(plan)
+        if refused:
+            return Outcome(False, refused, evidence=plan)
+        tried, outcome = [job], self._run(job)
+        while not outcome.passed and not outcome.stop:
+            self._learn(outcome.evidence, plan)
+            job, plan = self._planned(num_layers)
+            if job in tried or not self._fits(plan, num_layers):
+                break
+            tried.append(job)
+            outcome = self._run(job)
+        self.decided[num_layers] = tried[-1]
+        return outcome
+
+    def _run(self, job: Job) -> Outcome:
+        number = 1 + sum(record.job == job for record in self.records)
+        record = self.sweep.attempt(job, number, {"role": f"probe {len(self.records) + 1}"})
+        self.records.append(record)
+        stop = "" if record.is_result else f"{record.status}: {record.reason}"
+        return Outcome(record.status == "ok", memory_of(record), stop, record)
+
+    def guess(self) -> int:
+        """Layers of the deepest model whose plan fits, what runs took beyond their plans counted in."""
+
+        return method.largest_depth(lambda depth: depth < self.least or self._fits(self._planned(depth)[1], depth))
+
+    def _fits(self, plan: Plan, num_layers: int) -> bool:
+        room = self._room(num_layers)
+        return one_pool(plan, room).shortfall(room) is None and not self._refusal(plan)
+
+    def refine(self) -> int:
+        """The guess again, now that small runs have shown what the plan leaves out."""
+        self.lacking.clear()
+        for record in self.records:
+            if record.status != "ok":
+                continue
+            planned = one_pool(Plan(record.predicted["device"], record.predicted["host"]), self.budget)
+            for memory, phases in measured(record).items():
+                beyond = {phase: size - getattr(planned, f"{memory}_bytes") for phase, size in phases.items()}
+                self.excess.setdefault(memory, []).append((record.job.workload.num_layers, beyond))
+        return self.guess()
+
+    def _has_plan(self, num_layers: int) -> bool:
+        try:
+            self._planned(num_layers)
+        except ValueError:  # such as a window beyond these few layers
+            return False
+        return True
+
+    def _planned(self, num_layers: int) -> tuple[Job, Plan]:
+        """The job at this depth with the options its method settles on in the room there is."""
+        workload = self.job.workload.at_depth(num_layers)
+        trained = method.create(self.job.method, self.job.options, self.sweep.folders)
+        plan = trained.plan(workload, self._room(num_layers))
+        options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
+        return dataclasses.replace(self.job, workload=workload, options=options), plan
+
+    def _learn(self, record: Record, plan: Plan) -> None:
+        """A run failed: where the plan foresaw room, it takes more beyond its plan than was left."""
+        num_layers, lacked = record.job.workload.num_layers, memory_of(record)
+        memory, room = BUDGETED.get(lacked, lacked), self._room(num_layers)
+        have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, one_pool(plan, room)))
+        if have is not None and planned is not None and planned <= have:
+            beyond = getattr(self.budget, f"{memory}_bytes") - planned + 1
+            self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))
+
+    def _room(self, num_layers: int) -> Budget:
+        """The budget less what runs of this depth take beyond their plan."""
+        rooms = {}
+        for memory in {**self.excess, **self.lacking}:
+            have = getattr(self.budget, f"{memory}_bytes")
+            points, least = self.excess.get(memory), self.lacking.get(memory)
+            beyond = [extrapolate(points, num_layers)] if points else []
+            beyond += [] if least is None else [least]
+            if have is not None:
+                rooms[f"{memory}_bytes"] = max(1, have - max(beyond))
+        return dataclasses.replace(self.budget, **rooms)
+
+    def _refusal(self, plan: Plan) -> str:
+        """The memory that no measurement may exhaust: the budget of a disk, and all that this machine has."""
+        disk = self.budget.disk_bytes
+        if disk is not None and plan.disk_bytes > disk:
+            return "disk"
+        at_host = plan.host_bytes + (0 if self.job.device == "cuda" else plan.device_bytes)
+        return "host" if at_host * self.job.world_size > machine.host_bytes() else ""
+
+
+def memory_of(record: Record) -> str:
+    """The memory that a failed run lacked: what its evidence names, else what its status says."""
+    return str(record.evidence.get("resource") or record.status.removeprefix("oom-"))
+
+
+def measured(record: Record) -> dict[str, dict[str, int]]:
+    """Peak bytes by memory and phase, as each budget counts them. A device that keeps account of the host counts its
+    tensors; elsewhere the host's share is the whole process, or an average rank."""
+    peaks = record.peaks
+    sizes = {
+        "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
+        "host": peaks.get("host_accounted", record.host_peak_bytes // record.job.world_size),
+    }
+    return {memory: {"run": size} for memory, size in sizes.items() if size}
+
+
+def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
+    """Search one method; its row of the table, with the record that decides the exit code."""
+    guess = probes.guess()
+    most = min(most, max(64, probes.least, BEYOND_PLAN * guess))
+    answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)
+    return row(answer, probes)
+
+
+def row(answer: Answer, probes: Probes) -> dict[str, Any]:
+    """An answer as data: depths, parameters, what binds, verdict, trials."""
+    found = answer.largest >= answer.least
+    passed = [trial.outcome.evidence for trial in answer.trials if trial.num_layers == answer.largest]
+    best: Record | None = passed[-1] if found and passed else None
+    stop = probes.records[-1] if answer.stopped and probes.records and not probes.records[-1].is_result else None
+    return {
+        "method": probes.job.method,
+        "largest": answer.largest if found else 0,
+        "num_params": best.job.workload.num_params if best else 0,
+        "options": best.job.options if best else {},
+        "fails_at": answer.failed_above,
+        "is_sharp": answer.is_sharp,
+        "mixed": answer.mixed(),
+        "binding": _binding(answer, best, probes),
+        "gate": best.gate.verdict if best else "",
+        "trials": len(probes.records),
+        "stopped": answer.stopped,
+        "record": stop or best,
+    }
+
+
+def _binding(answer: Answer, best: Record | None, probes: Probes) -> str:
+    """Which memory binds, and how much of how much the largest run took of it."""
+    if answer.is_unlimited:
+        return f"none up to {answer.most} layers, the most tried"
+    limiting = answer.limiting()
+    if limiting is None:
+        return ""
+    memory, evidence = limiting.outcome.memory, limiting.outcome.evidence
+    if isinstance(evidence, Plan):
+        have = probes.budget.disk_bytes if memory == "disk" else machine.host_bytes()
+        at_host = evidence.host_bytes + (0 if probes.job.device == "cuda" else evidence.device_bytes)
+        need = evidence.disk_bytes if memory == "disk" else at_host
+        return f"{memory}, by plan: {gib(need)} of {gib(have or 0)}"
+    asked, used, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
+    if used and limit:
+        return f"{memory}: {gib(used)} of {gib(limit)} in use" + (f", {gib(asked)} more asked for" if asked else "")
+    peak = max(measured(best).get(memory, {}).values(), default=0) if best else 0
+    have = getattr(probes.budget, f"{memory}_bytes", None)
+    return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
+
+
+def texts(result: dict[str, Any]) -> dict[str, str]:
+    """A row of the table as people read it."""
+    mixed = f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})" if result["mixed"] else ""
+    return {
+        "method": result["method"],
+        "largest": str(result["largest"] or ("" if result["stopped"] else "none")),
+        "parameters": params_text(result["num_params"]) if result["num_params"] else "",
+        "fails at": f"{result['fails_at'] or ''}{mixed}",
+        "what binds": f"no answer: {result['stopped']}" if result["stopped"] else result["binding"],
+        "gate": result["gate"],
+        "trials": str(result["trials"]),
+    }

@@ -1,0 +1,175 @@
+"""What a person sees while a sweep runs: a bar on a terminal, plain lines elsewhere, or JSON lines for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from harness.core.job import Job, gib, params_text
+from harness.core.record import Record
+from harness.devices import machine
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@contextmanager
+def reporter(as_json: bool) -> Iterator[Report]:
+    if as_json:
+        yield _print_json
+    elif sys.stdout.isatty():
+        with _Bar() as bar:
+            yield bar.report
+    else:
+        yield _Lines().report
+
+
+def _print_json(event: dict[str, Any]) -> None:
+    plain = {**event}
+    if "record" in event:
+        plain["record"] = summary(event["record"])
+    for name in ("job", "plan"):
+        if name in event:
+            plain[name] = dataclasses.asdict(event[name])
+    print(json.dumps(plain), flush=True)
+
+
+def _title(event: dict[str, Any]) -> str:
+    """Which job this is and why it is run: by the sizes, too, in which references of one call may differ."""
+    job: Job = event["job"]
+    load = job.workload
+    place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
+    sizes = f"{load.num_layers} layers x {load.hidden_size}, batch {load.batch_size}"
+    return f"{place}{job.method}, {sizes}, learning rate {load.learning_rate:g}"
+
+
+class _Lines:
+    """A line at the start, at every tenth of the steps, and at the end of a job."""
+
+    def __init__(self, write: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
+        self.write, self.steps, self.host_bytes = write, 0, 0
+
+    def report(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "start":
+            plan, job = event["plan"], event["job"]
+            self.steps, self.host_bytes = job.steps, plan.host_bytes
+            options = "".join(f" {name}={value}" for name, value in job.options.items())
+            seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
+            self.write(
+                f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
+                f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{seconds}"
+            )
+        elif kind == "recorded":
+            self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
+        elif kind == "step" and "skipped_at_scale" in event:
+            at = f"loss {event['loss']:.6f}  {event['seconds']:.3f} s"
+            told = f"a gradient is not finite at loss scale {event['skipped_at_scale']:g}"
+            self.write(f"  step {event['step']}/{self.steps}  {at}  skipped: {told}")
+        elif kind == "step" and (event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps):
+            told = f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
+            self.write(told + shares_text(event))
+        elif kind == "memory":
+            done, rate = event["bytes"], event["bytes"] / event["seconds"]
+            self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
+        elif kind == "end":
+            self.write(closing_line(event["record"]))
+            job = event["record"].job
+            if job.trace and event["record"].answers(job):
+                self.write(f"  trace, for https://ui.perfetto.dev: {job.trace}")
+        elif kind in ("build", "wait"):
+            self.write(f"  {event['text']}")
+        elif kind == "warning":
+            self.write(f"warning: {event['text']}")
+
+
+class _Bar:
+    """The same lines, and a bar with loss, samples/s and time left while a job runs."""
+
+    def __enter__(self) -> _Bar:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self.progress = Progress(*columns, transient=True)
+        self.lines = _Lines(
+            lambda line: self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        )
+        self.task: Any = None
+        self.batch_size = 0
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def report(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "step":
+            speed = self.batch_size * len(event.get("shares") or [1]) / event["seconds"]
+            numbers = f"loss {event['loss']:.4f}  {speed:.3g} samples/s{shares_text(event)}"
+            self.progress.update(self.task, completed=event["step"], numbers=numbers)
+            return
+        if kind == "phase" and self.task is not None:
+            self.progress.update(self.task, numbers=event["phase"])
+            return
+        if self.task is not None and kind in ("start", "recorded", "end"):
+            self.progress.remove_task(self.task)
+            self.task = None
+        self.lines.report(event)
+        if kind == "start":
+            self.batch_size = event["job"].workload.batch_size
+            self.task = self.progress.add_task(_title(event), total=event["job"].steps, numbers="start")
+
+
+def shares_text(event: dict[str, Any]) -> str:
+    """Of several models what each has had of the devices' time, and how much of it was used at all."""
+    shares = event.get("shares")
+    if not shares:
+        return ""
+    return f"  models {' '.join(f'{100 * share:.0f}' for share in shares)} % of the devices, in use {sum(shares):.0%}"
+
+
+def summary(record: Record) -> dict[str, Any]:
+    """What a closing line tells, as data."""
+    return {
+        "method": record.job.method,
+        "num_layers": record.job.workload.num_layers,
+        "options": record.job.options,
+        "num_params": record.job.workload.num_params,
+        "status": record.status,
+        "reason": record.reason,
+        "samples_per_second": record.samples_per_second,
+        "peaks": record.peaks,
+        "gate": record.gate.verdict,
+        "gate_text": record.gate.text,
+    }
+
+
+def closing_line(record: Record) -> str:
+    """One line for people: parameters, samples/s, peaks against budget, gate."""
+    job = record.job
+    options = "".join(f" {name}={value}" for name, value in job.options.items())
+    title = (
+        f"{job.method}{options}, {job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"
+    )
+    if record.status != "ok":
+        return f"{title}: {record.status}: {record.reason}"
+    speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
+    budget = machine.budget(job.budget, job.device)
+    host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
+    taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
+    device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""
+    verdict = (
+        record.gate.verdict if record.gate.verdict in ("failed", "untested") else f"passed ({record.gate.verdict})"
+    )
+    return f"{title}: {speed}, {device}{host}; gate {verdict}: {record.gate.text}"
+
+
+def _of(size: int, limit: int | None) -> str:
+    return f"{gib(size)} of {gib(limit)}" if limit else gib(size)

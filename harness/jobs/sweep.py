@@ -1,0 +1,279 @@
+"""Many jobs in order: what has a record is not run again, what ends is judged, a crash loses nothing.
+
+Each job is followed by the gate. The reference it needs is a job like any other: it is run when no record of it exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.core import log_lines, method
+from harness.core.job import Budget, Job, Plan
+from harness.core.record import Gate, Record, new_stem, read_all
+from harness.devices import machine
+from harness.jobs import gate
+from harness.places.place import Place
+from harness.run.launch import launch
+from harness.run.prepare import prepare
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | None]:
+    """The job with the options that its plan settled on, the plan, and what does not fit, if anything.
+
+    Raises ValueError for options that make no sense.
+    """
+    trained = method.create(job.method, job.options, folders)
+    method.check(trained, job.workload, folders)
+    budget = machine.rank_budget(job)
+    try:
+        plan = trained.plan(job.workload, budget)
+    except (ValueError, method.Unavailable):
+        raise
+    except Exception as error:  # a method's own mistake, which concerns no other
+        raise ValueError(f"plan() of {job.method} fails: {type(error).__name__}: {error}") from error
+    options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
+    resolved = dataclasses.replace(job, options=options)
+    shortfall = one_pool(plan, budget).shortfall(budget)
+    if shortfall is None:
+        return resolved, plan, None
+    if budget.device_bytes is None:
+        shortfall = shortfall.replace("host memory", "memory")
+    hint = _hint(trained, job, budget, folders)
+    if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
+        hint += f", and this one needs --device-memory {-(-plan.device_bytes // 1024)}KiB at least"
+    each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
+    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
+
+
+def _hint(trained: method.Method, job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
+    """What fits instead. A placement of so many layers, be it planned or asked for, is left out where it does not."""
+    depth, placement = largest(trained, job, budget), job.options.get("placement")
+    if not depth and placement:
+        others = {name: value for name, value in job.options.items() if name != "placement"}
+        depth = largest(method.create(job.method, others, folders), job, budget)
+        if depth:
+            return f"the largest that should fit without --placement {placement} has -l {depth}"
+    return f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
+
+
+def one_pool(plan: Plan, budget: Budget) -> Plan:
+    """The plan as it falls on the memories there are: without a device budget, a CPU's device memory is the host's."""
+    if budget.device_bytes is not None:
+        return plan
+    kinds = {kind: plan.device.get(kind, 0) + plan.host.get(kind, 0) for kind in {**plan.device, **plan.host}}
+    return dataclasses.replace(plan, device={}, host=kinds)
+
+
+def largest(trained: method.Method, job: Job, budget: Budget) -> int:
+    """Layers of the deepest model of this job that should fit the budget, by the method's plan; 0 where none should."""
+
+    def fits(num_layers: int, unplanned: bool) -> bool:
+        try:
+            plan = trained.plan(job.workload.at_depth(num_layers), budget)
+        except ValueError:  # a window beyond these few layers, or a placement of another number of them
+            return unplanned
+        return one_pool(plan, budget).shortfall(budget) is None
+
+    depth = method.largest_depth(lambda num_layers: fits(num_layers, num_layers < job.workload.num_layers))
+    return depth if depth and fits(depth, False) else 0
+
+
+class Sweep:
+    """A folder of results and what is to be added to it."""
+
+    def __init__(
+        self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
+        place: Place | None = None,
+    ) -> None:  # fmt: skip
+        self.results, self.folders, self.rerun, self.place = results, folders, rerun, place
+        self.report = report or (lambda event: None)
+        found, complaints = read_all(results)
+        self.records = {path: record for path, record in found.items() if record.origin == "run"}
+        self.measured_now: set[str] = set()
+        self.replaced = set(self.records) if rerun else set()
+        for complaint in complaints:
+            self.report({"event": "warning", "text": complaint})
+
+    def run(self, jobs: list[Job]) -> list[Record]:
+        """A judged record for each resolved job, in order, measured now or before."""
+        if self.place and self.place.is_parallel:
+            self._launch_at_once(self.place, jobs)
+            self._launch_at_once(self.place, self._references(jobs))
+        finished = []
+        for index, job in enumerate(jobs, start=1):
+            path = self._measure(job, {"index": index, "total": len(jobs)})
+            record = self._judge(path)
+            self.report({"event": "end", "path": str(path), "record": record})
+            finished.append(record)
+        return finished
+
+    def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
+        """The number-th measurement of a resolved job, judged; made now where there are fewer, whatever its plan
+        foresees. A refusal by plan is no measurement."""
+        key = self.key(job)
+        known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
+        known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
+        if len(known) >= number:
+            path = known[number - 1]
+            self.report({"event": "recorded", "path": str(path), "job": job, **place})
+        else:
+            self.report({"event": "start", "job": job, "plan": resolve(job, self.folders)[1], **place})
+            path = self._launch(job, key)
+        record = self._judge(path)
+        self.report({"event": "end", "path": str(path), "record": record})
+        return record
+
+    def key(self, job: Job) -> str:
+        found = context(job.method, job.workload.corpus, self.folders)
+        return job.key(**{**found, **(self.place.context() if self.place else {})})
+
+    def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
+        """Run together what of these has no record and should fit."""
+        missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
+        pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
+        self.measured_now |= {key for _, key in pairs}
+        for path in place.launch(pairs, self.results, self.folders, self.report) if pairs else []:
+            self.records[path] = Record.read(path)
+
+    def _references(self, jobs: list[Job]) -> list[Job]:
+        """What those of the jobs that have trained will be compared with."""
+        trained = [self.records[path] for job in jobs for path in self._known(self.key(job))]
+        models = [model for record in trained if record.status == "ok" for model in record.models()]
+        return [resolve(self._reference(model.job), self.folders)[0] for model in models]
+
+    def _known(self, key: str) -> list[Path]:
+        """The records that answer for a key, oldest first; those made now count however they ended: no job is run
+        twice in one sweep."""
+        fresh = key in self.measured_now
+        if self.rerun and not fresh:
+            return []
+        return [path for path, record in self.records.items() if record.key == key and (record.is_lasting or fresh)]
+
+    def _measure(self, job: Job, place: dict[str, Any]) -> Path:
+        """The path of the job's record: the newest result there is, else one made now."""
+        key = self.key(job)
+        known = [path for path in self._known(key) if self.records[path].answers(job)]
+        if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
+            known = []  # it was refused before it ran; by now there is more memory
+        if known:
+            self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
+            return known[-1]
+        resolved, plan, shortfall = resolve(job, self.folders)
+        self.report({"event": "start", "job": resolved, "plan": plan, **place})
+        return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
+
+    def _launch(self, job: Job, key: str) -> Path:
+        self.measured_now.add(key)
+        if self.place:
+            (path,) = self.place.launch([(job, key)], self.results, self.folders, self.report)
+        else:
+            prepare(job, self.results, self.folders, self.report)
+            path = launch(job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(job, key))
+        self.records[path] = Record.read(path)
+        return path
+
+    def _made_meanwhile(self, job: Job, key: str) -> Path | None:
+        """A result of this job that another call has put into the folder since this one read it."""
+        if self.rerun:
+            return None
+        for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
+            with contextlib.suppress(ValueError):
+                record = Record.read(path)
+                if record.key == key and record.is_lasting and record.answers(job):
+                    return path
+        return None
+
+    def _refuse(self, job: Job, key: str, shortfall: str) -> Path:
+        self.measured_now.add(key)
+        path = Path(f"{new_stem(self.results, job)}.json")
+        facts, versions = machine.facts(), machine.software()
+        record = Record(job, key, "does-not-fit", "plan", shortfall, started=time.time(), clock=job.device)
+        dataclasses.replace(record, machine=facts, software=versions).write(path)
+        lines = [*log_lines.header_lines(job), log_lines.end_line(job, record.status, record.phase, 0, shortfall)]
+        path.with_name(path.name.removesuffix(".json") + ".txt").write_text("\n".join(lines) + "\n")
+        self.records[path] = Record.read(path)
+        return path
+
+    def _judge(self, path: Path) -> Record:
+        """The record with its verdict by the reference as it is now: judging is arithmetic."""
+        record = self.records[path]
+        if record.status != "ok":
+            return record
+        verdicts = [self._verdict(record, number) for number in range(1 + len(record.others))]
+        record = record.with_gate(gate.together(verdicts))
+        record.write(path)
+        self.records[path] = record
+        return record
+
+    def _verdict(self, whole: Record, number: int) -> Gate:
+        """On one of the models of a record."""
+        record = whole.models()[number]
+        other = self._reference(record.job)
+        if record.job.method == other.method and record.job.device == other.device:
+            return gate.judge(record, record)
+        _, _, shortfall = resolve(other, self.folders)
+        if shortfall is not None:
+            return self._judge_by_twin(whole, number, other)
+        judged_by = self._judge(self._measure(other, {"role": "reference"}))
+        depth = record.job.workload.num_layers
+        if judged_by.status.startswith("oom") and depth > 1:  # it fitted on paper only
+            return self._judge_by_twin(whole, number, other, most=depth // 2)
+        return gate.judge(record, judged_by)
+
+    def _reference(self, job: Job) -> Job:
+        """The job whose training this one's is compared with."""
+        other = dataclasses.replace(job, method=method.reference(self.folders), options={}, trace=None)
+        if job.device == "sim":  # whose kernels are the CPU's, so it is the CPU's training
+            return dataclasses.replace(other, device="cpu", budget=Budget())
+        return other
+
+    def _judge_by_twin(self, whole: Record, number: int, reference: Job, most: int = 2**20) -> Gate:
+        trained = method.create(reference.method, {}, self.folders)
+        depth = min(most, largest(trained, reference, machine.budget(reference.budget, reference.device)))
+        if depth < 1:
+            return Gate("untested", "no-reference", "the reference does not fit at any depth")
+        twins = []
+        for job in (whole.job, reference):
+            trainer = method.create(job.method, job.options, self.folders)
+            options = trainer.twin_options(job.workload.num_layers, depth)
+            small = dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None)
+            try:
+                resolve(small, self.folders)
+            except ValueError as error:
+                return Gate("untested", "no-twin", f"no twin at {depth} layers: {error}")
+            twins.append(self.records[self._measure(small, {"role": "twin"})])
+        record, twin = whole.models()[number], twins[0].models()[min(number, len(twins[0].others))]
+        same_size = [
+            other
+            for other in self.records.values()
+            if other.job.workload == record.job.workload
+            and other.job.steps == record.job.steps
+            and other.job.method != record.job.method
+            and other.job.device == record.job.device
+            and other.status == "ok"
+            and other.gate.passed
+            and other.job.method in method.names(self.folders)
+            and other.key == self.key(other.job)
+        ]
+        return gate.judge(record, twins=(twin, twins[1]), peers=same_size)
+
+
+def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
+    """What beside a method's job decides what it measures: the method's source, the corpus, this machine."""
+    source = method.source_hash(name, folders)
+    return {"source": source, "corpus": _corpus_identity(corpus), **machine.checked()}
+
+
+def _corpus_identity(prefix: str | None) -> str:
+    """Size and time of the corpus: other contents are another job."""
+    if prefix is None:
+        return ""
+    found = Path(f"{prefix.removesuffix('.bin').removesuffix('.idx')}.bin").stat()
+    return f"{found.st_size} bytes of {found.st_mtime_ns}"

@@ -1,0 +1,266 @@
+"""Jobs in containers: the same launch, in an image that has Python and the engines, with the job's memory as the limit.
+
+The container sees this checkout, the folder of results and what the job names, at the paths they have here; the sources
+are those of here, the packages the image's. It has no network, and ends when this process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.core import failures
+from harness.core.job import Job
+from harness.core.method import ROOT, Unavailable
+from harness.core.record import Record, new_stem
+from harness.devices import budgets, machine
+from harness.devices.device_lock import turn
+from harness.places.place import ORDERED, Report, order, place_record, write_end
+from harness.run.launch import GRACE_SECONDS
+
+PYTHON = "/harness/.venv/bin/python"  # docker/Dockerfile
+WATCHER_BYTES = 96 * 2**20  # the worker's parent is in the container, too: 60 MiB, rounded up
+START_SECONDS = 120.0  # from the container's start, and from its worker's end, beyond the time of the job
+POLL_SECONDS = 0.5
+NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
+
+
+def default_image(device: str) -> str:
+    """Its tag is a hash of what it is built from: an image of other pins is another image."""
+    key = hashlib.sha256()
+    for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml", "constraints.txt"):
+        key.update((ROOT / name).read_bytes())
+    return f"harness:{'cuda' if device == 'cuda' else 'cpu'}-{key.hexdigest()[:12]}"
+
+
+@functools.cache
+def engine() -> Any:
+    """The client of the engine that DOCKER_HOST, or else the system, names. Raises Unavailable where none answers."""
+    try:
+        from docker.client import from_env
+        from docker.errors import DockerException
+    except ImportError as error:
+        raise Unavailable("no docker SDK in this Python: .venv/bin/python -m pip install docker") from error
+    try:
+        client = from_env()
+        client.ping()
+    except DockerException as error:
+        raise Unavailable(NO_ENGINE) from error
+    return client
+
+
+class Docker:
+    """A place: one image of one engine. Raises Unavailable where either is missing."""
+
+    is_parallel = False
+
+    def __init__(self, image: str) -> None:
+        self.client = engine()
+        from docker.errors import ImageNotFound
+
+        try:
+            self.image = self.client.images.get(image)
+        except ImageNotFound as error:
+            raise Unavailable(f"no image {image} here: ./run.sh image build makes it, --image names another") from error
+
+    def context(self) -> dict[str, str]:
+        return {"image": self.image.id}
+
+    def launch(
+        self, jobs: list[tuple[Job, str]], results: Path, folders: tuple[Path, ...], report: Report
+    ) -> list[Path]:
+        return [self._launch(job, key, results.resolve(), folders, report) for job, key in jobs]
+
+    def _launch(self, job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Report) -> Path:
+        """A first KeyboardInterrupt lets the worker finish its record, a second one ends the container; both are raised
+        again here."""
+        with turn(job, report):
+            stem = new_stem(results, job)
+            try:
+                running = Running(self.client, self._settings(job, results, folders), job, report)
+            except Unavailable as error:
+                missing = failures.Failure("unavailable", str(error), {"class": "engine", "resource": ""})
+                return write_end(job, key, stem, missing)
+            try:
+                running.follow(order(job, key, stem, folders))
+            finally:
+                path = self._complete(running, job, key, stem)
+        if running.stopped == "interrupt":
+            raise KeyboardInterrupt
+        return path
+
+    def _settings(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
+        from docker.types import DeviceRequest, Mount
+
+        kept = ROOT / ".venv" / f"image-{self.image.short_id.removeprefix('sha256:')}"  # what is compiled in the image
+        kept.mkdir(parents=True, exist_ok=True)
+        read, written = shared_folders(job, results, folders)
+        mounts = [Mount(str(path), str(path), "bind", read_only=True) for path in sorted(read)]
+        mounts += [Mount(str(path), str(path), "bind") for path in sorted(written)]
+        mounts.append(Mount(str(ROOT / ".venv"), str(kept.resolve()), "bind"))
+        found: dict[str, Any] = {
+            "image": self.image.id, "command": [PYTHON, "-m", "harness.places.place"], "working_dir": str(ROOT),
+            "mounts": mounts, "user": f"{os.getuid()}:{os.getgid()}", "network_mode": "none", "init": True,
+            "environment": {"PYTHONPATH": str(ROOT)}, "stdin_open": True, "shm_size": machine.host_bytes() // 2,
+            "labels": {"harness.results": str(results)},
+        }  # fmt: skip
+        if hasattr(os, "sched_getaffinity"):
+            found["cpuset_cpus"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        limit = memory_limit(job)
+        if limit:
+            found |= {"mem_limit": limit, "memswap_limit": limit, "shm_size": limit}
+        if job.device == "cuda":
+            found["device_requests"] = [DeviceRequest(count=1, capabilities=[["gpu"]])]
+        return found
+
+    def _complete(self, running: Running, job: Job, key: str, stem: Path) -> Path:
+        """The record with the engine's word on the end; where the worker's parent left none, one by that word alone."""
+        state = running.end()
+        told = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
+        path = Path(f"{stem}.json")
+        end = failures.End(
+            running.phase, state.get("ExitCode", 0), running.stopped, running.seconds,
+            oom_kills=int(bool(told["OOMKilled"])), owns_group=True, host_limit_bytes=memory_limit(job) or 0,
+            log_tail=running.errors[-4096:],
+        )  # fmt: skip
+        better = None
+        if not path.exists():
+            seen = {"phase": running.phase, "losses": running.losses, "step_seconds": running.step_seconds}
+            write_end(job, key, stem, failures.of_process(end), seen)
+        elif told["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
+            better = failures.of_killed_child(end, Record.read(path).reason, "")
+        place = {"on": "docker", "image": self.image.id, "engine": self.client.version()["Version"]}
+        evidence = {"docker": told} if Record.read(path).status != "ok" else {}
+        return place_record(path, place, evidence, better)
+
+
+def shared_folders(job: Job, results: Path, folders: tuple[Path, ...]) -> tuple[set[Path], set[Path]]:
+    """What a container of this job sees of this machine, by the same paths: to read, and to write."""
+    corpus, disk = job.workload.corpus, job.options.get("disk")
+    written = {results, *([Path(disk).resolve()] if disk else [])}
+    return {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else [])} - written, written
+
+
+def memory_limit(job: Job) -> int | None:
+    """Of the container, swap included: the wall that a worker has elsewhere, and room for its parent."""
+    wall = budgets.wall_bytes(job)
+    return wall + WATCHER_BYTES if wall else None
+
+
+class Running:
+    """A started container, its events and its end. Raises Unavailable where the engine does not start it."""
+
+    def __init__(self, client: Any, settings: dict[str, Any], job: Job, report: Report) -> None:
+        from docker.errors import APIError
+
+        self.job, self.report = job, report
+        self.phase, self.stopped, self.errors = ORDERED, "", ""
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
+        self.seconds = job.budget.seconds or budgets.deadline_seconds(job)
+        try:
+            self.container = client.containers.create(**settings)
+        except APIError as error:
+            raise Unavailable(told(error)) from error
+        try:
+            streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            self.socket = self.container.attach_socket(params=streams)
+            self.container.start()
+        except APIError as error:
+            self.container.remove(force=True)
+            raise Unavailable(told(error)) from error
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Send the order and take in events until the container has ended."""
+        self.socket._sock.sendall((json.dumps(order) + "\n").encode())
+        lines: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
+        deadline, stopping, pending = time.time() + self.seconds + START_SECONDS, 0.0, b""
+        while True:
+            try:
+                item = lines.get(timeout=POLL_SECONDS)
+                if item is None:
+                    return
+                stream, data = item
+                if stream == 1:
+                    *whole, pending = (pending + data).split(b"\n")
+                    for line in whole:
+                        self._take(json.loads(line))
+                else:
+                    self.errors += data.decode(errors="replace")
+            except queue.Empty:
+                now = time.time()
+                if stopping and now - stopping > 2 * GRACE_SECONDS:
+                    return
+                if not stopping and now > deadline:
+                    self.stopped, stopping = "deadline", now
+                    self.kill(signal.SIGINT)
+            except KeyboardInterrupt:
+                self.stopped = "interrupt"
+                if stopping:
+                    return
+                stopping = time.time()
+                self.kill(signal.SIGINT)
+
+    def _read(self, lines: queue.Queue[tuple[int, bytes] | None]) -> None:
+        from docker.utils.socket import frames_iter
+
+        with contextlib.suppress(OSError):
+            frames: Iterator[tuple[int, bytes]] = frames_iter(self.socket, tty=False)
+            for frame in frames:
+                lines.put(frame)
+        lines.put(None)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["event"] == "phase":
+            self.phase = event["phase"]
+        elif event["event"] == "step":
+            self.phase = f"step {event['step']}"
+            self.losses.append(event["loss"])
+            self.step_seconds.append(event["seconds"])
+        self.report(event)
+
+    def kill(self, number: signal.Signals) -> None:
+        from docker.errors import APIError
+
+        with contextlib.suppress(APIError):  # it has ended meanwhile
+            self.container.kill(number.name)
+
+    def end(self) -> dict[str, Any]:
+        """The engine's word on how the container ended, which is gone then, whatever was running in it."""
+        from docker.errors import APIError
+        from requests.exceptions import ConnectionError, Timeout
+
+        try:
+            with contextlib.suppress(ConnectionError, Timeout):
+                self.container.wait(timeout=0.1 if self.stopped else GRACE_SECONDS)
+            self.container.reload()
+            if self.container.status == "running":
+                self.kill(signal.SIGKILL)
+                self.container.wait(timeout=GRACE_SECONDS)
+                self.container.reload()
+            return dict(self.container.attrs["State"])
+        except APIError as error:  # somebody removed it
+            return {"ExitCode": 137, "OOMKilled": False, "Error": told(error)}
+        finally:
+            self.socket._response.close() if hasattr(self.socket, "_response") else self.socket.close()
+            with contextlib.suppress(APIError):
+                self.container.remove(force=True)
+
+
+def told(error: Any) -> str:
+    """An engine's error in one line, with what helps where it is known."""
+    text = " ".join(str(error.explanation or error).split())
+    if "could not select device driver" in text:
+        return f"the engine hands out no GPU: install the NVIDIA container toolkit and restart it ({text})"
+    return f"the engine says: {text}"

@@ -1,0 +1,112 @@
+"""One job elsewhere, in a container or on a node of a cluster: what is ordered here, what is done there, how it ended.
+
+There launch.py runs as it does here, and writes the record into the same folder. An order is plain data; the stem of
+record and log is made by whoever orders, so that an end without any record has one, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.core import failures, log_lines
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.devices import machine
+from harness.run.launch import ENVIRONMENT, launch
+from harness.run.prepare import prepare
+
+# What decides how fast a job is, and in which order its sums are taken: the same there as here.
+FORWARDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *ENVIRONMENT)
+# A sign of life of an order, before its worker has any.
+ORDERED = "ordered"
+Report = Callable[[dict[str, Any]], None]
+
+
+class Place(Protocol):
+    """Where jobs run, if not here."""
+
+    is_parallel: bool  # whether several jobs are better given to it at once
+
+    def context(self) -> dict[str, str]:
+        """What of the place decides what is measured there; part of a job's identity, over machine.checked()."""
+        ...
+
+    def launch(
+        self, jobs: list[tuple[Job, str]], results: Path, folders: tuple[Path, ...], report: Report
+    ) -> list[Path]:
+        """Run resolved jobs, each with its key; returns the paths of their records, in order."""
+        ...
+
+
+def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
+    """A job as perform() takes it."""
+    environment = {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    return {
+        "job": job.to_dict(), "key": key, "stem": str(stem), "folders": [str(folder) for folder in folders],
+        "environment": environment,
+    }  # fmt: skip
+
+
+def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
+    """There: compile what is missing, run the job, write its record."""
+    job, stem = Job.from_dict(order["job"]), Path(order["stem"])
+    folders = tuple(Path(folder) for folder in order["folders"])
+    os.environ.update(order["environment"])
+    if job.device not in machine.devices():
+        reason = f"no {job.device} device is seen there: {' and '.join(machine.devices())} only"
+        write_end(job, order["key"], stem, failures.Failure("unavailable", reason, {"class": "device", "resource": ""}))
+        return
+    prepare(job, stem.parent, folders, report)
+    launch(job, order["key"], stem.parent, folders, report, stem=stem)
+
+
+def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
+    """The record and the closing line of an order that left none; `seen` are fields of the record that are known."""
+    path = Path(f"{stem}.json")
+    fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
+    record = Record(job, key, end.status, reason=end.reason, evidence=end.evidence, **fields)
+    record.write(path)
+    with open(f"{stem}.txt", "a") as log:
+        log.write(log_lines.end_line(job, end.status, record.phase, len(record.losses), end.reason) + "\n")
+    return path
+
+
+def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None) -> Path:
+    """Add to a record where it was made, what the place says of its end, and, if it knows better, the end's name."""
+    record = Record.read(path)
+    software = {**record.software, "commit": machine.software()["commit"]}  # the source is that of here
+    changes: dict[str, Any] = end.changes(record.evidence) if end else {"evidence": record.evidence}
+    changes["evidence"] = {**changes["evidence"], **evidence}
+    record = dataclasses.replace(record, machine={**record.machine, **place}, software=software, **changes)
+    record.write(path)
+    return path
+
+
+def _end_with_orderer() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def main() -> None:
+    """The order comes on standard input, which stays open: when it closes, whoever ordered is gone, and the run ends as
+    interrupted. Events go to standard output, one JSON object a line."""
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_orderer, daemon=True).start()
+    try:
+        perform(order, lambda event: print(json.dumps(event), flush=True))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

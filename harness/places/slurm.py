@@ -1,0 +1,279 @@
+"""Jobs on a cluster under Slurm: all that are missing are submitted, waited for, and named by Slurm's own state.
+
+On the node launch.py runs as it does here and writes the record into the same folder, which all nodes must see. The
+state comes from sacct, else from scontrol; an exit code alone proves nothing. Where the ranks of a job are spread over
+several nodes, each node has an agent and a record of its own, and the submitter makes one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import math
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from harness.core import failures
+from harness.core.job import Job
+from harness.core.method import ROOT, Unavailable
+from harness.core.record import Record, new_stem
+from harness.devices import budgets
+from harness.places.docker import PYTHON, memory_limit, shared_folders
+from harness.places.place import ORDERED, Report, order, place_record, write_end
+from harness.places.slurm_node import node_stem, perform_on_node
+from harness.run.ranks import followed, of_nodes
+
+POLL_SECONDS = 1.0
+START_SECONDS = 600.0  # that Slurm gives a job beyond its own time: imports, and a compiler
+LATE_SECONDS = 15.0  # by which a record may come after its job's state, through a network's file system
+CANCEL_SECONDS = 60.0
+OOM_KILL = "oom-kill event"  # slurmstepd's words
+# An option's name here, and the word of sbatch that it becomes.
+OPTIONS = {"partition": "partition", "account": "account", "qos": "qos", "time": "time", "gpus": "gpus_per_node",
+           "cpus": "cpus_per_task", "nodes": "nodes"}  # fmt: skip
+RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
+
+
+class State(NamedTuple):
+    """Slurm's word on a job: COMPLETED, FAILED, TIMEOUT ...; exit code and signal as it writes them, as 0:9."""
+
+    name: str
+    exit_code: str
+    nodes: str
+
+    @property
+    def is_final(self) -> bool:
+        return self.name not in RUNNING
+
+
+def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
+    """--slurm's values: NAME=VALUE, or a YAML file of such. Raises ValueError for names that are none."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if equals:
+            found[name] = int(value) if value.isdigit() else value
+            continue
+        try:
+            loaded = yaml.safe_load(Path(text).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"--slurm {text} is neither NAME=VALUE nor a YAML file: {error}") from error
+        if not isinstance(loaded, dict):
+            raise ValueError(f"--slurm {text}: lines of NAME: VALUE are expected, as partition: gpu")
+        found |= loaded
+    for name in found:
+        if name not in (*OPTIONS, "container_image"):
+            raise ValueError(f"--slurm takes {', '.join(OPTIONS)}, container_image, not {name!r}")
+    if not isinstance(found.get("nodes", 1), int) or found.get("nodes", 1) < 1:
+        raise ValueError(f"--slurm nodes takes a number from 1 on, not {found['nodes']!r}")
+    return found
+
+
+def is_bundle(image: str) -> bool:
+    """Whether this is a folder with a container as OCI describes it, which Slurm runs by itself; else it is a name that
+    a plugin (pyxis) understands."""
+    return (Path(image) / "config.json").is_file()
+
+
+def check_containers(image: str) -> None:
+    """Raise Unavailable where this Slurm does not run such a container."""
+    if is_bundle(image):
+        done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
+        found = [line.partition("=")[2].strip() for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
+        if not found or not Path(found[0]).with_name("oci.conf").exists():
+            raise Unavailable("this Slurm has no oci.conf, so it runs no bundle: leave container_image out")
+    elif "--container-image" not in subprocess.run(["srun", "--help"], capture_output=True, text=True).stdout:
+        raise Unavailable("this Slurm knows no --container-image: its administrator adds pyxis; or leave it out")
+
+
+class Slurm:
+    """A place: Slurm with these options. Raises Unavailable where there is none."""
+
+    is_parallel = True
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        for command in ("sbatch", "srun", "scontrol"):
+            if not shutil.which(command):
+                raise Unavailable(f"no {command} here: --on slurm is called where jobs are submitted")
+        self.options = {name: value for name, value in options.items() if name != "container_image"}
+        self.image = options.get("container_image")
+        if self.image:
+            check_containers(self.image)
+
+    def context(self) -> dict[str, str]:
+        """The machine that submits is not the one that runs: its facts give way to the partition's name."""
+        nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
+        nodes |= {"image": str(self.image)} if self.image else {}
+        return {"cpu": "", "cores": "", "gpu": "", **{f"slurm_{name}": value for name, value in nodes.items()}}
+
+    def launch(
+        self, jobs: list[tuple[Job, str]], results: Path, folders: tuple[Path, ...], report: Report
+    ) -> list[Path]:
+        """KeyboardInterrupt cancels what was submitted, lets it finish its records, and is raised again."""
+        # A folder of an earlier call could hold the result of an earlier job of the same number.
+        logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
+        stems = [new_stem(results.resolve(), job) for job, _ in jobs]
+        ids: list[str] = []
+        is_interrupted = False
+        try:
+            for (job, key), stem in zip(jobs, stems, strict=True):
+                ids.append(self._submit(job, order(job, key, stem, folders), results.resolve(), logs))
+            self._wait(ids, report, math.inf)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            if ids and (is_interrupted or len(ids) < len(jobs)):
+                subprocess.run(["scancel", *ids], capture_output=True)
+                self._wait(ids, report, CANCEL_SECONDS)
+            for stem in stems[len(ids) :]:
+                Path(f"{stem}.txt").unlink()
+            states = states_of(ids)
+            ended = zip(jobs, stems, ids, strict=False)
+            paths = [self._complete(job, key, stem, number, states, logs) for (job, key), stem, number in ended]
+            shutil.rmtree(logs, ignore_errors=True)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return paths
+
+    def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
+        """What submitit is told of a job: the words of sbatch, and those of srun, which starts a container."""
+        seconds = (job.budget.seconds or budgets.deadline_seconds(job)) + START_SECONDS
+        found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
+        found |= {"job_name": f"{job.method}-{job.workload.num_layers}"}
+        found |= {OPTIONS[name]: value for name, value in self.options.items()}
+        found |= {"nodes": self._num_nodes(job), "srun_args": self._container(job, results, folders)}
+        if found["nodes"] > 1:  # whole nodes: two jobs that wait for each other's would wait for ever
+            found["exclusive"] = True
+            found["srun_args"] = ["--kill-on-bad-exit=1", *found["srun_args"]]
+        limit = memory_limit(job)
+        return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
+
+    def _num_nodes(self, job: Job) -> int:
+        """That the ranks of a job are spread over; one that trains in one process takes one."""
+        asked = min(self.options.get("nodes", 1), job.world_size)
+        if job.world_size % asked:
+            raise ValueError(f"{job.world_size} ranks do not spread evenly over {asked} nodes: --ranks, --slurm nodes")
+        return asked
+
+    def _container(self, job: Job, results: Path, folders: tuple[Path, ...]) -> list[str]:
+        if not self.image:
+            return []
+        if is_bundle(self.image):  # whose own configuration says what it sees
+            return [f"--container={Path(self.image).resolve()}"]
+        kept = ROOT / ".venv" / f"image-{hashlib.sha256(self.image.encode()).hexdigest()[:12]}"
+        kept.mkdir(parents=True, exist_ok=True)
+        read, shown = shared_folders(job, results, folders)
+        mounts = [f"{path}:{path}:ro" for path in sorted(read)] + [f"{path}:{path}" for path in sorted(shown)]
+        mounts.append(f"{kept.resolve()}:{ROOT / '.venv'}")
+        words = {"image": self.image, "mounts": ",".join(mounts), "workdir": ROOT}
+        return [f"--container-{name}={value}" for name, value in words.items()]
+
+    def _submit(self, job: Job, order: dict[str, Any], results: Path, logs: Path) -> str:
+        from submitit import SlurmExecutor
+        from submitit.core.utils import FailedJobError
+
+        folders = tuple(Path(folder) for folder in order["folders"])
+        executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
+        executor.update_parameters(**self.words(job, results, folders))
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # what sbatch says is in the error, too
+                order = {**order, "num_nodes": self._num_nodes(job), "folder": str(logs)}
+                return str(executor.submit(perform_on_node, order).job_id)
+        except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
+            text = " ".join(str(getattr(error, "stderr", "") or error).split())
+            if subprocess.run(["scontrol", "ping"], capture_output=True).returncode:
+                raise Unavailable(f"no Slurm answers, leave --on slurm out: {text}") from error
+            raise ValueError(f"Slurm takes no job with {self.options or 'no options'}: {text}; see --slurm") from error
+
+    def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
+        """Until all have ended, with a line whenever their states have changed."""
+        told, deadline = "", time.time() + seconds
+        while True:
+            names = [state.name for state in states_of(ids).values()]
+            text = ", ".join(f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names)))
+            if text != told:
+                told = text
+                report({"event": "wait", "text": f"{len(ids)} jobs under Slurm: {text}"})
+            if time.time() > deadline or all(state.is_final for state in states_of(ids).values()):
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _complete(
+        self, job: Job, key: str, stem: Path, number: str, states: dict[str, State], logs: Path
+    ) -> Path:  # fmt: skip
+        state, path = states[number], Path(f"{stem}.json")
+        deadline = time.time() + (LATE_SECONDS if state.name == "COMPLETED" else 1.0)
+        while not path.exists() and time.time() < deadline:
+            time.sleep(0.1)
+        told = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
+        stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
+        made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
+        record = of_nodes([Record.read(each) for each in made]) if made else None
+        if record:
+            record.write(path)
+        said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
+        if state.name == "FAILED" and OOM_KILL in said:  # of what srun started, sbatch knows only that it failed
+            state = state._replace(name="OUT_OF_MEMORY")
+        end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
+        if record is None:
+            with open(f"{stem}.txt", "a") as log:
+                log.write(said)
+            write_end(job, key, stem, end)
+        is_better = record is not None and (record.status, end.status) in (
+            ("interrupted", "timeout"), ("interrupted", "killed"), ("killed", "oom-host"), ("crash", "oom-host"),
+        )  # fmt: skip
+        if record and record.status == "crash" and followed(record):
+            is_better = end.status in ("interrupted", "timeout", "killed", "oom-host")
+        evidence: dict[str, Any] = {} if record and record.status == "ok" else {"slurm": told}
+        if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
+            evidence["limit_of"] = "the cluster"
+        place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
+        place |= {"image": self.image} if self.image else {}
+        return place_record(path, place, evidence, end if is_better else None)
+
+
+def named(state: State, phase: str, limit_bytes: int) -> failures.Failure:
+    """The end of a job as Slurm tells it."""
+    code, _, number = state.exit_code.partition(":")
+    if state.name == "OUT_OF_MEMORY":
+        end = failures.End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes)
+        return failures.of_process(end)
+    if state.name in ("TIMEOUT", "DEADLINE"):
+        text = f"ran into Slurm's limit of time at {phase}: --slurm time=MINUTES raises it"
+        return failures.Failure("timeout", text, {"class": "deadline", "resource": "time", "last_phase": phase})
+    if state.name == "CANCELLED":
+        return failures.of_stop(failures.End(phase, stopped="interrupt"))
+    if state.name in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL") or number == str(int(signal.SIGKILL)):
+        text = f"killed at {phase}: Slurm says {state.name}"
+        return failures.Failure("killed", text, {"class": "signal", "resource": ""})
+    return failures.of_process(failures.End(phase, int(code or 0)))
+
+
+def states_of(ids: list[str]) -> dict[str, State]:
+    """From sacct, which remembers; where nothing is accounted, from scontrol, which does so for some minutes."""
+    found = dict.fromkeys(ids, State("", "", ""))
+    if not ids:
+        return found
+    words = ["sacct", "-X", "-n", "-P", "-o", "JobIDRaw,State,ExitCode,NodeList", "-j", ",".join(ids)]
+    done = subprocess.run(words, capture_output=True, text=True) if shutil.which("sacct") else None
+    if done and done.returncode == 0 and done.stdout.strip():
+        for line in done.stdout.splitlines():
+            number, name, code, nodes = line.split("|")[:4]
+            found[number] = State(name.split()[0], code, nodes)  # "CANCELLED by 1000"
+        return found
+    done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        fields = dict(word.partition("=")[::2] for word in line.split())
+        if fields.get("JobId") in found:
+            found[fields["JobId"]] = State(fields["JobState"], fields["ExitCode"], fields.get("NodeList", ""))
+    if done.returncode == 0:  # what it has forgotten has ended
+        found = {number: state if state.name else State("FORGOTTEN", "", "") for number, state in found.items()}
+    return found

@@ -1,0 +1,156 @@
+"""Everything that was measured in one archive to hand on: records, logs, figures and report, with a manifest of sha256.
+
+Names of hosts and users and folders are taken out first; figures and report are then made anew, of what is left. The
+same results give the same bytes. What is unpacked is a folder of results: every verb that takes --results reads it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import re
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from harness.core import method
+from harness.core.record import STATUSES, VERDICTS, Record, read_all
+from harness.devices import named_machines
+from harness.devices.machine import PACKAGES
+from harness.evidence import verify
+from harness.figures import case
+from harness.figures import profile as scaled
+from harness.figures.point import machine_of
+from harness.report import page, redact
+from harness.report.redact import Names
+from harness.run import timeline
+
+FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
+TEXT = """\
+{records} records of measurements, each with the log of its run where there is one.
+
+    sha256sum -c {manifest}     checks every file
+    report/index.html               shows everything; open it in a browser
+    report/review.md                the same in short, to paste into a form
+    ./run.sh verify --results DIR   judges the claims by these records, in a checkout of the harness
+
+Host names, user names and addresses were replaced by HOST, USER and ADDRESS, folders by their last names; figures and
+report were made after that. A record's key is a hash of the job as it ran, of the method's source and of the machine:
+where a folder in a job (a corpus, or a place on a disk) was shortened, the key is still that of the job as it ran, so
+that records still name each other by it.
+"""
+
+
+def write(results: Path, out: Path | None = None, names: Names | None = None) -> Path:
+    """Write the archive, without `names`, or those of this machine. Raises ValueError where there is no record, or
+    where it cannot be written."""
+    archive = out or results / f"{FOLDER}.tar.gz"
+    with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
+        stage = Path(folder) / FOLDER
+        stage.mkdir()
+        _fill(stage, results, names or redact.here(known_words(read_all(results)[0].values())))
+        paths = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
+        lines = [f"{hashlib.sha256((stage / path).read_bytes()).hexdigest()}  {path.as_posix()}\n" for path in paths]
+        (stage / MANIFEST).write_text("".join(lines))
+        packed = _packed(stage, [Path(MANIFEST), *paths])
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        _replace(archive, packed)
+    except OSError as error:
+        raise ValueError(f"cannot write {archive}: {error.strerror}; name another file with --out") from error
+    return archive
+
+
+def known_words(records: Iterable[Record]) -> set[str]:
+    """Words that a record must keep to say the same, whoever is called so."""
+    machines = named_machines.names()
+    found = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}
+    found |= {f"{name}_{on}" for name in scaled.NAMES for on in machines}
+    for record in records:
+        found |= {record.job.method, record.job.device, record.clock, record.origin, record.phase, record.gate.reason}
+        found |= set(_keys(record.to_dict()))
+        found |= {value for value in record.job.options.values() if isinstance(value, str) and "/" not in value}
+    return found
+
+
+def _keys(value: Any) -> Iterable[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _keys(item)
+
+
+def _fill(stage: Path, results: Path, names: Names) -> None:
+    """Records and logs without names; then, of these, figures and report, of each machine its own."""
+    found, complaints = read_all(results)
+    if not found:
+        raise ValueError(
+            f"no record in {results}: run some first, as ./run.sh case all --profile demo, or name another folder with"
+            " --results"
+        )
+    for complaint in complaints:
+        print(f"left out: {complaint}", file=sys.stderr)
+    records = []
+    for path, record in found.items():
+        records.append(Record.from_dict(names.value(record.to_dict())))
+        records[-1].write(stage / path.name)
+    for path in results.glob("log_*.txt"):
+        (stage / path.name).write_text(names.text(path.read_text(errors="replace")))
+    for path in (results / "traces").glob("*.json"):
+        _put_trace(path, stage, names)
+    machines = sorted({machine_of(record) for record in records if record.origin == "run"})
+    for name in machines or (None,):
+        part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""
+        chosen = verify.of_one_machine(records, name if part else None)
+        for used, number, _ in page.tables(chosen):
+            case.draw(number, case.extract(number, used, chosen, stage / "figures" / part))
+        for profile, other, shown in page.traces(chosen, stage):
+            case.other(other).extract(shown, profile, stage / "figures" / part)
+            case.other(other).draw(shown, profile, stage / "figures" / part)
+        page.write(stage, stage / "report" / part / page.PAGE, None, name if part else None)
+    (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
+
+
+def _put_trace(path: Path, stage: Path, names: Names) -> None:
+    """A timeline without names in what it says of its run; its spans have none."""
+    try:
+        told = timeline.read(path)
+    except ValueError as error:
+        print(f"left out: {error}", file=sys.stderr)
+        return
+    clean = {key: names.value(told.about[key]) for key in ("title", "job") if key in told.about}
+    (stage / path.parent.name).mkdir(exist_ok=True)
+    timeline.write(told._replace(about=told.about | clean), stage / path.parent.name / path.name)
+
+
+def _packed(stage: Path, paths: Iterable[Path]) -> bytes:
+    """A gzipped tar without times, owners or order of a file system."""
+    buffer = io.BytesIO()
+    with (
+        gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as zipped,
+        tarfile.open(mode="w", fileobj=zipped, format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for path in paths:
+            data = (stage / path).read_bytes()
+            entry = tarfile.TarInfo(f"{FOLDER}/{path.as_posix()}")
+            entry.size, entry.mode = len(data), 0o644
+            tar.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".bundle-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

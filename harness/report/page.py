@@ -1,0 +1,269 @@
+"""One page of everything that was measured, and a review to paste into a form; both of the records, and of the traces
+that case overlap keeps beside them, and nothing else.
+
+The page needs no network: figures, style and script are in it. The same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.core import method
+from harness.core.record import Record, read_all
+from harness.devices import named_machines
+from harness.evidence import fairness, judge, verify
+from harness.evidence.judge import Finding
+from harness.figures import case, plot
+from harness.figures import profile as scaled
+from harness.figures.point import FEWEST_FOR_INTERVAL, Row
+from harness.figures.profile import Profile
+from harness.jobs.command import command
+from harness.report import tables as pages
+from harness.report.tables import Cell, Entry, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TEMPLATES = Path(__file__).parent
+PAGE, REVIEW = "index.html", "review.md"
+PASSING_FACTS = ("load_average", "foreign_processes", "ranks")  # of a run, not of its machine
+
+
+@dataclass(frozen=True)
+class Section:
+    """A figure with its table. `svg` is a data URI."""
+
+    case: str  # its number, or its name
+    profile: str
+    title: str
+    svg: str
+    caption: str
+    table: Table
+
+
+def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
+    """Write the page and, beside it, the review. Raises ValueError where there is nothing to report, where records of
+    several machines would mix, or where no figure is of that profile."""
+    page = out or results / "report" / PAGE
+    if page.name == REVIEW:
+        raise ValueError(f"--out is the page, {REVIEW} is written beside it: name another file, as {PAGE}")
+    told = gather(results, profile, machine)
+    made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in made.items():
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")  # whatever a record holds
+    except OSError as error:
+        raise ValueError(f"cannot write {page}: {error.strerror}; name another file with --out") from error
+    return list(made)
+
+
+def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
+    """What the templates are filled with."""
+    found, complaints = read_all(results)
+    if not found:
+        raise ValueError(
+            f"no record in {results}: run some first, as ./run.sh case all --profile demo, or name another folder with"
+            " --results"
+        )
+    chosen = {id(record) for record in verify.of_one_machine(list(found.values()), machine)}
+    kept = [(path, record) for path, record in found.items() if id(record) in chosen]
+    entries = [Entry(number, path, record) for number, (path, record) in enumerate(kept, start=1)]
+    records = [entry.record for entry in entries]
+    runs = [record for record in records if record.origin == "run"]
+    here = verify.findings(results, None, machine)
+    there = verify.findings(results, verify.PUBLISHED, None)
+    sections = list(figures(entries, profile, results))
+    return {
+        "sections": sections,
+        "claims": pages.claim_table(here, there, entries),
+        "findings": here,
+        "tally": tally(here),
+        "tally_published": tally(there),
+        "fairness": pages.plain_table("What each method ran with", fairness.rows(records)),
+        "records": pages.record_table(entries),
+        "entries": entries,
+        "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
+        "others": len(found) - len(entries),
+        "ends": Counter(pages.outcome(record) for record in runs),
+        "log_ends": Counter(pages.outcome(record) for record in records if record.origin == verify.IMPORTED),
+        "untrained": untrained(entries),
+        "of_logs": verify.is_of_logs(here),
+        "doubts": doubts(records),
+        "commands": [*(["./run.sh import LOGS..."] if len(runs) < len(records) else []), *commands(runs, sections)],
+        "untested": [finding for finding in here if finding.verdict == judge.NOT_TESTED],
+        "elsewhere": [finding.claim.id for finding in here if finding.verdict == judge.OTHER_MACHINE],
+        "profiles": list(dict.fromkeys(section.profile for section in sections)),
+        "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
+        "machines": _each(pages.machine(record) for record in runs),
+        "facts": _each(
+            told for record in runs for told in (pages.pairs(lasting(record.machine)), pages.pairs(record.software))
+        ),
+        "methods": _each(record.job.method for record in records),
+        "num_runs": len(runs),
+        "days": _each(entry.when[:10] for entry in entries if entry.record.origin == "run"),
+        "words": WORDS,
+    }
+
+
+WORDS = {
+    judge.PASS: "it holds", judge.FAIL: "it does not hold, or rests on a run that did not train",
+    judge.XFAIL: "it does not hold, and we know why", judge.XPASS: "it holds although we expected otherwise",
+    judge.OPEN: "the noise is larger than the difference", judge.NOT_TESTED: "no run here tests it",
+    judge.OTHER_MACHINE: "it is said of another machine",
+}  # fmt: skip
+
+
+def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[Section]:
+    """Every figure that these records make, case by case. Raises ValueError where none is of the profile wanted."""
+    records = [entry.record for entry in entries]
+    there, traced = list(tables(records)), list(traces(records, results))
+    names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _, _ in traced)))
+    if wanted is not None and wanted not in names:
+        raise ValueError(f"no profile {wanted!r}: choose one of {', '.join(names)}")
+    there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
+    traced = [one for one in traced if wanted in (None, one[0], one[0].split("_")[0])]
+    if wanted is not None and not there and not traced:
+        raise ValueError(f"no record of profile {wanted}: {scaled.call('all', wanted)} runs it")
+    for used, number, rows in there:
+        yield _section(number, used, rows, entries)
+    for of, name, found in traced:
+        yield _traced_section(name, of, found, entries)
+
+
+def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]]:
+    """Of every profile and case that these records are of, our rows."""
+    for used in _profiles(records):
+        for number in case.numbers():
+            with contextlib.suppress(ValueError):  # no record of this case
+                yield used, number, case.table(number, used, records)
+
+
+def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, str, list[Any]]]:
+    """Of every case without a number, the profiles that these records were traced for, and what there is to show."""
+    for name in case.others():
+        for profile in case.other(name).profiles(records):
+            with contextlib.suppress(ValueError):  # the trace is gone
+                yield profile, name, case.other(name).shown(profile, results, records)
+
+
+def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
+    """Every profile that one of these records may be of, with the memories of every machine that has a name."""
+    runs = [record for record in records if record.origin == "run"]
+    seen: list[Profile] = []
+    for name in scaled.NAMES:
+        for on in (None, *named_machines.names()):
+            try:
+                used = case.profile_of(name, on, runs[-1].machine if runs else {})
+            except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
+                continue
+            nameless = dataclasses.replace(used, name=used.kind)  # one that has its machine by default is the same
+            if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
+                seen.append(nameless)
+                yield used
+
+
+def _section(number: int, used: Profile, ours: list[Row], entries: Sequence[Entry]) -> Section:
+    module = case.load(number)
+    rows, note = [*ours, *module.PUBLISHED], f"profile {used.name}"
+    table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
+    caption = plot.caption(ours, module.PUBLISHED, note)
+    return Section(str(number), used.name, _title(module), _uri(module.figure(rows, note)), caption, table)
+
+
+def _traced_section(name: str, profile: str, found: list[Any], entries: Sequence[Entry]) -> Section:
+    module, note = case.other(name), f"profile {profile}"
+    told = pages.plain_table(f"Case {name}, {note}: the numbers of the figure", module.table(found))
+    keys = [[each.record.key] if each.record else [] for each in found]
+    rows = [[*row, Cell(links=pages.numbers_of(own, entries))] for row, own in zip(told.rows, keys, strict=True)]
+    table = Table(told.caption, (*told.columns, "records"), rows)
+    return Section(name, profile, _title(module), _uri(module.figure(found, note)), note, table)
+
+
+def _title(module: Any) -> str:
+    return str(module.__doc__).partition("\n")[0]
+
+
+def _uri(made: Figure) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
+
+
+def tally(found: Sequence[Finding]) -> dict[str, int]:
+    """How many claims ended how, in the order of the verdicts."""
+    return {word: count for word in WORDS if (count := sum(finding.verdict == word for finding in found))}
+
+
+def untrained(entries: Sequence[Entry]) -> list[Entry]:
+    """What crashed or failed the gate, less what was broken off and ran to its end later."""
+    ended = {entry.record.key for entry in entries if entry.record.is_result}
+    bad = [entry for entry in entries if entry.verdict.look == pages.BAD]
+    return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
+
+
+def doubts(records: Sequence[Record]) -> list[str]:
+    """What a reader should know before believing a number."""
+    told = []
+    runs = [record for record in records if record.origin == "run"]
+    if any(record.clock == "sim" for record in runs):
+        told.append("Runs by the clock sim train on a CPU whose device memory and link are simulated: their sizes and"
+                    " losses are real, their times say nothing of a GPU.")  # fmt: skip
+    commits = _each(str(record.software.get("commit")) for record in runs)
+    if len(commits) > 1:
+        told.append(f"The runs are of {len(commits)} states of the code: {', '.join(commits)}.")
+    if any(commit.endswith("+") for commit in commits):
+        told.append("A commit with a + had files that differ from it.")
+    imported = len(records) - len(runs)
+    if imported:
+        told.append(f"{imported} records were read from logs and not measured here: the gate had their losses alone."
+                    + (" The claims are judged by what was measured here, without them." if runs else
+                       " The claims are judged by these."))  # fmt: skip
+    told.append(f"A point of fewer than {FEWEST_FOR_INTERVAL} processes has no interval.")
+    return told
+
+
+def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
+    """What runs the same again: the cases by profile, then every job of no case, but not the references, which are run
+    unasked."""
+    cases = _each(
+        scaled.call("all" if section.case.isdigit() else section.case, section.profile) for section in sections
+    )
+    used = list(_profiles(runs))
+    references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
+    loose = _each(
+        command(record.job)
+        for record in runs
+        if record.key not in references and not any(case.is_of(each, record.job) for each in used)
+    )
+    return [*cases, *loose, "./run.sh verify", "./run.sh report"]
+
+
+def lasting(facts: dict[str, Any]) -> dict[str, Any]:
+    """What of a machine stays the same from run to run."""
+    return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
+
+
+def _each(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def _render(name: str, told: dict[str, Any]) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=name.endswith(".html.j2"), trim_blocks=True,
+        lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["markdown"] = markdown
+    return environment.get_template(name).render(told)
+
+
+def markdown(text: str) -> str:
+    """Text as one cell of a Markdown table, without markup of its own."""
+    return " ".join("".join(f"\\{character}" if character in "\\`*[<|" else character for character in text).split())

@@ -1,0 +1,102 @@
+"""What names a person or a machine, taken out of text and out of records: hosts, users, addresses, folders.
+
+Names are those of the machine this runs on; folders are shortened wherever they come from. Where a name is also a word
+of the records, such as a host called gpu, that word stays: without it the records would say something else.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.core.method import ROOT
+
+HOST, USER, HOME, ADDRESS = "HOST", "USER", "~", "ADDRESS"
+NOBODY = ("localhost", "root", "/", "")  # names that everybody has
+# Folders that are the same everywhere stay; of others the last name stays, or what is inside of a project or package.
+SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|opt|bin|run|var/run"
+HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)")
+PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/\w+\.py"
+INSIDE = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT})")
+ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)")
+PART_BEFORE, PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")
+LONGEST = 100  # characters of such a part
+GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What is replaced by what: folders as they stand, words as whole words, but not inside of one of `known`."""
+
+    words: Mapping[str, str] = field(default_factory=dict)
+    folders: Mapping[str, str] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+
+    def text(self, text: str) -> str:
+        """The text without them, and with every folder shortened."""
+        for folder, put in _longest_first(self.folders):
+            text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", put, text)
+        text = HOMES.sub(HOME, text)
+        text = ELSEWHERE.sub(r".../\1", INSIDE.sub("", text))
+        for word, put in _longest_first(self.words):
+            domain = r"(?:\.[A-Za-z][\w-]*)*" if put == HOST else ""
+            whole = rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])"
+            text = re.sub(f"({whole}){domain}", partial(self._put, put), text, flags=re.IGNORECASE)
+        return GPU.sub(r"\1-removed", text)
+
+    def _put(self, put: str, found: re.Match[str]) -> str:
+        """The replacement, unless what was found is part of a known word."""
+        before = found.string[max(0, found.start(1) - LONGEST) : found.start(1)]
+        after = found.string[found.end(1) : found.end(1) + LONGEST]
+        start, end = PART_BEFORE.search(before), PART_AFTER.match(after)
+        assert start and end
+        return found[0] if f"{start[0]}{found[1]}{end[0]}".lower() in self.known else put
+
+    def value(self, value: Any) -> Any:
+        """The same of every text in a JSON value; keys are words of the records."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {key: self.value(item) for key, item in value.items()}
+        return [self.value(item) for item in value] if isinstance(value, list) else value
+
+
+def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
+    return sorted(names.items(), key=lambda pair: (-len(pair[0]), pair))
+
+
+def here(known: Iterable[str] = ()) -> Names:
+    """Those of this machine, of who runs this, and of this checkout."""
+    host = socket.gethostname()
+    words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
+    for name in _users():
+        words[name] = USER
+    for addresses in psutil.net_if_addrs().values():
+        for found in addresses:
+            address = found.address.partition("%")[0]
+            if not re.match(r"127\.|::1$|(00:)+00$", address):
+                words[address] = ADDRESS
+    words = {word: put for word, put in words.items() if word.lower() not in NOBODY and len(word) > 1}
+    folders = {str(Path.home()): f"{HOME}/", str(ROOT): ""}
+    return Names(words, folders, frozenset(word.lower() for word in known))
+
+
+def _users() -> set[str]:
+    import pwd
+
+    found = {Path.home().name}
+    for ask in (getpass.getuser, lambda: pwd.getpwuid(os.getuid()).pw_name):
+        try:
+            found.add(ask())
+        except (KeyError, OSError):  # a container's user may have no name
+            continue
+    return found

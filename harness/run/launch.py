@@ -1,0 +1,299 @@
+"""Start a worker for a job, watch it without disturbing it, and see to it that a record of its end exists.
+
+The worker has a session of its own. This process imports no torch: what it samples is the worker alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.core import failures, log_lines
+from harness.core.job import Job
+from harness.core.method import ROOT
+from harness.core.record import Record, new_stem
+from harness.devices import budgets, cgroup, machine
+from harness.devices.device_lock import turn
+from harness.run import ranks
+
+SAMPLE_SECONDS = 0.1
+LIST_SECONDS = 1.0  # to look for children means to read of every process: 1.5 ms of the cores that train
+GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
+AFTER_TRAINING = ("drain", "inspect", "done")  # memory then is not the method's
+LOG_TAIL_BYTES = 4096
+SHARED_MEMORY = Path("/dev/shm")
+# Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
+ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
+Report = Callable[[dict[str, Any]], None]
+
+
+def launch(
+    job: Job,
+    key: str,
+    results: Path,
+    folders: tuple[Path, ...] = (),
+    report: Report | None = None,
+    recorded: Callable[[], Path | None] = lambda: None,
+    stem: Path | None = None,
+) -> Path:
+    """Run the job in a process of its own; returns the path of its record. The log has the same stem, which is made
+    here where none is given.
+
+    `recorded` is asked when the device is free: whoever had it may have made the record meanwhile.
+    A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
+    """
+    report = report or (lambda event: None)
+    with turn(job, report) as lock:
+        if found := recorded():
+            return found
+        stem = stem or new_stem(results, job)
+        path = Path(f"{stem}.json")
+        with open(f"{stem}.txt", "w") as log:
+            watch = Watch(job, key, path, folders, log, report, lock)
+            try:
+                watch.follow()
+            finally:
+                watch.close()
+                record = watch.complete(Record.read(path) if path.exists() else watch.obituary())
+                record.write(path)
+                told = record.status, record.phase, len(record.losses), record.reason
+                log.write(log_lines.end_line(job, *told) + "\n")
+    return path
+
+
+def worker_environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+
+
+class Watch:
+    """One worker process, its events, its memory and its end."""
+
+    def __init__(
+        self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report, lock: int
+    ) -> None:
+        self.job, self.key, self.path, self.report = job, key, path, report
+        self.peaks = {"host_anonymous": 0, "host_shared": 0}
+        self.sampled = dict(self.peaks)
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
+        self.trainers: list[psutil.Process] = []  # whose memory counts: the worker and its children, or the ranks
+        self.listed = 0.0  # when these were last looked for
+        self.rank: dict[str, Any] = {}  # the event of the rank whose end ended the others
+        self.phase, self.started = "start", time.time()
+        self.last_event, self.signalled = self.started, 0.0
+        self.stopped = ""  # what this process ended the worker for: a word of failures.End
+        self.interrupted = False
+        self.broken: BrokenPipeError | None = None  # nobody listens to the report any more
+        self.shm_free_bytes: int | None = None
+        self.surroundings = machine.surroundings(job.device)
+        for other in self.surroundings.get("foreign_processes", []):
+            report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
+        self.wall = budgets.wall(job)
+        self.group = self.wall or cgroup.current()
+        self.kills = (self.group.oom_kills() if self.group else 0, cgroup.system_oom_kills())
+        reader, writer = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True, text=True,
+            env=worker_environment(),
+        )  # fmt: skip
+        os.close(writer)
+        self.events = os.fdopen(reader, "rb", buffering=0)
+        order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock}
+        assert self.process.stdin
+        # Where it died already follow() will say so.
+        with contextlib.suppress(OSError):
+            if self.wall:
+                self.wall.enter(self.process.pid)  # before it gets the order, so before it takes any memory
+            self.process.stdin.write(json.dumps({**order, "folders": [str(folder) for folder in folders]}) + "\n")
+            self.process.stdin.flush()
+
+    def follow(self) -> None:
+        """Take in events and samples until the worker has closed its end of the pipe and is gone."""
+        pending = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.events, selectors.EVENT_READ)
+            while True:
+                try:
+                    ready = selector.select(SAMPLE_SECONDS)
+                    if not ready and self.process.poll() is not None:
+                        break  # a child of the worker may still hold the pipe open
+                    if ready:
+                        chunk = self.events.read(65536)
+                        if not chunk:
+                            break
+                        *lines, pending = (pending + chunk).split(b"\n")
+                        for line in lines:
+                            self._take(json.loads(line))
+                    self._confirm()
+                    self._sample()
+                    if not selector.select(0):
+                        self._confirm()
+                    self._check_time()
+                except KeyboardInterrupt:
+                    if self.interrupted:
+                        raise
+                    self.interrupted = True
+                    self._stop("interrupt", signal.SIGINT)
+                except BrokenPipeError as error:
+                    self.broken, self.report = error, lambda event: None
+                    self._stop("interrupt", signal.SIGINT)
+        self.process.wait()
+        if self.broken:
+            raise self.broken
+        if self.interrupted:
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        if self.process.poll() is None:
+            self.stopped = self.stopped or "interrupt"
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        ranks.end_all(self.trainers, GRACE_SECONDS)  # they have sessions of their own
+        shutil.rmtree(ranks.folder_of(self.path), ignore_errors=True)
+        self.end = self._end()
+        if self.wall:
+            self.wall.remove()
+        self.events.close()
+        if self.process.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+    def obituary(self) -> Record:
+        """The record of a worker that could not write its own: what it had reported, and how it ended."""
+        failure = failures.of_process(self.end)
+        if self.rank:
+            failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
+        return Record(
+            job=self.job, key=self.key, status=failure.status, phase=self.phase, reason=failure.reason,
+            evidence=failure.evidence, clock=self.job.device, started=self.started, machine=machine.facts(),
+            software=machine.software(), losses=self.losses, step_seconds=self.step_seconds,
+        )  # fmt: skip
+
+    def complete(self, record: Record) -> Record:
+        """The record with what only this process knows: peaks, limits, and what was behind an end."""
+        changes: dict[str, Any] = {
+            "peaks": {**record.peaks, **self.peaks},
+            "machine": {**record.machine, **self.surroundings},
+            "evidence": record.evidence,
+        }
+        if self.wall:
+            changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}
+        failure = None
+        if record.status == "interrupted" and self.stopped in ("deadline", "silence"):
+            failure = failures.of_stop(dataclasses.replace(self.end, phase=record.phase))
+        elif record.status == "crash":
+            end = dataclasses.replace(self.end, phase=record.phase)
+            failure = failures.of_killed_child(end, record.reason, str(record.evidence.get("traceback")))
+        if failure:
+            changes |= failure.changes(record.evidence)
+        return dataclasses.replace(record, **changes)
+
+    def _end(self) -> failures.End:
+        self._sample_shm()
+        kills = (self.group.oom_kills() if self.group else 0) - self.kills[0]
+        limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
+        log = Path(str(self.path).removesuffix(".json") + ".txt").read_bytes()[-LOG_TAIL_BYTES:]
+        return failures.End(
+            phase=self.phase, code=self.rank["code"] if self.rank else self.process.returncode, stopped=self.stopped,
+            seconds=self._seconds_allowed(),
+            oom_kills=kills, owns_group=bool(self.wall), system_oom_kills=cgroup.system_oom_kills() - self.kills[1],
+            host_peak_bytes=self.peaks["host_anonymous"] + self.peaks["host_shared"], host_limit_bytes=limit,
+            shm_free_bytes=self.shm_free_bytes, log_tail=log.decode(errors="replace"),
+        )  # fmt: skip
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.last_event = time.time()
+        if event["event"] == "phase":
+            self.phase = event["phase"]
+            if self.wall and self.phase in AFTER_TRAINING:
+                self.wall.lift()
+        elif event["event"] == "step":
+            self.phase = f"step {event['step']}"
+            self.losses.append(event["loss"])
+            self.step_seconds.append(event["seconds"])
+        elif event["event"] == "rank":
+            self.rank = event
+        self.report(event)
+
+    def _sample(self) -> None:
+        """Anonymous and shared memory of the worker and its children, or of all ranks and theirs; pinned memory counts
+        as either."""
+        if self.phase in AFTER_TRAINING:
+            return
+        self._sample_shm()
+        anonymous = shared = 0
+        with contextlib.suppress(psutil.Error):
+            if time.time() - self.listed > LIST_SECONDS:
+                worker, self.listed = psutil.Process(self.process.pid), time.time()
+                alone = [worker] if self.job.world_size == 1 else []  # the agent of several ranks trains nothing
+                self.trainers = [*alone, *worker.children(recursive=True)]
+        for process in self.trainers:
+            with contextlib.suppress(psutil.Error):  # it may be gone
+                sizes = _resident_bytes(process.pid)
+                anonymous, shared = anonymous + sizes[0], shared + sizes[1]
+        self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
+
+    def _confirm(self) -> None:
+        """Count what was sampled, unless training turns out to have been over by then."""
+        if self.phase not in AFTER_TRAINING:
+            self.peaks = {name: max(self.peaks[name], self.sampled[name]) for name in self.peaks}
+
+    def _sample_shm(self) -> None:
+        if SHARED_MEMORY.is_dir():
+            free = shutil.disk_usage(SHARED_MEMORY).free
+            self.shm_free_bytes = min(free, free if self.shm_free_bytes is None else self.shm_free_bytes)
+
+    def _check_time(self) -> None:
+        """End a worker that is over its time or, where no time was asked for, gives no sign of life."""
+        now, asked = time.time(), self.job.budget.seconds
+        if self.stopped:
+            if now - self.signalled > GRACE_SECONDS:
+                self._signal(signal.SIGKILL)
+        elif now - self.started > (asked or budgets.deadline_seconds(self.job)):
+            self._stop("deadline", signal.SIGTERM)
+        elif not asked and now - self.last_event > budgets.silence_seconds(self.job):
+            self._stop("silence", signal.SIGTERM)
+
+    def _seconds_allowed(self) -> float:
+        if self.stopped == "silence":
+            return budgets.silence_seconds(self.job)
+        return self.job.budget.seconds or budgets.deadline_seconds(self.job)
+
+    def _stop(self, why: str, number: signal.Signals) -> None:
+        self.stopped, self.signalled = self.stopped or why, time.time()
+        self._signal(number)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+def _resident_bytes(pid: int) -> tuple[int, int]:
+    """Anonymous and shared resident bytes of a process; all of it as anonymous where the system does not tell.
+
+    The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch, results/LOG.md.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+        if "RssAnon" in sizes:
+            return sizes["RssAnon"], sizes.get("RssShmem", 0)
+    except OSError:
+        pass
+    return psutil.Process(pid).memory_info().rss, 0

@@ -1,0 +1,244 @@
+"""One job by several ranks: torchrun's elastic agent starts them, watches them, and ends them together.
+
+launch.py starts this module where it starts worker.py for a job of one process. This process is the agent: it passes on
+what the first rank of this machine reports, and writes the one record. A rank is a process like worker.py's, with its
+share of the host's budget; its own record lies in a folder beside the job's until the agent has read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.core import failures, log_lines
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.devices import machine
+from harness.run.worker import interrupt_once, run
+
+
+def folder_of(path: Path) -> Path:
+    """Where the ranks of the job with this record leave theirs."""
+    return path.with_name(f".ranks-{path.stem}")
+
+
+def main() -> None:
+    """The agent. The order comes on standard input, which stays open: when it closes, the parent is gone, and the run
+    ends as interrupted."""
+    order = json.loads(sys.stdin.readline())
+    os.set_inheritable(order["lock"], False)
+    parent = os.dup(0)
+    ours, theirs = socket.socketpair()
+    # The ranks inherit one end as their standard input: it closes when this process is gone, whatever ends it.
+    os.dup2(theirs.fileno(), 0)
+    theirs.close()
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    relay = threading.Thread(target=_relay, args=(ours, order["events"]), daemon=True)
+    relay.start()
+    job = Job.from_dict(order["job"])
+    for line in log_lines.header_lines(job):
+        print(line, flush=True)
+    folder = folder_of(Path(order["record"]))
+    folder.mkdir()
+    try:
+        record, last_event = _conclude(job, folder, *_train(job, order, folder))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the last that holds the ranks' end open
+        relay.join(timeout=1)
+        if record:
+            record.write(Path(order["record"]))
+        if last_event:
+            os.write(order["events"], (json.dumps(last_event) + "\n").encode())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int], bool]:
+    """Run this machine's ranks to their end: exit codes of those that failed, in the order in which that was seen, and
+    whether they were interrupted."""
+    interrupts: list[int] = []
+    for kind in (signal.SIGINT, signal.SIGTERM):  # raised in an import, an exception may be taken for its own
+        signal.signal(kind, lambda number, frame: interrupts.append(number))
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    meeting = _meeting()
+    local_ranks = job.world_size // meeting["max_nodes"]
+    if job.device == "cuda" and len(machine.visible_gpus()) < local_ranks:
+        reason = f"{local_ranks} ranks need a GPU each, {len(machine.visible_gpus())} seen here: lower --ranks"
+        Record(job, order["key"], "unavailable", reason=reason, started=time.time()).write(folder / "0.json")
+        return {0: 1}, False
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.facts()["cores"] // local_ranks)))
+    logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
+    config = LaunchConfig(nproc_per_node=local_ranks, max_restarts=0, logs_specs=logs, **meeting)
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.default_int_handler)
+    if interrupts:
+        return {}, True
+    try:
+        elastic_launch(config, sys.executable)("-m", "harness.run.ranks", json.dumps(order))
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}, False
+    except (SignalException, KeyboardInterrupt):
+        return {}, True
+    return {}, False
+
+
+def _meeting() -> dict[str, Any]:
+    """Of the agents of all machines: this one alone, unless torchrun's own variables name others."""
+    num_nodes = int(os.environ.get("PET_NNODES", "1"))
+    found: dict[str, Any] = {"min_nodes": num_nodes, "max_nodes": num_nodes}
+    if num_nodes == 1:
+        alone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "rdzv_configs": {"is_host": True}}
+        return {**found, **alone, "local_addr": "127.0.0.1", "run_id": "alone"}
+    endpoint = f"{os.environ['PET_MASTER_ADDR']}:{os.environ['PET_MASTER_PORT']}"
+    configs = {"rank": int(os.environ["PET_NODE_RANK"])}
+    return {**found, "rdzv_backend": "static", "rdzv_endpoint": endpoint, "rdzv_configs": configs,
+            "run_id": os.environ["PET_RDZV_ID"]}  # fmt: skip
+
+
+def _conclude(
+    job: Job, folder: Path, failed: dict[int, int], is_interrupted: bool
+) -> tuple[Record | None, dict[str, Any] | None]:
+    """The job's record, or, where the first rank to fail left none, an event that says how it ended."""
+    ended = {int(path.stem): Record.read(path) for path in sorted(folder.glob("*.json"))}
+    ended = {rank: dataclasses.replace(record, job=job) for rank, record in ended.items()}
+    if failed:
+        first = first_to_fail(failed, ended)
+        if first not in ended:
+            return None, {"event": "rank", "rank": first, "code": failed[first]}
+        record = ended[first]
+        end = failures.of_rank(failures.Failure(record.status, record.reason), first, job.world_size)
+        return dataclasses.replace(record, **end.changes(record.evidence)), None
+    if not ended:
+        return None, None
+    record = together([ended[rank] for rank in sorted(ended)])
+    if is_interrupted and record.status != "ok":  # a rank may have noticed first that another one was gone
+        end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
+        return dataclasses.replace(record, status=end.status, reason=end.reason, evidence=end.evidence), None
+    return record, None
+
+
+def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
+    """Of the ranks that failed, with their exit codes in the order in which that was seen, and the records that some
+    left, the one that brought the others down: neither ended by the agent nor for want of another rank, and rather
+    killed, which leaves no word, than with one."""
+
+    def rank_order(rank: int) -> tuple[bool, bool]:
+        record = ended.get(rank)
+        is_consequence = failed[rank] == -signal.SIGTERM or (record is not None and followed(record))
+        return is_consequence, record is not None
+
+    return min(failed, key=rank_order)
+
+
+def followed(record: Record) -> bool:
+    """Whether this end was brought about by that of another rank."""
+    return record.status == "interrupted" or failures.tells_of_lost_rank(record.reason)
+
+
+def together(records: list[Record]) -> Record:
+    """The first record with what the others add: each peak of whichever has most, and what each rank states."""
+    names = sorted({name for record in records for name in record.peaks})
+    peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
+    stated = [rank for record in records for rank in record.machine.get("ranks", [])]
+    return dataclasses.replace(records[0], peaks=peaks, machine={**records[0].machine, "ranks": stated})
+
+
+def of_nodes(records: list[Record]) -> Record:
+    """One record of those that the machines of a job have written, its first one first: the record of the first rank to
+    fail, else that of rank 0 with what the others add."""
+    failed = [record for record in records if record.status != "ok"]
+    return min(failed, key=followed) if failed else together(records)
+
+
+def end_all(processes: list[psutil.Process], seconds: float) -> None:
+    """Kill what is left of these and wait for it; for a dead one that nobody has reaped there is nothing to wait."""
+    deadline = time.time() + seconds
+    while processes and time.time() < deadline:
+        left = []
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    process.kill()
+                    left.append(process)
+        processes = left
+        time.sleep(0.01 if left else 0)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.read(parent, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _relay(ranks: socket.socket, events: int) -> None:
+    with open(events, "wb", closefd=False) as parent:
+        while data := ranks.recv(65536):
+            try:
+                parent.write(data)
+                parent.flush()
+            except BrokenPipeError:
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+def rank(order: dict[str, Any]) -> None:
+    """One rank. SIGINT lets it finish its record; SIGTERM, by which the agent ends it when another one has failed, does
+    not; when the agent is gone, so is the rank."""
+    signal.signal(signal.SIGINT, interrupt_once)
+    threading.Thread(target=_end_with_agent, daemon=True).start()
+    number, local, local_ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    job = Job.from_dict(order["job"])
+    if job.device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = machine.visible_gpus()[local]
+    if local:  # the log is the first rank's
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+    def emit(event: dict[str, Any]) -> None:
+        if local == 0:
+            os.write(0, (json.dumps(event) + "\n").encode())
+
+    folders = tuple(Path(folder) for folder in order["folders"])
+    part = dataclasses.replace(job, budget=job.budget.share(local_ranks))
+    record = run(part, order["key"], folders, emit)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if local and record.status != "ok":
+        print(record.evidence.get("traceback", record.reason), file=sys.stderr, flush=True)
+    resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    stated = {
+        "rank": number,
+        "node": int(os.environ["GROUP_RANK"]),
+        "resident_peak_bytes": resident_bytes,
+        **record.peaks,
+    }
+    record = dataclasses.replace(record, machine={**record.machine, "ranks": [stated]})
+    record.write(folder_of(Path(order["record"])) / f"{number}.json")
+    sys.stdout.flush()
+    os._exit(0 if record.status == "ok" else 1)
+
+
+def _end_with_agent() -> None:
+    with contextlib.suppress(ConnectionError):  # it left without having read all
+        while os.read(0, 4096):
+            pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    rank(json.loads(sys.argv[1])) if len(sys.argv) > 1 else main()

@@ -1,0 +1,135 @@
+"""The clock that methods do not read: what a run did when, and how long its host memory took.
+
+Methods say what work they give to which stream or thread (Device.span); the clock is here. Where streams run by
+themselves a moment is an event of the stream, and events become times when all is over, so nothing waits; of a thread,
+and where streams run in the order of the code, it is the host's clock. Without a trace nothing is noted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.core.job import Job
+from harness.devices.streams import STREAMS, UNNOTED
+from harness.run.timeline import Span, Timeline, steps, write
+
+FIRST_SECONDS = 1.0  # in which memory was taken, before it is told
+STEPS = 3  # of a run, its last ones; in the first of them goes on what was queued before
+
+
+class Trace:
+    """Notes of a run's last steps, and of what still goes on after them."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.first_step = job, max(1, job.steps + 1 - STEPS)
+        self.streams = STREAMS[job.device]
+        self.has_events = hasattr(self.streams.current(), "wait_stream")  # torch's streams, not those of a CPU
+        self.is_on = False
+        self.notes: list[tuple[str, int, str, str, Any, Any]] = []  # track, thread, work, of, start, end
+        self.streams.span = self.span
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self.is_on = step >= self.first_step
+
+    def span(self, stream: Any, track: str, work: str, of: str) -> AbstractContextManager[None]:
+        return _Note(self, stream, track, work, of) if self.is_on else UNNOTED
+
+    def mark(self, stream: Any) -> Any:
+        """This moment: as an event on the stream, where streams have events."""
+        if stream is None or not self.has_events:
+            return time.perf_counter()
+        event: Any = (
+            torch.cuda.Event(enable_timing=True)
+            if self.job.device == "cuda"
+            else torch.Event("sim", enable_timing=True)
+        )
+        event.record(stream)
+        return event
+
+    def write(self, marks: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> None:
+        """Once all is queued: wait for it, and write the file. `marks` are the moments at which steps begin and end."""
+        self.streams.span = None
+        job, timeline = self.job, self._timeline(marks[self.first_step - 1 :])
+        if not timeline.spans:
+            text = f"{job.method} tells nothing of its streams: the trace holds its steps alone"
+            tell({"event": "warning", "text": text})
+        assert job.trace
+        try:
+            write(timeline, Path(job.trace))
+        except OSError as error:  # the run itself is as good as any
+            tell({"event": "warning", "text": f"cannot write {job.trace}: {error.strerror}"})
+
+    def _timeline(self, marks: Sequence[Any]) -> Timeline:
+        for *_, end in self.notes:
+            if not isinstance(end, float):
+                end.synchronize()
+        event, now = self.mark(self.streams.current()), time.perf_counter()
+        if self.has_events:
+            event.synchronize()
+
+        def seconds(moment: Any) -> float:
+            return moment if isinstance(moment, float) else now - moment.elapsed_time(event) / 1000
+
+        threads: dict[str, list[int]] = {}
+        for track, thread, *_ in self.notes:
+            if thread not in threads.setdefault(track, []):
+                threads[track].append(thread)
+        spans = []
+        for track, thread, work, of, start, end in self.notes:
+            several = f" {threads[track].index(thread) + 1}" if len(threads[track]) > 1 else ""
+            spans.append(Span(track + several, work, of.rstrip("."), seconds(start), seconds(end)))
+        options = "".join(f" {name}={value}" for name, value in self.job.options.items() if value is not None)
+        title = f"{self.job.method}{options}, {self.job.workload.num_layers} layers"
+        about = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
+        return Timeline(spans, steps([seconds(mark) for mark in marks], self.first_step), about)
+
+
+class _Note:
+    """Two moments around work. What a thread gives to a stream is ordered by the thread."""
+
+    __slots__ = ("about", "start", "stream", "trace")
+
+    def __init__(self, trace: Trace, stream: Any, *about: str) -> None:
+        self.trace, self.stream, self.about = trace, stream, about
+
+    def __enter__(self) -> None:
+        self.start = self.trace.mark(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        track, work, of = self.about
+        end = self.trace.mark(self.stream)
+        self.trace.notes.append((track, threading.get_ident(), work, of, self.start, end))
+
+
+class Taking:
+    """Tells how much host memory has been taken, and in which time, where that is long: after the first second of it,
+    and then whenever the time has doubled."""
+
+    def __init__(self, device: str, tell: Callable[[dict[str, Any]], None]) -> None:
+        self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, FIRST_SECONDS
+        self.streams = STREAMS[device]
+        self.streams.taking = self.taking
+
+    @contextmanager
+    def taking(self, num_bytes: int) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.num_bytes += num_bytes
+        self.seconds += time.perf_counter() - started
+        if self.seconds >= self.next_seconds:
+            self.next_seconds = 2 * self.seconds
+            self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
+
+    def end(self) -> None:
+        """All is taken."""
+        if self.seconds >= FIRST_SECONDS:
+            self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
+        self.streams.taking = nullcontext

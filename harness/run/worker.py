@@ -1,0 +1,298 @@
+"""One job in this process: train under the clock, look at what was trained, classify the end, write the record.
+
+Started by launch.py with the job on standard input, which stays open: when it closes, the parent is gone and the run
+ends as interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their
+own, so that nothing an engine prints can be mistaken for a measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.core import failures, log_lines
+from harness.core.job import Job
+from harness.core.method import Method, Step, Trained, create
+from harness.core.record import Record
+from harness.devices import budgets, machine, sim
+
+ORPHAN_SECONDS = 60.0
+Emit = Callable[[dict[str, Any]], None]
+
+
+class Clock:
+    """Marks between steps: CUDA events, so that no step waits for the device, or the CPU's counter."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch, self.cuda = torch, device == "cuda"
+        self.marks: list[Any] = []
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            self.torch.cuda.synchronize()
+
+    def mark(self) -> None:
+        if self.cuda:
+            self.marks.append(self.torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def done(self, index: int) -> bool:
+        return not self.cuda or self.marks[index].query()
+
+    def seconds(self, index: int) -> float:
+        """Between mark index - 1 and mark index."""
+        before, after = self.marks[index - 1 : index + 1]
+        return before.elapsed_time(after) / 1000 if self.cuda else after - before
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Batches that are made when they are asked for, and how many they will be."""
+
+    batches: Iterator[Any]
+    number: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+    def __len__(self) -> int:
+        return self.number
+
+
+class Run:
+    """What has been measured so far, in whatever way the run ends."""
+
+    def __init__(self, job: Job, emit: Emit) -> None:
+        self.job, self.emit = job, emit
+        lists = ("losses", "grad_norms", "loss_scales", "skipped_steps", "step_seconds")
+        self.measured: dict[str, Any] = {"phase_seconds": {}, **{name: [] for name in lists}}
+        self.phase, self._since = "start", time.perf_counter()
+        self.measured["phase_seconds"]["process"] = time.time() - psutil.Process().create_time()
+        self._waiting: list[Step] = []  # loss and norm on their way to the host
+
+    def enter(self, phase: str) -> None:
+        now = time.perf_counter()
+        before = "training" if self.phase.startswith("step") else self.phase
+        spent = self.measured["phase_seconds"]
+        spent[before] = spent.get(before, 0.0) + now - self._since
+        self.phase, self._since = phase, now
+        if not phase.startswith("step"):
+            self.emit({"event": "phase", "phase": phase})
+
+    def train(self, method: Method) -> None:
+        """Data, build, warm-up, timed steps, drain: everything between two synchronizations is the method's."""
+        import torch
+
+        from harness.core import data
+        from harness.run.inspect_training import inspect
+        from harness.run.trace import Taking, Trace
+
+        job = self.job
+        self.enter("data")
+        tokens = data.batches(job.workload, job.steps)
+        self.measured["data_sha256"] = data.sha256(tokens)
+        batches = torch.from_numpy(tokens).to(job.device)
+        inputs, targets = batches[..., :-1].contiguous(), batches[..., 1:].contiguous()
+        self.clock = Clock(job.device)
+        torch.manual_seed(job.workload.seed)
+        taking = Taking(job.device, self.emit)
+        trace = Trace(job) if job.trace else None
+        self.enter("build")
+
+        def feed() -> Iterator[tuple[Any, Any]]:
+            """The first batch is asked for when the method has built its model: the clock starts there."""
+            for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
+                if step == 1:
+                    taking.end()
+                    self.clock.synchronize()
+                    self.clock.mark()
+                if trace:
+                    trace.begin(step)
+                self.enter(f"step {step}")
+                yield batch
+            self.enter("drain")
+            budgets.lift(job)  # what is allocated to look at the end of training is no part of it
+
+        training = method.train(job.workload, Counted(feed(), job.steps), job.device)
+        try:
+            trained = self._drive(training)
+        finally:
+            training.close()
+        self.clock.synchronize()
+        self._collect(wait=True)
+        if trace:
+            trace.write(self.clock.marks, self.emit)
+        self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
+        self.enter("inspect")
+        self.measured["tensors"] = inspect(trained.tensors, job)
+        self.measured["others"] = [
+            {"workload": other.changes, "losses": other.losses, "grad_norms": other.grad_norms,
+             "tensors": inspect(other.tensors, job)}
+            for other in trained.others
+        ]  # fmt: skip
+        self.enter("done")
+
+    def _drive(self, training: Any) -> Trained:
+        from harness.run.inspect_training import Kernels
+
+        try:
+            while True:
+                # The second step is watched where it is not timed: the first one is as long as a user waits for it.
+                if len(self.clock.marks) == 2 <= self.job.warmup:
+                    with Kernels() as kernels:
+                        step: Step = next(training)
+                    self.measured["kernels"] = sorted(kernels.names)
+                else:
+                    step = next(training)
+                self._waiting.append(step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm)))
+                if len(self.clock.marks) == self.job.warmup:
+                    self.clock.synchronize()
+                self.clock.mark()
+                self._collect(wait=False)
+        except StopIteration as end:
+            return end.value or Trained([])
+
+    def _collect(self, wait: bool) -> None:
+        """Take in the steps whose losses have arrived; never makes the device wait."""
+        losses = self.measured["losses"]
+        while self._waiting and (wait or self.clock.done(len(losses) + 1)):
+            step = self._waiting.pop(0)
+            losses.append(float(step.loss))
+            if step.grad_norm is not None:
+                self.measured["grad_norms"].append(float(step.grad_norm))
+            if step.loss_scale is not None:
+                self.measured["loss_scales"].append(step.loss_scale)
+            if step.is_skipped:
+                self.measured["skipped_steps"].append(len(losses))
+            self.measured["step_seconds"].append(self.clock.seconds(len(losses)))
+            seconds = self.measured["step_seconds"][-1]
+            told: dict[str, Any] = {"shares": step.shares} if step.shares else {}
+            told |= {"skipped_at_scale": step.loss_scale} if step.is_skipped else {}
+            self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **told})
+            if len(losses) % log_lines.interval_steps(self.job) == 0:
+                for line in log_lines.interval_lines(self.job, self.measured, device_peaks(self.job.device)):
+                    print(line, flush=True)
+
+
+def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
+    """Train one job here and return its record, however it ended."""
+    started, run = time.time(), Run(job, emit)
+    status, reason, evidence = "ok", "", {}
+    method = create(job.method, job.options, folders)
+    enforced: dict[str, str] = {}
+    try:
+        run.enter("import")
+        enforced = budgets.enforce(job)
+        run.train(method)
+    except KeyboardInterrupt:
+        failure = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
+        status, reason, evidence = failure.status, failure.reason, failure.evidence
+    except Exception as error:
+        failure = failures.of_exception(error, run.phase, budgets.lift(job))
+        evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
+        status, reason, evidence = failure.status, failure.reason, {**evidence, **failure.evidence}
+        with contextlib.suppress(OSError):  # the log's disk may be what is full
+            print(evidence["traceback"], flush=True)
+    # Training is over: no signal may end the writing of its record.
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(kind) is interrupt_once:
+            signal.signal(kind, signal.SIG_IGN)
+    gc.collect()
+    return Record(
+        job=job, key=key, status=status, phase=run.phase, reason=reason, evidence=evidence, clock=job.device,
+        machine=machine.facts(), software=machine.software(), started=started, limits=enforced,
+        predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
+        bit_exact=method.bit_exact, is_exact=method.is_exact, peaks=device_peaks(job.device), **run.measured,
+    )  # fmt: skip
+
+
+def device_peaks(device: str) -> dict[str, int]:
+    if device == "sim":
+        return sim.peaks()
+    torch = sys.modules.get("torch")
+    if device != "cuda" or torch is None:
+        return {}
+    return {
+        "device_allocated": torch.cuda.max_memory_allocated(),
+        "device_reserved": torch.cuda.max_memory_reserved(),
+        "device_alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),  # a count
+    }
+
+
+def _predicted(method: Method, job: Job) -> dict[str, Any]:
+    plan = method.plan(job.workload, machine.budget(job.budget, job.device, job.workload))
+    found = {"device": plan.device, "host": plan.host, "disk": plan.disk, "moved_bytes": plan.moved_bytes}
+    return found | ({"step_seconds": plan.step_seconds, "binds": plan.binds} if plan.step_seconds else {})
+
+
+def _to_host(value: Any) -> Any:
+    return value if value is None else value.detach().to("cpu", non_blocking=True)
+
+
+def _watch_parent() -> None:
+    """Standard input ends when the parent does: then this run is over, too.
+
+    Past sys.stdin: a thread that waits in it holds its lock, and a forked child, which closes it, would wait forever.
+    """
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(ORPHAN_SECONDS)  # main() ends the process before, unless it sits where no signal reaches it
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+
+
+def interrupt_once(number: int, frame: Any) -> None:
+    """The first signal ends training; what follows it must not end the writing of the record."""
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, interrupt_once)
+    order = json.loads(sys.stdin.readline())
+    # The device's lock is held until this process is gone; a child that outlives it must not go on holding it.
+    os.set_inheritable(order["lock"], False)
+    os.register_at_fork(after_in_child=lambda: os.close(order["lock"]))
+    events = os.fdopen(order["events"], "w", buffering=1)
+    threading.Thread(target=_watch_parent, daemon=True).start()
+    job = Job.from_dict(order["job"])
+    for line in log_lines.header_lines(job):
+        print(line, flush=True)
+
+    def emit(event: dict[str, Any]) -> None:
+        try:
+            events.write(json.dumps(event) + "\n")
+        except BrokenPipeError:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    folders = tuple(Path(folder) for folder in order["folders"])
+    record = run(job, order["key"], folders, emit)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    record.write(Path(order["record"]))
+    # Threads of engines must not hold up a run that has ended.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

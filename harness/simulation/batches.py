@@ -1,0 +1,15 @@
+"""The batches that a watched training gets: those of the worker, as a list."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from harness.core.data import batches
+from harness.core.job import Workload
+
+
+def token_batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Each step's (inputs, targets), (B, T) token ids."""
+    tokens = torch.from_numpy(batches(workload, steps))
+    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]

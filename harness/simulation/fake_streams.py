@@ -1,0 +1,301 @@
+"""Stand-ins for CUDA's streams, events and host threads: a method's own code runs on the CPU, and every op is booked
+where it would have run beside a GPU.
+
+They take the CPU's place in STREAMS, the table from which harness/devices/streams.py has whatever orders work. A
+TorchDispatchMode sees every op, and one rule books it, CUDA's:
+
+- An op that touches device memory is queued on the current stream of the thread that calls it. It starts when the
+  stream is free and the thread has got there. The thread goes on at once, unless it asked for a number or for a
+  blocking copy.
+- An op on host memory alone is done by the thread itself.
+
+Work given to a pool runs at once, but is booked on a thread of the pool; who asks for its result has waited for it.
+
+What an agent (a stream or a thread) carries as `now`, and what an op does to it, is the instrument's affair: what is
+known to have happened (races.py), or the time (overlap.py). Waiting is the same for both: the join of two such values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+from unittest import mock
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.devices import streams as streams_of
+from harness.simulation.watched_ops import Memories, Memory, Op, attributes, tensors
+
+DEVICE = "cpu:0"  # where the watched code trains: plain "cpu" then means the host
+
+
+class Agent(Protocol):
+    """Something that does one thing after another: a stream or a host thread."""
+
+    name: str
+    now: Any
+
+
+class Clock(Protocol):
+    """An instrument: what `now` is, and what becomes of it."""
+
+    zero: Any
+
+    def join(self, one: Any, other: Any) -> Any:
+        """The least `now` that is at or after both."""
+        ...
+
+    def load(self, thread: Agent) -> float:
+        """What a pool chooses a thread by: the least goes first."""
+        ...
+
+    def queued(self, thread: Agent, op: Op) -> None:
+        """The thread puts the op on a stream."""
+        ...
+
+    def ran(self, agent: Agent, op: Op) -> None:
+        """The agent has run the op."""
+        ...
+
+    def freed(self, agent: Agent, now: Any, memory: Memory) -> None:
+        """Device memory went back to the stream it came from, which may use it again from `now` on."""
+        ...
+
+
+@dataclass(eq=False)
+class HostThread:
+    name: str
+    now: Any
+    stream: Stream  # the current one
+
+
+@dataclass(eq=False)
+class Event:
+    """As torch.cuda.Event, recorded."""
+
+    streams: FakeStreams
+    now: Any
+
+    def synchronize(self) -> None:
+        self.streams.wait(self.streams.thread, self.now)
+
+
+@dataclass(eq=False)
+class Stream:
+    """As torch.cuda.Stream. Whatever is queued comes after all that the queuing thread has waited for."""
+
+    streams: FakeStreams
+    name: str
+    now: Any
+
+    def reached(self) -> None:
+        """The calling thread has got to where it queues something."""
+        self.streams.wait(self, self.streams.thread.now)
+
+    def wait_event(self, event: Event) -> None:
+        self.reached()
+        self.streams.wait(self, event.now)
+
+    def record_event(self) -> Event:
+        self.reached()
+        return Event(self.streams, self.now)
+
+    def synchronize(self) -> None:
+        self.streams.wait(self.streams.thread, self.now)
+
+
+@dataclass(eq=False)
+class Task:
+    """The future of work that has run."""
+
+    streams: FakeStreams
+    value: Any
+    now: Any  # its thread's at the end; the streams that it queued work on may be later
+
+    def result(self) -> Any:
+        self.streams.wait(self.streams.thread, self.now)
+        return self.value
+
+
+class Pool:
+    """Host threads that take work in order, the thread of least load first."""
+
+    def __init__(self, streams: FakeStreams, name: str, num_threads: int) -> None:
+        self.streams = streams
+        self.threads = [HostThread(f"{name} {i}", streams.clock.zero, streams.compute) for i in range(num_threads)]
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Task:
+        streams, caller = self.streams, self.streams.thread
+        streams.thread = min(self.threads, key=streams.clock.load)
+        streams.wait(streams.thread, caller.now)
+        try:
+            value = work(*args)
+            return Task(streams, value, streams.thread.now)
+        finally:
+            streams.thread = caller
+
+    def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Task:
+        """As harness/devices/update_threads.py's, in the order of the calls, a chunk at a time."""
+        tasks = [self.submit(lambda first=first: work(first, first + 1)) for first in range(num_chunks)]
+        now = tasks[0].now
+        for task in tasks[1:]:
+            now = self.streams.clock.join(now, task.now)
+        return Task(self.streams, None, now)
+
+    def shutdown(self, *, cancel_futures: bool = False) -> None: ...
+
+
+class FakeStreams:
+    """The table's entry, and the book: who is running, and which memory is whose."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.taking = clock, nullcontext
+        self.span: Any = None
+        self.compute = Stream(self, "compute", clock.zero)
+        self.thread = HostThread("main", clock.zero, self.compute)
+        self.memories = Memories(self._freed)
+        self._numbers = itertools.count(1)
+
+    def stream(self) -> Stream:
+        return Stream(self, f"stream {next(self._numbers)}", self.clock.zero)
+
+    def current(self) -> Stream:
+        return self.thread.stream
+
+    def pool(self, num_threads: int) -> Pool:
+        return Pool(self, f"pool {next(self._numbers)} thread", num_threads)
+
+    def workers(self, num_threads: int) -> Pool:
+        return self.pool(num_threads)
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        thread, before = self.thread, self.thread.stream
+        thread.stream = stream
+        try:
+            yield
+        finally:
+            thread.stream = before
+
+    def wait(self, agent: Agent, now: Any) -> None:
+        agent.now = self.clock.join(agent.now, now)
+
+    def book(self, op: Op) -> None:
+        """Let the agent whose it is run the op."""
+        if not op.accesses:
+            return
+        if op.is_host:
+            self.clock.ran(self.thread, op)
+            return
+        self.clock.queued(self.thread, op)
+        stream = self.current()
+        stream.reached()
+        self.clock.ran(stream, op)
+        if op.blocks:
+            stream.synchronize()
+
+    def name(self, owner: Any, prefix: str = "") -> None:
+        """Name the memories, streams and threads among an object's attributes after them."""
+        for attribute, value in attributes(owner):
+            for tensor in tensors(value):
+                memory = self.memories.of(tensor)
+                memory.name = memory.name or prefix + attribute
+            if isinstance(value, Stream):
+                value.name = attribute
+            if isinstance(value, Pool):
+                for number, thread in enumerate(value.threads):
+                    thread.name = f"{attribute} {number}"
+
+    def _freed(self, memory: Memory) -> None:
+        if memory.stream is not None:
+            self.clock.freed(memory.stream, self.clock.join(memory.stream.now, self.thread.now), memory)
+
+
+class _Ops(TorchDispatchMode):
+    """Runs every op, then books it."""
+
+    def __init__(self, streams: FakeStreams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.streams.book(self.streams.memories.op(func, args, kwargs or {}, result, self.streams.current()))
+        return result
+
+
+class _CopiesHome(TorchFunctionMode):
+    """Makes `.to("cpu")` the copy that it is from a device; on a CPU it would return its argument."""
+
+    def __init__(self, streams: FakeStreams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, memories = kwargs or {}, self.streams.memories
+        is_home = func is Tensor.cpu or (func is Tensor.to and "cpu" in (*args[1:2], kwargs.get("device")))
+        if not is_home or memories.of(args[0]).is_host:
+            return func(*args, **kwargs)
+        with memories.allocating(host=True):
+            copy = args[0].clone()
+        if not kwargs.get("non_blocking"):
+            self.streams.current().synchronize()
+        return copy
+
+
+@contextmanager
+def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
+    """Stand in for DEVICE's streams, and for the host's threads with this many for updates."""
+    streams = FakeStreams(clock)
+    with ExitStack() as stack, _Ops(streams), _CopiesHome(streams):
+        _install(streams, num_workers, stack)
+        try:
+            yield streams
+        finally:
+            streams.memories.forget()
+
+
+def _install(streams: FakeStreams, num_workers: int, stack: ExitStack) -> None:
+    """Put the streams in the table; tell host memory from device memory, and name things, where they are made."""
+    names = ("layer_state", "disk", "slot")
+    home, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
+    new_device, new_room, new_home = streams_of.Device.__init__, streams_of.Device.room, home.Home.__init__
+
+    def make_device(self: Any, *args: Any, **options: Any) -> None:
+        new_device(self, *args, **{**options, "num_workers": num_workers})
+        streams.name(self)
+
+    def make_room(self: Any, *args: Any, host: bool) -> Tensor:
+        slab = new_room(self, *args, host=host)
+        streams.memories.of(slab, made_by="room").is_host = host
+        return slab
+
+    def make_home(self: Any, *args: Any, host: bool, **options: Any) -> None:
+        with streams.memories.allocating(host=host):
+            new_home(self, *args, host=host, **options)
+        streams.name(self, self.prefix)
+
+    def numbered(make: Any, name: str) -> Any:
+        numbers = itertools.count()
+
+        def made(self: Any, *args: Any, **options: Any) -> None:
+            make(self, *args, **options)
+            for file in self.state if name == "shelf" else []:
+                streams.memories.of(file).is_host = True
+            streams.name(self, f"{name} {next(numbers)} ")
+
+        return made
+
+    stack.enter_context(mock.patch.dict(streams_of.STREAMS, cpu=streams))
+    stack.enter_context(mock.patch.object(streams_of.Device, "room", make_room))
+    made = {streams_of.Device: make_device, home.Home: make_home}
+    for cls, name in ((disk.Shelf, "shelf"), (slot.Slot, "slot"), (slot.Gradients, "gradients")):
+        made[cls] = numbered(cls.__init__, name)
+    for cls, make in made.items():
+        stack.enter_context(mock.patch.object(cls, "__init__", make))

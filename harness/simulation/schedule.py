@@ -1,0 +1,97 @@
+"""The schedule of STRONGHOLD under the virtual clock, beside the bound of its placement, on machines by name.
+
+    python -m harness.simulation.schedule --machine v100-vm --layers 32 --clipping deferred --traces DIR
+
+The published shape (hidden 2048, 16 heads, sequence 1024, batch 4). The method's own code trains a scale model; every
+op is charged by the machine's rates (virtual_clock.py). Nothing here was measured: clock: virtual.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from harness.core import method
+from harness.core.job import Plan, Workload
+from harness.core.rates import Rates
+from harness.devices import named_machines
+from harness.run.timeline import write
+from harness.simulation.virtual_clock import VirtualRun, model_machine, scale_model, virtual_rates, virtual_run
+from methods.streaming.placement import parse
+from methods.streaming.planner import forecast, rows
+
+NAME = "stronghold"
+DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
+CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}
+STEPS = 4  # the first finds an idle machine
+
+
+class Point(NamedTuple):
+    """A step on one machine, seconds."""
+
+    placement: str
+    bound: float
+    binds: str
+    schedule: float
+    resident: float  # all on a device of unlimited memory
+    run: VirtualRun
+
+    @property
+    def share(self) -> float:
+        """Of the bound."""
+        return self.bound / self.schedule
+
+
+def point(machine: str, num_layers: int, clipping: str | None) -> Point | str:
+    """Plan and time it; a line that says why not where it does not fit."""
+    workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
+    budget = named_machines.load(machine).budget
+    assert budget.rates is not None
+    rates = virtual_rates(workload, budget.rates)
+    budget = dataclasses.replace(budget, rates=rates)
+    plan = method.create(NAME, {"clipping": clipping}).plan(workload, budget)
+    return plan.shortfall(budget) or timed(workload, rates, plan, clipping)
+
+
+def timed(workload: Workload, rates: Rates, plan: Plan, clipping: str | None) -> Point:
+    """Nothing is clipped where updates are made ahead: what was made ahead is committed."""
+    counts = Counter(parse(plan.options["placement"], workload.num_layers))
+    found = rows(workload, rates, clipping)
+    bound, resident = forecast(found, counts), forecast(found, {"R": workload.num_layers})
+    machine = model_machine(workload, rates, counts, clipping)
+    model = dataclasses.replace(scale_model(workload), clip_norm=CLIP_NORMS[clipping])
+    run = virtual_run(method.create(NAME, plan.options), model, machine, STEPS)
+    return Point(plan.options["placement"], bound.seconds, bound.binds, run.last_step_seconds, resident.seconds, run)
+
+
+def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> None:
+    """Write a point's timeline, where it fits."""
+    found = point(machine, num_layers, clipping)
+    if isinstance(found, str):
+        print(f"{machine}, {num_layers} layers: {found}")
+        return
+    path = folder / f"virtual_{machine}_{num_layers}_{clipping or 'none'}.json"
+    title = f"{NAME} on {machine}, {num_layers} layers, {found.placement}, clipping {clipping or 'off'}"
+    about = {"title": title, "source": method.source_hash(NAME), "machine": machine, "num_layers": num_layers}
+    write(found.run.timeline(about), path)
+    print(path)
+
+
+@click.command()
+@click.option("--machine", "machines", multiple=True, type=click.Choice(list(DTYPES)), default=list(DTYPES))
+@click.option("--layers", default="16,32,48,78,100")
+@click.option("--clipping", "clippings", multiple=True, type=click.Choice(["none", "deferred", "speculate"]))
+@click.option("--traces", type=click.Path(path_type=Path, file_okay=False), required=True)
+def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], traces: Path) -> None:
+    wanted = [clipping for clipping in CLIP_NORMS if not clippings or (clipping or "none") in clippings]
+    for name, num_layers, clipping in itertools.product(machines, map(int, layers.split(",")), wanted):
+        trace(name, num_layers, clipping, traces)
+
+
+if __name__ == "__main__":
+    main()

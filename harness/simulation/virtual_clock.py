@@ -1,0 +1,271 @@
+"""Virtual time: how long a method's step would take on a machine of given rates, with everything that may overlap.
+
+Every op costs its agent time, by arithmetic: on the device FLOPs or bytes, whichever takes longer; between the memories
+bytes over the link, each direction on its own; on the host bytes again; and a little for the thread that launches. An
+agent's `now` is the time at which it is free, so a wait takes the later of two. The schedule that results is that of
+the method's own code; what it costs is the machine's, and no number here was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from harness.core.job import Workload
+from harness.core.method import Method
+from harness.core.rates import ADAM_BYTES, Rates
+from harness.run.timeline import Span, Timeline, steps
+from harness.simulation.batches import token_batches
+from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
+from harness.simulation.watched_ops import Memory, Op, tensors
+from methods.streaming.planner import Counts, rows
+
+aten = torch.ops.aten
+# The CPU's attention takes its arguments in the order of CUDA's, for which torch has the formulas.
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}  # kernels, and the argument that has their parameters
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # cost nothing: no kernel is launched
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates; what is left out takes no time."""
+
+    device_flops_per_second: float = math.inf
+    device_bytes_per_second: float = math.inf
+    link_bytes_per_second: float = math.inf  # in each direction
+    link_latency_seconds: float = 0.0
+    host_bytes_per_second: float = math.inf  # of one thread
+    device_update_params_per_second: float = math.inf  # of AdamW's kernel, beside the bytes
+    host_update_params_per_second: float = math.inf  # of one thread
+    num_workers: int = 1  # threads for updates
+    launch_seconds: float = 0.0  # of the calling thread, for each op on the device
+
+
+@dataclass(frozen=True)
+class VirtualRun:
+    """A training in virtual seconds since its start."""
+
+    step_ends: list[float]  # when compute was through with each step
+    total_seconds: float  # until all is done
+    busy_seconds: dict[str, float]  # what each agent worked, by its name
+    device_flops: float
+    spans: list[Span]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the steps after the first, which found an idle machine."""
+        return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+
+    @property
+    def last_step_seconds(self) -> float:
+        """When all that is done ahead is done so."""
+        return self.step_ends[-1] - self.step_ends[-2]
+
+    def timeline(self, about: dict[str, Any]) -> Timeline:
+        return Timeline(self.spans, steps([0.0, *self.step_ends], 1), {**about, "clock": "virtual"})
+
+
+class VirtualTime:
+    """An agent's `now`: the time in seconds at which it is free."""
+
+    zero = 0.0
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.busy_seconds: defaultdict[str, float] = defaultdict(float)
+        self.device_flops = 0.0
+
+    def join(self, one: float, other: float) -> float:
+        return max(one, other)
+
+    def load(self, thread: Agent) -> float:
+        return thread.now
+
+    def queued(self, thread: Agent, op: Op) -> None:
+        if op.name not in ALLOCATIONS:
+            self._work(thread, self.machine.launch_seconds)
+
+    def ran(self, agent: Agent, op: Op) -> None:
+        self._work(agent, self._seconds(op))
+
+    def freed(self, agent: Agent, now: float, memory: Memory) -> None: ...
+
+    def _work(self, agent: Agent, seconds: float) -> None:
+        agent.now += seconds
+        self.busy_seconds[agent.name] += seconds
+
+    def _seconds(self, op: Op) -> float:
+        machine = self.machine
+        if op.name in ALLOCATIONS:
+            return 0.0
+        if op.is_transfer:
+            sent = sum(access.num_bytes for access in op.accesses if access.is_write)
+            return machine.link_latency_seconds + sent / machine.link_bytes_per_second
+        touched = sum(access.num_bytes for access in op.accesses)
+        if op.is_host:
+            return touched / machine.host_bytes_per_second + updated_params(op) / machine.host_update_params_per_second
+        flops = flops_of(op)
+        self.device_flops += flops
+        seconds = max(flops / machine.device_flops_per_second, touched / machine.device_bytes_per_second)
+        return seconds + updated_params(op) / machine.device_update_params_per_second
+
+
+def updated_params(op: Op) -> int:
+    """Parameters that the op updates, if it is a kernel of AdamW: ours or torch's."""
+    return sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]])) if op.name in UPDATES else 0
+
+
+def flops_of(op: Op) -> float:
+    """Floating-point operations of matrix products and attention, causal attention counted as half; else none."""
+    packet = op.func.overloadpacket
+    formula = flop_registry.get(ATTENTION.get(packet, packet))
+    if formula is None:
+        return 0.0
+    flops: float = formula(*tensors(list(op.arguments.values())), out_val=op.result)
+    return flops / 2 if op.arguments.get("is_causal") else flops
+
+
+class Spans:
+    """What agents do when, in virtual seconds: what takes no time is left out."""
+
+    def __init__(self, streams: FakeStreams) -> None:
+        self.streams, self.done = streams, []  # type: FakeStreams, list[Span]
+
+    @contextmanager
+    def span(self, stream: Any, track: str, work: str, of: str) -> Iterator[None]:
+        agent = stream or self.streams.thread
+        if stream:
+            stream.reached()
+        start = agent.now
+        yield
+        self.add(Span(track, work, of.rstrip("."), start, agent.now))
+
+    def add(self, span: Span) -> None:
+        if span.end > span.start:
+            self.done.append(span)
+
+
+class Due:
+    """An update that waits for its gradient, or is under way. `about` is a span of it, at whatever time."""
+
+    def __init__(self, pool: Workers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
+        self.pool, self.deadline, self.released, self.left, self.about = pool, deadline, released, seconds, about
+        self.end = math.inf
+
+    def result(self) -> None:
+        self.pool.work_until(self)
+        self.pool.streams.wait(self.pool.streams.thread, self.end)
+
+
+class Workers(Pool):
+    """As harness/devices/update_threads.py's: of the updates whose gradient has landed, all threads share the one of
+    the earliest deadline. What was asked for up to now decides, when somebody waits for an update."""
+
+    def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: Spans) -> None:
+        super().__init__(streams, "workers", num_threads)
+        self.clock, self.now, self.spans = clock, 0.0, spans
+        self.waiting: list[Due] = []
+
+    def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Any:
+        streams, caller, busy = self.streams, self.streams.thread, self.clock.busy_seconds
+        streams.thread = HostThread("workers", caller.now, streams.compute)
+        before, span, aside = busy["workers"], streams.span, Spans(streams)
+        streams.span = aside.span
+        try:
+            work(0, num_chunks)
+            seconds = busy["workers"] - before
+            released = streams.thread.now - seconds
+        finally:
+            streams.thread, streams.span = caller, span
+        self.waiting.append(Due(self, deadline, released, seconds / len(self.threads), aside.done[:1]))
+        return self.waiting[-1]
+
+    def work_until(self, wanted: Due) -> None:
+        while wanted in self.waiting:
+            landed = [due for due in self.waiting if due.released <= self.now]
+            if not landed:
+                self.now = min(due.released for due in self.waiting)
+                continue
+            first = min(landed, key=lambda due: due.deadline)
+            sooner = [due.released - self.now for due in self.waiting if due.released > self.now]
+            spent = min(first.left, *sooner) if sooner else first.left
+            for about in first.about:
+                self.spans.add(about._replace(start=self.now, end=self.now + spent))
+            self.now += spent
+            first.left -= spent
+            if first.left <= 1e-9 * self.now:
+                first.end = self.now
+                self.waiting.remove(first)
+
+
+def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int = 3) -> VirtualRun:
+    """Train under the machine's clock."""
+    training = method.train(workload, token_batches(workload, steps), DEVICE)
+    clock = VirtualTime(machine)
+    with watching(clock, machine.num_workers) as streams:
+        spans = Spans(streams)
+        streams.span = spans.span
+        streams.workers = lambda num_threads: Workers(streams, clock, num_threads, spans)  # type: ignore[method-assign]
+        step_ends = [streams.compute.now for _ in training]
+        streams.compute.synchronize()
+        return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops, spans.done)
+
+
+MODEL_HIDDEN_SIZE = 32
+
+
+def scale_model(workload: Workload) -> Workload:
+    """The same shape, small enough to train: as deep, and what the layers and the ends compute, and what they hold, in
+    the same proportion to each other."""
+    scale = MODEL_HIDDEN_SIZE / workload.hidden_size
+    return dataclasses.replace(
+        workload,
+        hidden_size=MODEL_HIDDEN_SIZE,
+        num_heads=2,
+        seq_len=round(workload.seq_len * scale),
+        batch_size=1,
+        vocab_size=round(workload.vocab_size * scale),
+    )
+
+
+def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> Machine:
+    """The machine on which the scale model takes as long as the workload on one of these rates.
+
+    What the host's memory carries in the pool of the updates, copies included, is charged to the updates.
+    """
+    model = scale_model(workload)
+    params = model.layer_params / workload.layer_params
+    on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
+    carried = [row for row in rows(workload, rates, clipping) if row.name == "host memory"][-1].total(counts)
+    host_seconds = max(1 / rates.host_adam_params_per_second, carried / on_host if on_host else 0.0)
+    return Machine(
+        device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,
+        link_bytes_per_second=min(rates.inbound_bytes_per_second, rates.outbound_bytes_per_second) * params,
+        device_update_params_per_second=params * rates.device_bytes_per_second / ADAM_BYTES[workload.dtype],
+        host_update_params_per_second=params / host_seconds,
+    )
+
+
+def executed_flops(workload: Workload) -> float:
+    """Of a step: the recompute stops before a layer's last product, whose result no gradient needs."""
+    tokens = workload.batch_size * workload.seq_len
+    return workload.flops_per_step - workload.num_layers * 8 * tokens * workload.hidden_size**2
+
+
+def virtual_rates(workload: Workload, rates: Rates) -> Rates:
+    """The same as the virtual clock has them: it divides compute between the passes by FLOPs."""
+    layers = workload.flops_per_step - workload.model_flops_per_step
+    head = (workload.flops_per_step - 4 * layers) / 3
+    return dataclasses.replace(rates, forward_share=(layers + head) / executed_flops(workload))

@@ -1,0 +1,150 @@
+"""What a dispatched op does to memory: which bytes of which allocation it reads and writes, on the host or the device.
+
+On a CPU all memory is alike. Host memory is therefore what is allocated as such, and what an op returns that had
+nothing but host memory to read; everything else stands for the device's.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}  # in-place ops that do not read what was there
+
+
+@dataclass(eq=False)
+class Memory:
+    """One allocation."""
+
+    made_by: str  # the op's name
+    is_host: bool = False
+    stream: Any = None  # the one whose op allocated it, on the device
+    name: str = ""
+    notes: list[Any] = field(default_factory=list)  # an instrument's own
+
+    def __str__(self) -> str:
+        return self.name or f"what {self.made_by} made"
+
+
+class Access(NamedTuple):
+    """Bytes [start, end) of a memory, and how many of them where the tensor has gaps."""
+
+    memory: Memory
+    start: int
+    end: int
+    num_bytes: int
+    is_write: bool
+
+
+class Op(NamedTuple):
+    """An op that has run: its overload, arguments by name, result and accesses, none where it made a view."""
+
+    func: Any
+    arguments: dict[str, Any]
+    result: Any
+    accesses: list[Access]
+
+    @property
+    def name(self) -> str:
+        return self.func.overloadpacket.__name__
+
+    @property
+    def is_host(self) -> bool:
+        return all(access.memory.is_host for access in self.accesses)
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it copies between host and device."""
+        return len({access.memory.is_host for access in self.accesses}) == 2
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a thread that calls it for the device waits: for a number, or a copy that is not non_blocking."""
+        if self.name == "copy_":
+            return self.is_transfer and not self.arguments.get("non_blocking")
+        return isinstance(self.result, (int, float))
+
+
+class Memories:
+    """Every memory that is alive, found by its tensors; `on_free` is told of each that goes."""
+
+    def __init__(self, on_free: Callable[[Memory], None]) -> None:
+        self._on_free = on_free
+        self._alive: dict[int, tuple[weakref.ref, Memory]] = {}
+        self._fresh_is_host: bool | None = None  # None: told by what the op reads
+
+    def of(self, tensor: Tensor, made_by: str = "another") -> Memory:
+        storage = tensor.untyped_storage()
+        key = id(storage)  # torch keeps this object as long as the memory
+        if key not in self._alive:
+            self._alive[key] = (weakref.ref(storage, lambda _: self._on_free(self._alive.pop(key)[1])), Memory(made_by))
+        return self._alive[key][1]
+
+    @contextmanager
+    def allocating(self, *, host: bool) -> Iterator[None]:
+        """What is allocated in here is host memory, or is not, whatever it is made from."""
+        before, self._fresh_is_host = self._fresh_is_host, host
+        try:
+            yield
+        finally:
+            self._fresh_is_host = before
+
+    def forget(self) -> None:
+        """Stop telling of what is freed."""
+        self._alive.clear()
+
+    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: Any) -> Op:
+        """The op that has just run; device memory that it allocated belongs to the stream."""
+        name, (names, written) = func.overloadpacket.__name__, _arguments_of(func)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        unread = written if name in OVERWRITES else ()
+        writes = [tensor for key in arguments if key in written for tensor in tensors(arguments[key])]
+        reads = [tensor for key in arguments if key not in unread for tensor in tensors(arguments[key])]
+        given = {id(tensor.untyped_storage()) for tensor in reads + writes}
+        fresh = [tensor for tensor in tensors(result) if id(tensor.untyped_storage()) not in given]
+        if tensors(result) and not writes and not fresh:
+            return Op(func, arguments, result, [])
+        is_host = bool(given) and all(self.of(tensor).is_host for tensor in reads + writes)
+        for tensor in fresh:
+            memory = self.of(tensor, made_by=name)
+            memory.is_host = is_host if self._fresh_is_host is None else self._fresh_is_host
+            memory.stream = None if memory.is_host else stream
+        accesses = [self._access(tensor, is_write=False) for tensor in reads]
+        accesses += [self._access(tensor, is_write=True) for tensor in writes + fresh]
+        return Op(func, arguments, result, accesses)
+
+    def _access(self, tensor: Tensor, *, is_write: bool) -> Access:
+        size = tensor.element_size()
+        start = int(tensor.storage_offset()) * size
+        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return Access(self.of(tensor), start, start + (reach + 1) * size, tensor.numel() * size, is_write)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors with memory of their own in an argument or a result, which may be a list."""
+    leaves = value if isinstance(value, (list, tuple)) else [value]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
+
+
+def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """An object's attributes by name; of a state each slab by its own, after "spare" in the spare one."""
+    for attribute, value in vars(owner).items():
+        if not hasattr(value, "_asdict"):
+            yield attribute, value
+            continue
+        for name, slab in value._asdict().items():
+            yield name if attribute == "state" else f"{attribute} {name}", slab
+
+
+@functools.cache
+def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
+    """The names of an overload's arguments, and of those that it writes."""
+    schema = func._schema.arguments
+    written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
+    return [argument.name for argument in schema], written

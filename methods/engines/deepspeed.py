@@ -1,0 +1,232 @@
+"""What the DeepSpeed methods share: our model under an engine whose configuration is made from the job.
+
+DeepSpeed 0.19.8. Settings that look odd say which of its ways they avoid.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
+from harness.core.method import Step, TensorState, Trained, Training, Unavailable
+from methods.engines.deepspeed_config import EXTENSIONS, NEEDS, is_built, versions
+
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+
+
+def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration for this job."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": workload.batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": workload.clip_norm,  # said even when 0: left out, it is 1.0
+        "zero_optimization": zero,
+        "bf16": {"enabled": workload.dtype == "bf16"},
+        "fp16": fp16_config() if workload.dtype == "fp16" else {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+    }
+    if adam != "fused":
+        parameters = {"lr": workload.learning_rate, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
+        if adam == "published":
+            parameters["torch_adam"] = True
+        config["optimizer"] = {"type": "AdamW", "params": parameters}
+    return config
+
+
+def fp16_config() -> dict[str, Any]:
+    """The rule of methods/shared/loss_scale.py."""
+    return {
+        "enabled": True,
+        "loss_scale": 0,  # dynamic
+        "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
+        "loss_scale_window": LOSS_SCALE_WINDOW,
+        "hysteresis": 1,
+        "min_loss_scale": 1,
+    }
+
+
+def train(
+    workload: Workload,
+    batches: Any,
+    device: str,
+    adam: str,
+    zero: dict[str, Any],
+    *,
+    reentrant: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> Training:
+    """Train by deepspeed.initialize's engine; `reentrant` chooses torch's older recompute, `extra` adds to the
+    configuration."""
+    if adam == "deepspeed" and not is_built("cpu_adam"):
+        raise Unavailable("DeepSpeed's Adam is not built: apt-get install g++, then ./run.sh setup")
+    deepspeed = import_deepspeed(device)
+    is_scaled = workload.dtype == "fp16"
+    if is_scaled and device != "cuda":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        # Its answer is whether oneDNN has instructions for it; torch's kernels do without.
+        CPU_Accelerator.is_fp16_supported = lambda self: True
+    import torch
+    import torch.distributed as dist
+
+    from harness.devices.streams import join_alone
+
+    join_alone(device)
+    try:
+        config = {**engine_config(workload, adam, zero), **(extra or {})}
+        engine = _engine(deepspeed, workload, config, device, adam, reentrant)
+        for step, (inputs, targets) in enumerate(batches, start=1):
+            scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
+            loss = engine(inputs, targets, scale)
+            engine.backward(loss / scale)  # which the engine scales again
+            for group in engine.optimizer.param_groups:
+                group["lr"] = workload.learning_rate_at(step)
+            engine.step()
+            norm = engine.get_global_grad_norm()
+            ended = Step(loss.detach(), None if norm is None else torch.as_tensor(norm))
+            if is_scaled:
+                ended = ended._replace(loss_scale=scale, is_skipped=bool(engine.optimizer.overflow))
+            yield ended
+        return Trained(list(_states(engine)))
+    finally:
+        dist.destroy_process_group()
+
+
+def import_deepspeed(device: str) -> Any:
+    """The package, told what device this is. Raises Unavailable where it is missing.
+
+    Its shared-memory communication is left out: at one rank nothing uses it, and the first start would compile it.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies there
+    }  # fmt: skip
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise Unavailable(f"this method {NEEDS} ({error})") from error
+    if device != "cuda":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device == "sim":
+        from methods.engines import deepspeed_sim
+
+        deepspeed_sim.use()
+    _load_built()
+    return deepspeed
+
+
+def _load_built() -> None:
+    """Load what has been compiled. Left alone, DeepSpeed would ask ninja in every run whether to compile it again."""
+    from deepspeed.ops.op_builder import PinMemoryBuilder
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from torch.utils.cpp_extension import _import_module_from_library
+
+    def load(kernel: str) -> None:
+        OpBuilder._loaded_ops[kernel] = _import_module_from_library(kernel, EXTENSIONS / kernel, True)
+
+    if is_built("cpu_adam"):
+        load("cpu_adam")
+    if is_built("async_io"):
+        load("pin_memory")
+        PinMemoryBuilder().load()  # makes its symbols known, which the next one needs
+        load("async_io")
+
+
+def build(kernel: str) -> None:
+    """Compile one of DeepSpeed's kernels into EXTENSIONS, minutes, one build at a time; the locks that an interrupted
+    one left are removed first, for DeepSpeed would wait for them without end.
+
+    Raises Unavailable where a compiler or a library is missing.
+    """
+    import_deepspeed("cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    EXTENSIONS.mkdir(parents=True, exist_ok=True)
+    with open(EXTENSIONS / "one_build", "w") as one_build:
+        fcntl.flock(one_build, fcntl.LOCK_EX)
+        if is_built(kernel):  # by whom was waited for
+            return
+        for lock in EXTENSIONS.glob("*/lock"):
+            lock.unlink()
+        builder = get_accelerator().create_op_builder(BUILDERS[kernel])
+        if not builder.is_compatible(verbose=True):
+            raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
+        flags = builder.cxx_args
+        # Without what only debuggers read: 25 instead of 36 seconds a file.
+        builder.cxx_args = lambda: [flag for flag in flags() if flag != "-g"]
+        builder.load(verbose=True)
+        (EXTENSIONS / f"{kernel}.built").write_text(versions())
+
+
+def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam: str, reentrant: bool) -> Any:
+    import torch
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    from harness.core.gpt import DTYPES, GPT, initial
+
+    class ReentrantGPT(GPT):
+        def forward(self, inputs, targets, scale=1.0):
+            x = self.ends.embed(inputs)
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+            return self.ends.loss(x, targets, scale)
+
+    cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
+    is_partitioned = config["zero_optimization"]["stage"] == 3
+    if is_partitioned:
+        # Its dtype argument makes bf16 of fp32 on a CPU: the configuration alone decides.
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = cls(workload)
+    else:
+        model = cls(workload).to(dtype).to(device)
+    names = [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned):
+            parameter.data.copy_(initial(name, parameter.shape, workload))
+    by_decay: dict[bool, list] = {True: [], False: []}
+    for parameter in model.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        by_decay[len(shape) > 1].append(parameter)
+    groups = [
+        {"params": by_decay[True], "weight_decay": WEIGHT_DECAY},
+        {"params": by_decay[False], "weight_decay": 0.0},
+    ]
+    optimizer = None
+    if adam == "fused":
+        optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
+    if workload.dtype != "fp32":
+        # Main weights begin at the fp32 start itself, not at its rounding.
+        for name, parameter in zip(names, engine.module.parameters(), strict=True):
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            safe_set_full_fp32_param(parameter, initial(name, shape, workload))
+    return engine
+
+
+def _states(engine: Any) -> Iterator[TensorState]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # Stage 2 links the moments after its first group has stepped, when the second group has none yet.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in engine.module.named_parameters():
+        weight = safe_get_full_fp32_param(parameter)
+        exp_avg = safe_get_full_optimizer_state(parameter, "exp_avg")
+        yield TensorState(name, weight.clone(), exp_avg.clone())

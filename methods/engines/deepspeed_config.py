@@ -1,0 +1,134 @@
+"""What the DeepSpeed methods share before an engine is there: settings, needs, and what must be compiled first.
+
+Standard library only, so that plans cost nothing. DeepSpeed's binding of cores to ranks is left out: it divides a
+machine's cores, and the one rank here has them all.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from harness.core import native_build
+from harness.core.job import Plan, Workload
+from harness.core.method import ROOT
+from methods.shared.memory_needs import precision
+
+EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # what DeepSpeed compiles, once
+BUCKET_PARAMS = 50_000_000
+# Whose Adam steps on the host: torch's fused kernel; DeepSpeed's own, equally fast, but compiled; or op by op, as
+# in the published artifact. The first is the default: one call is the same job on every machine.
+ADAMS = ("fused", "deepspeed", "published")
+NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
+BUILD_SECONDS = {"cpu_adam": 80, "async_io": 280}  # 2-core EPYC
+
+
+def missing() -> str | None:
+    """What the DeepSpeed methods lack, and what helps."""
+    return None if find_spec("deepspeed") else NEEDS
+
+
+def check_adam(adam: str) -> None:
+    """Raises ValueError for an Adam there is not."""
+    if adam not in ADAMS:
+        raise ValueError(f"adam is one of {', '.join(ADAMS)}, not {adam!r}")
+
+
+def is_built(kernel: str) -> bool:
+    """Whether the kernel has been compiled to its end, for the packages that are installed."""
+    stamp = EXTENSIONS / f"{kernel}.built"
+    return stamp.exists() and stamp.read_text() == versions()
+
+
+def versions() -> str:
+    """Of the packages that a compiled kernel belongs to."""
+    try:
+        return f"torch {version('torch')}, deepspeed {version('deepspeed')}"
+    except PackageNotFoundError as error:
+        return f"no {error.name}"
+
+
+def to_build(*kernels: str) -> str | None:
+    """What has to be compiled, for people; None when all is there, or there is nothing to compile it with."""
+    if not native_build.find():
+        return None
+    missing = [kernel for kernel in kernels if not is_built(kernel)]
+    seconds = sum(BUILD_SECONDS[kernel] for kernel in missing)
+    return f"DeepSpeed's {' and '.join(missing)}, once, about {seconds} seconds on two cores" if missing else None
+
+
+def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
+    """Weights on the device, gradients and optimizer on the host."""
+    bucket = min(BUCKET_PARAMS, workload.num_params)
+    return {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "overlap_comm": on_gpu,  # by streams: a CPU has none
+        "reduce_bucket_size": bucket,  # the default, 5e8 elements, is memory on the device
+        "allgather_bucket_size": bucket,
+        "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
+    }
+
+
+def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
+    """Parameters, gradients and optimizer on the host; thresholds follow the model, so that layers really leave."""
+    return {
+        "stage": 3,
+        "contiguous_gradients": True,
+        "overlap_comm": on_gpu,
+        "reduce_bucket_size": largest_tensor(workload),
+        "stage3_prefetch_bucket_size": workload.layer_params,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": workload.end_params + 2 * workload.layer_params,
+        "stage3_max_reuse_distance": 0,  # the default, 1e9 elements, keeps most of the model on the device
+        "sub_group_size": 100_000_000,
+        "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
+        "offload_param": {"device": "cpu", "pin_memory": on_gpu},
+    }
+
+
+def largest_tensor(workload: Workload) -> int:
+    """Elements of the largest parameter: the embedding, or the MLP's."""
+    return max(workload.vocab_size * workload.hidden_size, 4 * workload.hidden_size**2)
+
+
+def stage_3_device(workload: Workload) -> dict[str, int]:
+    """Bytes on the device: both ends, a layer and the next one, their gradients, activations."""
+    at_once = workload.weight_bytes * (workload.end_params + 2 * workload.layer_params)
+    activations = workload.num_layers * workload.boundary_bytes + workload.working_bytes
+    return {"weights": at_once, "gradients": at_once, "activations": activations}
+
+
+def stage_3_plan(workload: Workload, options: dict[str, Any] | None = None) -> Plan:
+    params, size = workload.num_params, workload.weight_bytes
+    gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
+    return Plan(
+        device=stage_3_device(workload),
+        host={
+            "weights": (size + 4) * params,
+            "gradients": 4 * params,
+            "optimizer": 8 * params,
+            "buffers": size * params,  # a flat copy while it starts; 24 (fp32) and 20 (bf16) bytes in all on sim
+        },
+        moved_bytes=size * (gathered + params),
+        options=options or {},
+    )
+
+
+def description(workload: Workload, adam: str, *, reentrant: bool = False) -> dict[str, str]:
+    """The row of a DeepSpeed method in the fairness table."""
+    kernels = {
+        "fused": "torch AdamW, fused, host",
+        "deepspeed": "DeepSpeedCPUAdam",
+        "published": "torch AdamW, op by op",
+    }
+    return {
+        "implementation": "upstream: deepspeed",
+        "model": "harness/core/gpt.py",
+        "attention": "torch scaled_dot_product_attention",
+        "optimizer": kernels[adam],
+        "precision": precision(workload),
+        "recompute": f"every layer, torch checkpoint{', reentrant' if reentrant else ''}",
+        "clipping": "global norm, by the engine",
+    }

@@ -1,0 +1,233 @@
+"""Who runs next, and where: a rule gives each free device a waiting model's unit, and tells it what will come next.
+
+One device may be this process; several are processes, which share the slabs at home. What is told to come next is a
+hint and binds nobody: a free device takes the waiting model that the rule prefers, so the schedule stays a list
+schedule with Graham's bound, and a hint that was wrong costs a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+
+from harness.core.method import Step
+from methods.sharding.device_process import Failure
+from methods.sharding.halve import slot_bytes, split
+from methods.sharding.scheduler import key_of, lower_bound, simulate
+from methods.sharding.task import Task
+from methods.sharding.unit import FORWARD, Unit
+
+
+class Turned(NamedTuple):
+    """One unit as it ran: seconds since the first began."""
+
+    model: int
+    shard: int
+    kind: str
+    device: int
+    start: float
+    end: float
+
+
+class Dispatcher:
+    """Tasks, devices, a rule; and what has run."""
+
+    def __init__(
+        self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, most_ahead: float = math.inf,
+        splits: list[tuple[int, int]] | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.tasks, self.devices, self.policy, self.key = tasks, list(devices), policy, key_of(policy)
+        self.most_ahead = most_ahead  # rounds that a model may have finished before the slowest one has
+        self.held: list[Task] = []  # those that have stepped, and have not been asked for their next minibatch
+        self.numbers = {device: number for number, device in enumerate(devices)}
+        self.draw, self.arrivals = random.Random(seed).random, count()
+        self.waiting: dict[Task, tuple[int, float]] = {}
+        self.running: dict[Any, tuple[Task, Unit, float]] = {}
+        self.hints: dict[Any, Task] = {}
+        self.timeline: list[Turned] = []
+        self.chains: dict[Task, list[float]] = {}  # seconds of the units of each
+        self.room = math.inf  # bytes of a slot that a shard may take, of those that can be halved
+        self.splits = [] if splits is None else splits  # that were made of these models: model and shard
+
+    def run(self) -> Iterator[tuple[Task, Step]]:
+        """Every task to its end; yields each step as its last unit is done. A unit that fails elsewhere ends its task
+        alone, one that fails here is raised."""
+        idle, self.began = list(self.devices), time.perf_counter()
+        for task in self.tasks:
+            task.start()
+            self._wait(task)
+        while self.waiting or self.running:
+            for device in list(idle):
+                if self._start(device):
+                    idle.remove(device)
+            if not self.running:
+                for task in list(self.waiting):
+                    task.fail("no device is left to run it")
+                return
+            for device in self._ready():
+                task, unit, started = self.running.pop(device)
+                step = self._take(device, task, unit, started)
+                if device in self.devices:
+                    idle.append(device)
+                if step is None:
+                    self._wait(task)
+                    continue
+                self.held.append(task)
+                yield task, step
+            self._release()
+
+    @property
+    def rounds(self) -> int:
+        """That every model has finished which has not failed."""
+        return min((task.rounds for task in self.tasks if not task.failure), default=0)
+
+    def _release(self) -> None:
+        """Let those go on that are not too far ahead. Of data that all share, nobody asks for more than there is until
+        all have had it: its end is the training's."""
+        slowest = self.rounds
+        for task in list(self.held):
+            may_ask = task.batches_left > 0 or math.isinf(self.most_ahead)
+            if task.rounds - slowest <= (self.most_ahead if may_ask else 0):
+                self.held.remove(task)
+                task.start()
+                self._wait(task)
+        for task in self.tasks:
+            if task.failure:
+                self.waiting.pop(task, None)
+            elif task.wakes():
+                self._wait(task)
+
+    def _wait(self, task: Task) -> None:
+        if task.next_unit is not None:
+            self.waiting[task] = (next(self.arrivals), self.draw())
+
+    def _first(self, device: Any, shunned: Sequence[Task] = ()) -> Task | None:
+        fit = [task for task in self.waiting if task.device in (None, device) and task not in shunned]
+        return min(fit, default=None, key=lambda t: (self.key(t.remaining, *self.waiting[t]), self.waiting[t]))
+
+    def _start(self, device: Any) -> bool:
+        task = self._first(device)
+        if task is None:
+            return False
+        unit = task.next_unit
+        assert unit is not None
+        del self.waiting[task]
+        self.hints.pop(device, None)
+        other = self._first(device, [*self.hints.values()])
+        following = task.following()
+        if other is not None:
+            following, self.hints[device] = other.hint(), other
+        if unit.kind == FORWARD and task.keeps_graphs:
+            task.device = device
+        self.running[device] = (task, unit, time.perf_counter() - self.began)
+        device.start(unit, following, self.splits[device.told :])
+        device.told = len(self.splits)
+        return True
+
+    def _ready(self) -> list[Any]:
+        here = [device for device in self.running if device.connection is None]
+        if here:
+            return here
+        connections = {device.connection: device for device in self.running}
+        return [connections[connection] for connection in wait(list(connections))]  # type: ignore[index]
+
+    def _take(self, device: Any, task: Task, unit: Unit, started: float) -> Step | None:
+        try:
+            left, seconds = device.reply()
+        except (EOFError, OSError):
+            self.devices.remove(device)
+            device.close()
+            left, seconds = Failure(f"the process of its device ended with code {device.process.exitcode}"), 0.0
+        now = time.perf_counter() - self.began
+        self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
+        if task.failure:  # meanwhile, by the other half of its batch
+            return None
+        self.chains.setdefault(task, []).append(now - started)
+        if not isinstance(left, Failure):
+            step = task.advance(left, seconds)
+            self._fit(task)
+            return step
+        if not (left.is_memory and self._halve(task, unit)):
+            task.fail(left.text)
+            task.lacks_memory = left.is_memory
+        return None
+
+    def _halve(self, task: Task, unit: Unit) -> bool:
+        """After a unit ran out of memory: halve its shard, and all those that keep the slots large; those of models
+        that are running when their units are done. Whether there was any to halve."""
+        tasks = [each for each in self.tasks if each.can_split and not each.failure]
+        sizes = [slot_bytes(shard) for each in tasks for shard in each.shards if len(shard.layers) > 1]
+        if task not in tasks or not sizes:
+            return False
+        self.room = max(sizes) // 2
+        if len(task.shards[unit.shard].layers) > 1:
+            self._split(task, unit.shard)
+        running = [each for each, *_ in self.running.values()]
+        for each in tasks:
+            if each not in running:
+                self._fit(each)
+        return True
+
+    def _fit(self, task: Task) -> None:
+        """Halve those of its shards that are larger than they may be, and can be halved."""
+        index = 0
+        while index < len(task.shards) and self.room < math.inf and task.can_split and not task.failure:
+            if slot_bytes(task.shards[index]) > self.room and len(task.shards[index].layers) > 1:
+                self._split(task, index)
+            else:
+                index += 1
+
+    def halve_all(self) -> bool:
+        """Between two runs: halve the largest shards of all models. Whether there was any to halve."""
+        able = [shard for task in self.tasks for shard in task.shards if len(shard.layers) > 1]
+        room = max(map(slot_bytes, able), default=0) // 2
+        for task in self.tasks:
+            for index in reversed(range(len(task.shards))):
+                if slot_bytes(task.shards[index]) > room and len(task.shards[index].layers) > 1:
+                    split(task.shards, index)
+                    self.splits.append((task.model, index))
+        return bool(able)
+
+    def _split(self, task: Task, index: int) -> None:
+        task.split(index)
+        self.splits.append((task.model, index))
+
+    def summary(self) -> dict[str, float]:
+        """Makespan, what two rounds foretold, the bound below which no schedule of these units can be, their ratio,
+        and the devices' use; nothing of a single model, or where units were only queued."""
+        if len(self.chains) < 2:
+            return {}
+        makespan, num_devices = max(turned.end for turned in self.timeline), len(self.numbers)
+        bound = lower_bound(list(self.chains.values()), num_devices)
+        busy = sum(map(sum, self.chains.values()))
+        return {
+            **self._predicted(num_devices),
+            "makespan_seconds": makespan,
+            "lower_bound_seconds": bound,
+            "ratio": makespan / bound,
+            "utilization": busy / (num_devices * makespan),
+        }
+
+    def _predicted(self, num_devices: int) -> dict[str, float]:
+        """The makespan that the simulation foretells after two rounds, of which the first warms up: as if all later
+        ones took what the second took. Nothing where models were cut anew, failed, or had no third round."""
+        chains = []
+        for task, seconds in self.chains.items():
+            per_round, rest = divmod(len(seconds), max(1, task.rounds))
+            if rest or task.failure or task.rounds < 3 or self.splits:
+                return {}
+            chains.append(seconds[:per_round] + seconds[per_round : 2 * per_round] * (task.rounds - 1))
+        return {"predicted_makespan_seconds": simulate(chains, num_devices, self.policy).makespan}
+
+    def shares(self) -> list[float]:
+        """Of the time of all devices until now what each model has had."""
+        spent = [0.0] * len({task.model for task in self.tasks})
+        for turned in self.timeline:
+            spent[turned.model] += turned.end - turned.start
+        end = max((turned.end for turned in self.timeline), default=0.0)
+        return [seconds / (len(self.numbers) * end) if end else 0.0 for seconds in spent]

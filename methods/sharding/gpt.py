@@ -1,0 +1,149 @@
+"""The harness's GPT as an ordered list of layers: embedding, blocks, and the head with its loss; both ends share the
+token embedding, by name.
+
+Shapes: B batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.core.gpt import DTYPES, Ends, Layer, decays, initialize
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
+from harness.core.method import OtherModel, Step, TensorState, Unavailable
+from harness.devices.streams import Device
+from methods.sharding.optimizer import MASTER
+from methods.sharding.shard import NamedLayer, Shard, cut, settle_shared
+from methods.sharding.task import Task
+
+
+class Embedding(nn.Module):
+    """(B, T) token ids to (B, T, D)."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.ends = Ends(workload)
+        del self.ends.lnf
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.ends.embed(inputs)
+
+
+class Head(nn.Module):
+    """(B, T, D) and (B, T) token ids to the mean loss."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.ends = Ends(workload)
+        del self.ends.wpe
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self.ends.loss(x, targets)
+
+
+def layers(workload: Workload) -> list[NamedLayer]:
+    """Without memory; a shard gives them some."""
+    with torch.device("meta"):
+        modules = [Embedding(workload), *(Layer(workload) for _ in range(workload.num_layers)), Head(workload)]
+    prefixes = ["", *(f"layers.{index}." for index in range(workload.num_layers)), ""]
+    pairs = zip(modules, prefixes, strict=True)
+    dtype = DTYPES[workload.dtype]
+    return [NamedLayer(m.to(dtype), {name: prefix + name for name, _ in m.named_parameters()}) for m, prefix in pairs]
+
+
+def names(workload: Workload) -> list[str]:
+    """In the order of the whole model's parameters, in which the reference sums the global norm."""
+    with torch.device("meta"):
+        ends, layer = Ends(workload), Layer(workload)
+    found = [f"ends.{name}" for name, _ in ends.named_parameters()]
+    inner = [name for name, _ in layer.named_parameters()]
+    return found + [f"layers.{index}.{name}" for index in range(workload.num_layers) for name in inner]
+
+
+def adamw(parameters: list[nn.Parameter]) -> Any:
+    """The published runs' optimizer: no decay on biases and norms."""
+    decayed = [parameter for parameter in parameters if decays(parameter)]
+    others = [parameter for parameter in parameters if not decays(parameter)]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=True)
+
+
+def at_home(
+    workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool, in_halves: bool
+) -> list[Shard]:
+    """The seeded model on the host, cut into shards of so many layers each; in memory that processes share, or not."""
+    shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
+    if is_shared:
+        settle_shared(shards, in_halves=in_halves)
+    for shard in () if is_shared else shards:
+        shard.settle(lambda num_bytes: device.room(num_bytes, torch.uint8, host=True))
+    for shard in shards:
+        weights = [shard.at_home(name) for name in shard.own]
+        masters = [shard.states(shard.slabs["states"], name).get(MASTER) for name in shard.own]
+        drawn = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
+        initialize(zip(shard.own, drawn, strict=True), workload)
+        for weight, start in zip(weights, drawn, strict=True):
+            weight.copy_(start)
+    return shards
+
+
+def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState]:
+    """What training left behind, in this order of names."""
+    states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
+    weights = {name: shard.at_home(name) for shard in shards for name in shard.own}
+    return [TensorState(name, states[name].get(MASTER, weights[name]), states[name]["exp_avg"]) for name in ordered]
+
+
+def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same samples in so many times as many batches; on the host where they go to other processes."""
+    for inputs, targets in batches:
+        pair = (inputs.cpu(), targets.cpu()) if to_host else (inputs, targets)
+        yield from zip(*(tokens.chunk(number) for tokens in pair), strict=True)
+
+
+def batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
+    """One that takes no memory to rehearse with."""
+    token = torch.zeros((), dtype=torch.int64, device=device)
+    return (token.expand(workload.batch_size, workload.seq_len),) * 2
+
+
+def random_state(workload: Workload, device: str) -> Any:
+    """That of this process, with which training alone starts; None where none is needed."""
+    if not workload.dropout:
+        return None
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+
+
+def elsewhere(device: str, number: int, make: Callable[[str], Any], stack: ExitStack) -> list[Any]:
+    """So many devices, each with a process of its own, until the stack is left."""
+    if device == "sim":
+        raise Unavailable("sim is one device: --devices 1 there, or --device cpu, whose devices are processes")
+    if device == "cuda" and torch.cuda.device_count() < number:
+        raise Unavailable(f"num_devices={number}: this machine has {torch.cuda.device_count()}")
+    devices = [make(f"cuda:{index}" if device == "cuda" else device) for index in range(number)]
+    for each in devices:
+        stack.callback(each.close)
+    for each in devices:
+        each.ready()
+    return devices
+
+
+def raise_failures(tasks: Sequence[Task]) -> None:
+    """Once all others are done, that of the first model that failed."""
+    failed = [task for task in tasks if task.failure]
+    if failed:
+        kind = torch.OutOfMemoryError if failed[0].lacks_memory else RuntimeError
+        told = "" if len(tasks) == 1 else f" (model {failed[0].model + 1} of {len(tasks)}; {len(failed)} failed in all)"
+        raise kind(f"{failed[0].failure.strip().splitlines()[-1]}{told}\n{failed[0].failure}")
+
+
+def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:
+    """For a record what became of a model that is not the first."""
+    changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
+    norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
+    return OtherModel(changes, [float(step.loss) for step in steps], norms, tensors(shards, ordered))

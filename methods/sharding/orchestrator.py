@@ -1,0 +1,259 @@
+"""Hydra for models of one's own: tasks, and the orchestrator that trains them together on one device or several.
+
+    tasks = [ModelTask("small", model, criterion, dataloader, lr=1e-3, epochs=2), ...]
+    orchestrator = ModelOrchestrator(tasks, devices=["cpu", "cpu"])
+    orchestrator.generate()
+    report = orchestrator.train_models()
+
+A model is an ordered list of layers: nn.Sequential, or a module that holds all its parameters in such a list named
+`layers`. Afterwards it is trained, as if it had been alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.core.job import gib
+from harness.devices.streams import Device
+from methods.sharding.device_process import Elsewhere, Here, make_worker
+from methods.sharding.device_worker import Worker
+from methods.sharding.dispatch import Dispatcher, Turned
+from methods.sharding.partition import Sizes, longest_runs, run_sizes
+from methods.sharding.rehearsal import foretold_bytes, rehearse, rehearsing
+from methods.sharding.scheduler import key_of
+from methods.sharding.shard import Shard, cut
+from methods.sharding.task import Task
+from methods.sharding.two_devices import First
+from methods.sharding.unit import INTERMEDIATES
+from methods.sharding.user_model import bring_home, named_layers, ordered_layers, shard_sizes
+
+
+@dataclass(eq=False)
+class ModelTask:
+    """A model, its data, and how it is to be trained.
+
+    Raises ValueError, one line, for a model without ordered layers or words that make no sense.
+    """
+
+    name: str
+    model: nn.Module
+    criterion: Callable[..., Tensor]  # of the last layer's output and the targets
+    dataloader: Any  # has a length, gives (inputs, targets)
+    lr: float
+    epochs: int = 1
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # of parameters and lr
+    max_norm: float = 0.0  # gradients are clipped to this norm; 0: they are not
+    clipping: str = "global"  # exact, by updates of their own; or "shard": each shard's by its own norm
+    shards: Sequence[int] | None = None  # presharded: numbers of layers; None: as long as fits the device
+    schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1
+    seed: int = 0  # of the model's own stream of random numbers, for dropout
+    losses: list[float] = field(default_factory=list, init=False)
+    begun: Any = field(default=None, init=False)  # the first batch and what follows it, where it was looked at
+    failure: str = field(default="", init=False)  # the traceback that ended it
+
+    def __post_init__(self) -> None:
+        if self.clipping not in ("global", "shard"):
+            raise ValueError(f"{self.name}: clipping is global or shard, not {self.clipping!r}")
+        if self.epochs < 1:
+            raise ValueError(f"{self.name}: epochs must be at least 1, not {self.epochs}")
+        if not hasattr(self.dataloader, "__len__"):
+            raise ValueError(f"{self.name}: its dataloader has no length, by which the longest model is known")
+        self.layers = ordered_layers(self.name, self.model)
+        if self.shards is not None and (sum(self.shards) != len(self.layers) or min(self.shards) < 1):
+            raise ValueError(f"{self.name}: shards {list(self.shards)} are not the {len(self.layers)} layers it has")
+
+    def first_batch(self) -> tuple[Any, Any]:
+        """Looked at, and not lost. Raises ValueError where there is none."""
+        if self.begun is None:
+            rest = iter(self.dataloader)
+            self.begun = next(rest, None), rest
+        if self.begun[0] is None:
+            raise ValueError(f"{self.name}: its dataloader is empty")
+        return self.begun[0]
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        for _ in range(self.epochs):
+            (*first, rest), self.begun = self.begun or (iter(self.dataloader),), None
+            yield from itertools.chain(first, rest)
+
+    @property
+    def update(self) -> str:
+        return "now" if not self.max_norm else "later" if self.clipping == "global" else "clipped"
+
+
+@dataclass
+class Report:
+    """What a training of several models was: seconds, their ratio to the bound, each unit as it ran."""
+
+    summary: dict[str, float]
+    timeline: list[Turned]
+    failures: dict[str, str]  # by task's name the traceback that ended it
+
+
+class ModelOrchestrator:
+    """Trains tasks together. `devices`: names as torch has them; the same one twice is two of its processes.
+
+    `device_memory`: bytes that training may take of each, slots and what is computed with; None is whatever slots for
+    the largest layer need, and too little is answered by the smallest that would do. `policy`: which model a free
+    device takes: `lrtf`, the one with the longest remaining time, `srtf`, the shortest, `fifo` or `random`; meanwhile
+    its next shard is on its way (`double_buffer`). `intermediates` are `checkpointed` or `saved`. `hybrid`: with more
+    devices than models the longest trains on halves of its batches, to the bits of two micro-batches, where the
+    criterion is a mean over the batch.
+    """
+
+    def __init__(
+        self, tasks: Sequence[ModelTask], devices: Sequence[str] = ("cpu",), *, device_memory: int | None = None,
+        policy: str = "lrtf", double_buffer: bool = True, intermediates: str = "checkpointed", hybrid: bool = True,
+    ) -> None:  # fmt: skip
+        if not tasks:
+            raise ValueError("no tasks: give the orchestrator at least one ModelTask")
+        if not devices:
+            raise ValueError("no devices: name at least one, as cpu or cuda:0")
+        if intermediates not in INTERMEDIATES:
+            raise ValueError(f"intermediates are {' or '.join(INTERMEDIATES)}, not {intermediates!r}")
+        key_of(policy)
+        self.tasks, self.devices, self.policy = list(tasks), list(devices), policy
+        self.device_memory, self.double_buffer, self.intermediates = device_memory, double_buffer, intermediates
+        self.models: list[list[Shard]] = []
+        self.hybrid = hybrid  # where a device had no model, the longest one has two
+
+    def generate(self) -> list[dict[str, Any]]:
+        """Cut every model into shards and bring it home; for each its name, the layers of its shards, bytes at home.
+
+        Raises ValueError where the device is too small for some layer, naming the layer and the smallest that is not.
+        """
+        self.models, found = [], []
+        for task, lengths in zip(self.tasks, self._lengths(), strict=True):
+            shards = self._cut(task, lengths)
+            self.models.append(shards)
+        self.halved = self._longest()
+        for number, (task, shards) in enumerate(zip(self.tasks, self.models, strict=True)):
+            bring_home(task, shards, in_halves=number == self.halved)
+            size = sum(slab.nbytes for shard in shards for slab in shard.slabs.values())
+            lengths = [len(shard.layers) for shard in shards]
+            found.append({"name": task.name, "shards": lengths, "host_bytes": size})
+        return found
+
+    def _longest(self) -> int | None:
+        """The model whose batches are halved: the longest, where a device had none."""
+        if not self.hybrid or len(self.tasks) >= len(self.devices):
+            return None
+        able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
+        lengths = [sum(shard.num_bytes("weights") for shard in shards) for shards in self.models]
+        steps = [task.epochs * len(task.dataloader) for task in self.tasks]
+        return max(able, key=lambda number: lengths[number] * steps[number], default=None)
+
+    def _cut(self, task: ModelTask, lengths: Sequence[int]) -> list[Shard]:
+        return cut(named_layers(task), lengths, functools.partial(make, task.optimizer, task.lr), mixed=False)
+
+    def _lengths(self) -> list[list[int]]:
+        """Layers of each model's shards: as asked for, else the longest runs with which the device's peak is foretold
+        to be within its memory, all shards of all models having the same room."""
+        alone = [[shard_sizes(shard) for shard in self._cut(task, [1] * len(task.layers))] for task in self.tasks]
+        if self.device_memory is None:
+            rooms = [max(sum(sizes.values()) for sizes in layers) for layers in alone]
+            return [self._runs(alone[number : number + 1], room, number)[0] for number, room in enumerate(rooms)]
+        names = [f"{task.name}: layer {index}" for task in self.tasks for index in range(len(task.layers))]
+        sizes = [sum(layer.values()) for layers in alone for layer in layers]
+        least, name = max(zip(sizes, names, strict=True))
+        room, num_slots = self.device_memory, 1 + self.double_buffer
+        peak = self._foretold(self._runs(alone, least))
+        if peak is None:  # its code does not run without memory: the rehearsal will tell
+            if least <= room // num_slots:
+                return self._runs(alone, room // num_slots)
+            raise ValueError(f"{name} needs {gib(least)} ({least} bytes) by itself, a shard has room for {gib(room)}")
+        if peak > room:
+            raise ValueError(
+                f"{name} needs {gib(least)} ({least} bytes) by itself in each of {num_slots} slots: with what units"
+                f" compute with, the smallest feasible device_memory is {peak} bytes ({gib(peak)}), not {room}"
+            )
+        rooms = sorted({least, *(size for layers in alone for size in run_sizes(layers) if size > least)})
+        fits = lambda number: (self._foretold(self._runs(alone, rooms[number])) or room + 1) <= room  # noqa: E731
+        low, high = 0, len(rooms)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return self._runs(alone, rooms[low])
+
+    def _runs(self, alone: Sequence[Sequence[Sizes]], room: int, first: int = 0) -> list[list[int]]:
+        pairs = zip(self.tasks[first:], alone, strict=False)
+        return [list(task.shards) if task.shards is not None else longest_runs(layers, room) for task, layers in pairs]
+
+    def _foretold(self, lengths: list[list[int]]) -> int | None:
+        return foretold_bytes(
+            lambda: [self._cut(task, each) for task, each in zip(self.tasks, lengths, strict=True)],
+            [task.first_batch() for task in self.tasks], self._words(), **self._options(),
+        )  # fmt: skip
+
+    def _words(self) -> list[dict[str, Any]]:
+        saves = self.intermediates == "saved"
+        return [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in self.tasks]
+
+    def _options(self) -> dict[str, Any]:
+        """Of a worker."""
+        norms = [task.max_norm for task in self.tasks]
+        return {"double_buffer": self.double_buffer, "intermediates": self.intermediates, "max_norms": norms}
+
+    def train_models(self) -> Report:
+        """Every model to its end; what fails ends alone. Their weights and losses are those of training it alone.
+
+        On devices with a memory of their own the shards are rehearsed first, and halved where they do not fit after
+        all; raises torch.OutOfMemoryError where single layers do not.
+        """
+        if not self.models:
+            self.generate()
+        with ExitStack() as stack:
+            if len(self.devices) == 1:
+                device = stack.enter_context(Device(self.devices[0]))
+                devices: list[Any] = [Here(Worker(device, self.models, **self._options()), catches=True)]
+            else:
+                devices = [Elsewhere(make_worker, name, self.models, self._options()) for name in self.devices]
+                for elsewhere in devices:
+                    stack.callback(elsewhere.close)
+                for elsewhere in devices:
+                    elsewhere.ready()
+            splits: list[tuple[int, int]] = []
+            if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
+                devices = rehearse(self._rehearsal, devices, splits)
+            tasks = [self._task(number, task) for number, task in enumerate(self.tasks)]
+            seconds = [task.second for task in tasks if isinstance(task, First)]
+            dispatcher = Dispatcher([*tasks, *seconds], devices, self.policy, splits=splits)
+            for chain, step in dispatcher.run():
+                self.tasks[chain.model].losses.append(step.loss.item())
+        for task, chain in zip(self.tasks, tasks, strict=True):
+            task.failure = chain.failure
+            if task.failure:
+                print(f"{task.name} ended early: {task.failure.strip().splitlines()[-1]}", file=sys.stderr)
+        failures = {task.name: task.failure for task in self.tasks if task.failure}
+        return Report(dispatcher.summary(), dispatcher.timeline, failures)
+
+    def _rehearsal(self) -> list[Task]:
+        rows = zip(self.tasks, self.models, self._words(), strict=True)
+        return [rehearsing(n, shards, task.first_batch(), **words) for n, (task, shards, words) in enumerate(rows)]
+
+    def _task(self, number: int, task: ModelTask) -> Task:
+        shards = self.models[number]
+        names = [name for shard in shards for name in shard.trained]
+        words = {**self._words()[number], "learning_rate_at": task.schedule, "random_state": self._random(task.seed)}
+        given = (number, shards, names, task.batches(), task.epochs * len(task.dataloader))
+        if number == self.halved:
+            return First(*given, second_random=self._random(task.seed + 1), **{**words, "update": "later"})
+        return Task(*given, **words)
+
+    def _random(self, seed: int) -> Any:
+        """Where random numbers of a model come from: the CPU's and, for models there, the GPU's."""
+        names = ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
+        return (*(torch.Generator(name).manual_seed(seed).get_state() for name in names), None)[:2]
+
+
+def make(optimizer: Callable[..., torch.optim.Optimizer], lr: float, parameters: Any) -> torch.optim.Optimizer:
+    return optimizer(parameters, lr=lr)

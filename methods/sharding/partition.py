@@ -1,0 +1,107 @@
+"""Where to cut a model into shards: the longest runs of layers that fit; standard library only.
+
+Memory grows with each layer that a run takes, so the longest prefix that fits leaves the fewest shards. Sizes in bytes
+by the parameter's name: a parameter that several layers of a run share is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from harness.core.job import Workload, gib
+
+Sizes = dict[str, int]
+ALIGNMENT = 64  # bytes, of every tensor in a slab
+MOMENTS = 2  # of AdamW, fp32; beside them it counts its steps
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def longest_runs(layers: Sequence[Sizes], room: int, names: Sequence[str] = ()) -> list[int]:
+    """Numbers of layers of each shard, none of which takes more than `room`.
+
+    Raises ValueError naming the first layer that does so by itself.
+    """
+    lengths: list[int] = []
+    held: Sizes = {}
+    for index, sizes in enumerate(layers):
+        alone = sum(sizes.values())
+        if alone > room:
+            name = names[index] if names else f"layer {index}"
+            raise ValueError(f"{name} needs {gib(alone)} ({alone} bytes) by itself, a shard has room for {gib(room)}")
+        if lengths and sum({**held, **sizes}.values()) <= room:
+            lengths[-1] += 1
+            held |= sizes
+        else:
+            lengths.append(1)
+            held = dict(sizes)
+    return lengths
+
+
+def run_sizes(layers: Sequence[Sizes]) -> set[int]:
+    """What each run of layers takes."""
+    found = set()
+    for start in range(len(layers)):
+        held: Sizes = {}
+        for sizes in layers[start:]:
+            held |= sizes
+            found.add(sum(held.values()))
+    return found
+
+
+class GptShard(NamedTuple):
+    """A run of the harness's GPT; both ends share the token embedding."""
+
+    has_embedding: bool
+    num_blocks: int
+    has_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        """The ends counted as layers."""
+        return self.has_embedding + self.num_blocks + self.has_head
+
+    def num_bytes(self, workload: Workload, bytes_of: Callable[[int], int]) -> int:
+        """By the bytes that a parameter of so many elements takes."""
+        embedding, block, head = gpt_tensors(workload)
+        ends = (embedding if self.has_embedding else {}) | (head if self.has_head else {})
+        blocks = self.num_blocks * sum(map(bytes_of, block.values())) if self.num_blocks else 0
+        return blocks + sum(map(bytes_of, ends.values()))
+
+
+def gpt_shards(workload: Workload, num_blocks: int, bytes_of: Callable[[int], int]) -> list[tuple[int, GptShard]]:
+    """longest_runs() of the harness's GPT by arithmetic, whatever its depth: how many of each kind of shard, in order.
+    A shard has room for `num_blocks` blocks, and for an end."""
+    block = GptShard(False, 1, False).num_bytes(workload, bytes_of)
+    ends = [GptShard(*kind).num_bytes(workload, bytes_of) for kind in ((True, 0, False), (False, 0, True))]
+    room = max(num_blocks * block, *ends)
+    first = min(workload.num_layers, (room - ends[0]) // block)
+    num_whole, rest = divmod(workload.num_layers - first, room // block)
+    found = [(1, GptShard(True, first, False)), (num_whole, GptShard(False, room // block, False))]
+    found = [(count, shard) for count, shard in (*found, (1, GptShard(False, rest, False))) if count * shard.num_layers]
+    count, last = found.pop()
+    joined = last._replace(has_head=True)
+    if joined.num_bytes(workload, bytes_of) > room:
+        return [*found, (count, last), (1, GptShard(False, 0, True))]
+    return [*found, *([(count - 1, last)] if count > 1 else []), (1, joined)]
+
+
+def gpt_tensors(workload: Workload) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Of the harness's GPT the embedding, a block and the head: by parameter name the number of its elements."""
+    size, vocab = workload.hidden_size, workload.vocab_size
+    matrices = {"qkv": 3 * size, "proj": size, "fc1": 4 * size}
+    block = {f"{name}.weight": rows * size for name, rows in matrices.items()} | {"fc2.weight": 4 * size * size}
+    block |= {f"{name}.bias": rows for name, rows in {**matrices, "fc2": size}.items()}
+    block |= {f"{norm}.{kind}": size for norm in ("ln1", "ln2") for kind in ("weight", "bias")}
+    embedding = {"ends.wte.weight": vocab * size, "ends.wpe.weight": workload.seq_len * size}
+    head = {"ends.wte.weight": vocab * size, "ends.lnf.weight": size, "ends.lnf.bias": size}
+    return embedding, block, head
+
+
+def adamw_bytes(numel: int, weight_bytes: int) -> int:
+    """A parameter on its way: weight, gradient, moments, step count; an fp32 master where weights are narrower."""
+    states = (MOMENTS + (weight_bytes < 4)) * aligned(4 * numel) + ALIGNMENT
+    return 2 * aligned(weight_bytes * numel) + states

@@ -1,0 +1,87 @@
+"""A model of one's own as an ordered list of layers, cut into shards, at home."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from methods.sharding.shard import ALIGNMENT, NamedLayer, Shard, settle_shared
+
+
+class WithLoss(nn.Module):
+    """The last layer and the criterion: its inputs and the targets to the loss."""
+
+    def __init__(self, layer: nn.Module, criterion: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.criterion = layer, criterion
+
+    def forward(self, *x: Any) -> Tensor:
+        return self.criterion(self.layer(*x[:-1]), x[-1])
+
+
+def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
+    """The layers in their order. Raises ValueError where the model has none, or one that cannot be recomputed."""
+    found = model if isinstance(model, nn.Sequential) else getattr(model, "layers", None)
+    inside = {id(parameter) for layer in found or () for parameter in layer.parameters()}
+    if not isinstance(found, nn.Sequential | nn.ModuleList) or not len(found):
+        raise ValueError(f"{name}: {type(model).__name__} has no ordered layers: nn.Sequential is, or a list `layers`")
+    if any(id(parameter) not in inside for parameter in model.parameters()):
+        raise ValueError(f"{name}: {type(model).__name__} has parameters outside of its list of layers")
+    for index, layer in enumerate(found):
+        for module in layer.modules():
+            if getattr(module, "track_running_stats", False):
+                raise ValueError(
+                    f"{name}: layer {index} ({type(module).__name__}) keeps running statistics, which a recompute"
+                    " would count twice: use track_running_stats=False, or another norm"
+                )
+    return list(found)
+
+
+def named_layers(task: Any) -> list[NamedLayer]:
+    """The task's layers without their memory, the criterion in the last one."""
+    names: dict[int, str] = {}
+    for index, layer in enumerate(task.layers):
+        for local, parameter in layer.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), f"{index}.{local}")
+    found = []
+    for index, layer in enumerate(task.layers):
+        own = dict(layer.named_parameters(remove_duplicate=False))
+        empty: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in own.values()
+        }
+        module, prefix = copy.deepcopy(layer, empty), ""
+        if index == len(task.layers) - 1:
+            module, prefix = WithLoss(module, task.criterion), "layer."
+        found.append(NamedLayer(module, {prefix + local: names[id(p)] for local, p in own.items()}))
+    return found
+
+
+def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
+    """Move a model's weights into slabs that processes share; the model itself stays a view of them."""
+    settle_shared(shards, in_halves=in_halves)
+    home = {name: shard for shard in shards for name in shard.own}
+    for index, layer in enumerate(task.layers):
+        for local, parameter in layer.named_parameters():
+            name = f"{index}.{local}"
+            if name in home:
+                view = home[name].at_home(name)
+                with torch.no_grad():
+                    view.copy_(parameter)
+                parameter.data = view
+
+
+def shard_sizes(shard: Shard) -> dict[str, int]:
+    """Bytes in a slot by name: weight, gradient, states."""
+    found = {}
+    for name in shard.sites:
+        start, end = shard.weights_at.spans[name]
+        size = -(-(end - start) // ALIGNMENT) * ALIGNMENT * 2
+        for key in shard.states_of.get(name, ()):
+            start, end = shard.states_at.spans[f"{name} {key}"]
+            size += -(-(end - start) // ALIGNMENT) * ALIGNMENT
+        found[name] = size
+    return found

@@ -1,0 +1,85 @@
+"""What streaming a model's layers needs, by arithmetic, and a method's row in the fairness table; no torch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from harness.core.job import Plan, Workload
+
+CHUNK = 2**18  # elements of a layer that a thread of the host updates at once: few, so that all threads end together
+BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in mixed precision
+
+NUM_BUFFERS = 3  # layers' states of the disk on the host at once: one read, one updated, one written
+
+
+def stored_numel(numel: int) -> int:
+    """Elements of a layer on the disk: whole pages of whatever dtype, to be read past the system's cache."""
+    return -(-numel // 2048) * 2048
+
+
+def writable(disk: str | None) -> Path:
+    """The folder that was named, or the system's temporary one. Raises ValueError where nothing can be written."""
+    folder = Path(disk or tempfile.gettempdir())
+    try:  # permissions alone say nothing to root, nor over a network
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ValueError(f"cannot write to the folder {folder}: name another with --disk DIR") from error
+
+
+def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:
+    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master, of which the host's weights are half
+    in bf16; what an update makes fp32 for a moment is not counted here."""
+    size = workload.weight_bytes
+    master = 0 if size == 4 else 2 if host and workload.dtype == "bf16" else 4
+    return {"weights": size, "gradients": size, "optimizer": 8 + master}
+
+
+def resident_plan(workload: Workload) -> Plan:
+    """Everything on the device; gradients come and go with the step, so its fullest moment is one of five."""
+    params, size = workload.num_params, workload.weight_bytes
+    is_whole = workload.micro_batches == 1
+    boundaries = workload.num_layers * workload.boundary_bytes // workload.micro_batches
+    starts = 0 if is_whole else 2 * workload.boundary_bytes  # every micro-batch's embedding, and its gradient
+    embedding = workload.vocab_size * workload.hidden_size
+    moments = (  # bytes of gradients and of activations
+        (0 if is_whole else size * params, boundaries + workload.head_bytes + starts),
+        (
+            size * (workload.end_params if is_whole else params),
+            boundaries + workload.layer_bytes + starts,
+        ),  # the top layer's backward pass
+        (size * (params - workload.layer_params), workload.layer_bytes),  # the bottom layer's
+        (size * (params + 2 * embedding), 2 * workload.boundary_bytes),  # the tied embedding's two gradients are summed
+        (4 * params, 0),  # the update
+    )
+    gradients, activations = max(moments, key=sum)
+    return Plan(
+        device={
+            "weights": size * params,
+            "gradients": gradients,
+            "optimizer": (8 if size == 4 else 12) * params,
+            "activations": activations,
+        }
+    )
+
+
+def precision(workload: Workload) -> str:
+    """What is kept in which dtype, for the fairness table."""
+    if workload.dtype == "fp32":
+        return "weights fp32"
+    scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
+    return f"weights {workload.dtype}, master and moments fp32{scaled}"
+
+
+def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
+    """The row of a method that trains harness/core/gpt.py's layers by torch."""
+    return {
+        "implementation": implementation,
+        "model": "harness/core/gpt.py",
+        "attention": "torch scaled_dot_product_attention",
+        "optimizer": optimizer,
+        "precision": precision(workload),
+        "recompute": "every layer, torch checkpoint",
+        "clipping": "exact global norm",
+    }

@@ -1,0 +1,161 @@
+"""AdamW on slabs: the very bits of torch.optim.AdamW(fused=True), in fp32 and in mixed precision, on either memory.
+
+On the host the fp32 master of bf16 is split, so that the weight is half of it: 12 bytes a parameter hold weight, master
+and moments. The weight is the master rounded to nearest, ties to even, as torch rounds; beside it lie the master's low
+16 bits. At a tie these two fit two masters, one rounded up and one rounded down; a 17th bit tells which, the sign of
+the second moment, which is never negative. So no bit of the master is lost. An fp16 weight is no part of its master,
+which is kept whole: 14 bytes a parameter.
+
+These two are updated in one pass by the compiled kernel (_adam.py), and so is fp32 from one state into another and, in
+the host's threads, by a gradient to be clipped. Where there is no compiler, and fp32 elsewhere, torch's kernels take a
+block after the other, so that what is fp32 for a moment is small and stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
+from methods.streaming import adamw_kernel, torch_ops  # noqa: F401  registers the kernel
+
+Factor = Tensor | float | None  # what a gradient is scaled by; None is 1
+VECTOR = 16  # elements: torch's kernel gives the same bits whether or not a tensor is cut at a multiple of this
+
+
+class State(NamedTuple):
+    """Flat slabs of equal length: weights in the dtype that travels, moments in fp32, and the master: None where the
+    weights are fp32 themselves, fp32, or (int16) the low half that the weights lack."""
+
+    weights: Tensor
+    master: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @property
+    def is_split(self) -> bool:
+        return self.master is not None and self.master.dtype == torch.int16
+
+    def cut(self, start: int, stop: int) -> State:
+        """Elements [start, stop) of each slab."""
+        return State(*(None if slab is None else slab[start:stop] for slab in self))  # type: ignore[arg-type]
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a slab, of one tensor that decays or does not."""
+
+    start: int
+    stop: int
+    is_decayed: bool
+
+
+class AdamStep(NamedTuple):
+    """What one update knows besides its tensors: its number, counted from 1, also as a tensor in the state's memory."""
+
+    learning_rate: float
+    number: int
+    steps: Tensor
+
+
+def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
+    """Tensors of a slab, in its order, as runs of at most so many elements; a cut lies at a multiple of VECTOR."""
+    max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
+    found: list[list[Piece]] = []
+    room = 0
+    for start, stop, is_decayed in tensors:
+        while start < stop:
+            if not found or room < min(VECTOR, stop - start):
+                found.append([])
+                room = max_numel
+            end = min(stop, start + room // VECTOR * VECTOR)
+            found[-1].append(Piece(start, end, is_decayed))
+            room -= -(-(end - start) // VECTOR) * VECTOR
+            start = end
+    return found
+
+
+def joined(state: State) -> Tensor:
+    """The fp32 master: a slab of the state, or a copy put together from both halves."""
+    if state.master is None or not state.is_split:
+        return state.weights if state.master is None else state.master
+    bits = state.weights.view(torch.int16).int().bitwise_left_shift_(16)
+    bits.add_(state.master.int())  # converted here, not in torch's kernel, whose copies no account of memory sees
+    bits.add_((state.exp_avg_sq.view(torch.int32) < 0).int(), alpha=1 << 16)
+    return bits.view(torch.float32)
+
+
+def keep_(state: State, values: Tensor) -> None:
+    """Make these the fp32 master. The second moment of a split one loses its mark and gets it anew."""
+    if values is not state.weights:
+        state.weights.copy_(values)
+    if state.master is None or not state.is_split:
+        if state.master is not None and state.master is not values:
+            state.master.copy_(values)
+        return
+    bits = values.view(torch.int32)
+    state.master.copy_(bits)
+    rest = state.weights.view(torch.int16).int().bitwise_left_shift_(16)
+    rest.add_(state.master.int()).neg_().add_(bits)
+    marks = (rest == 1 << 16).int().bitwise_left_shift_(31)
+    state.exp_avg_sq.abs_().view(torch.int32).bitwise_or_(marks)
+
+
+def update(
+    grads: Tensor,
+    source: State,
+    target: State,
+    runs: Sequence[list[Piece]],
+    step: AdamStep,
+    factor: Factor,
+    *,
+    by_thread: bool = False,
+) -> None:
+    """One AdamW step of adjacent chunks by their gradient, scaled by the clip factor, out of one state into another,
+    which may be the same; decay on matrices only. `by_thread`: in one of several threads that share the work."""
+    is_ahead = target.weights is not source.weights
+    # torch's kernel is as fast in fp32, and has all cores, but scales the gradient in a pass of its own.
+    is_scaled = factor is not None and by_thread
+    takes_one_pass = source.is_split or grads.dtype == torch.float16
+    takes_one_pass |= source.master is None and (is_ahead or is_scaled)
+    if takes_one_pass and grads.device.type == "cpu" and adamw_kernel.load():
+        start, stop = runs[0][0].start, runs[-1][-1].stop
+        table = [number for run in runs for a, b, decays in run for number in (a - start, b - start, int(decays))]
+        slabs = ([slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target))
+        known, computed = (factor, None) if isinstance(factor, float) else (1.0, factor)
+        torch.ops.harness.adamw(grads[start:stop], *slabs, computed, known, table, step.learning_rate, step.number)
+        return
+    for run in runs:
+        start, stop = run[0].start, run[-1].stop
+        block = target.cut(start, stop)
+        if is_ahead:
+            for ours, theirs in zip(block, source.cut(start, stop), strict=True):
+                if ours is not None and theirs is not None:
+                    ours.copy_(theirs)
+        pieces = [Piece(piece.start - start, piece.stop - start, piece.is_decayed) for piece in run]
+        _update_by_torch(grads[start:stop].float(), block, pieces, step, factor)
+
+
+def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:
+    """The same in place by torch's fused kernel; the fp32 gradient is scaled in place."""
+    if factor is not None:
+        grads.mul_(factor)
+    values = joined(state)
+    if state.is_split:
+        state.exp_avg_sq.abs_()
+    for is_decayed in (True, False):
+        chosen = [piece for piece in pieces if piece.is_decayed is is_decayed]
+        if not chosen:
+            continue
+        weights, gradients, exp_avgs, exp_avg_sqs = (
+            [slab[piece.start : piece.stop] for piece in chosen]
+            for slab in (values, grads, state.exp_avg, state.exp_avg_sq)
+        )
+        torch._fused_adamw_(
+            weights, gradients, exp_avgs, exp_avg_sqs, [], [step.steps] * len(chosen),
+            amsgrad=False, maximize=False, beta1=BETAS[0], beta2=BETAS[1], eps=EPSILON,
+            lr=step.learning_rate, weight_decay=WEIGHT_DECAY if is_decayed else 0.0,
+        )  # fmt: skip
+    keep_(state, values)

@@ -1,0 +1,247 @@
+"""Measures what the planner reckons with: a layer's compute, copies, updates, the disk. In a process of its own.
+
+The order is one JSON object on standard input (workload, device, folder), the answer one on standard output: raw
+numbers, and the rates they make. All is measured by the code that trains: the model's layer, the streams of
+harness/devices/streams.py, the updates of methods/streaming/layer_state.py.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.core.gpt import DTYPES
+from harness.core.job import Workload
+from harness.core.rates import ADAM_BYTES, Rates
+from harness.devices.machine import facts, forward_flops
+from harness.devices.streams import Device
+from methods.streaming.clip import Clip
+from methods.streaming.disk import File
+from methods.streaming.embedding_and_head import ResidentEnds
+from methods.streaming.layer_state import Home
+from methods.streaming.layout import new_layer
+from methods.streaming.slot import Slot
+
+CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
+COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
+UPDATED_HIDDEN_SIZE = 1024  # of the layers whose updates are timed: 200 MiB each
+FILE_BYTES = 256 * 2**20
+BLOCK_BYTES = 32 * 2**20
+ENOUGH_SECONDS = 1.0  # for one number
+
+
+def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
+    """Everything, by name; seconds and bytes a second, parameters a second for updates."""
+    with Device(device_name) as device:
+        found: dict[str, Any] = {"compute": compute(workload, device), "copies": copies(device)}
+    found["updates"] = updates(workload, device_name)
+    found["disk"] = disk(folder)
+    return found
+
+
+def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
+    """The rates of what measure() found; `workload` is the one that was computed."""
+    layer, head_seconds = found["compute"]["layer"], found["compute"]["head_seconds"]
+    layer_seconds = layer["forward_seconds"] + layer["backward_seconds"]
+    layer_flops = (workload.flops_per_step - workload.head_flops_per_step) / workload.num_layers
+    updates, copied, adam_bytes = found["updates"], found["copies"], ADAM_BYTES[workload.dtype]
+    alone, loaded = max(updates["alone"].values()), updates["under_copies"]
+    inbound, outbound = copied["inbound_page_locked"], copied["outbound_page_locked"]
+    read, written = found["disk"]["read"], found["disk"]["write"]
+    return Rates(
+        device_flops_per_second=layer_flops / layer_seconds,
+        forward_share=layer["forward_seconds"] / layer_seconds,
+        head_flops_per_second=workload.head_flops_per_step / head_seconds,
+        device_bytes_per_second=adam_bytes * updates["on_device"],
+        inbound_bytes_per_second=inbound,
+        outbound_bytes_per_second=outbound,
+        duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
+        # The most that was seen to pass through the host's memory at once.
+        host_bytes_per_second=max(
+            adam_bytes * alone, adam_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
+        ),
+        host_adam_params_per_second=alone,
+        ahead_cost=max(1.0, updates["alone"][str(loaded["threads"])] / updates["ahead"]),
+        disk_read_bytes_per_second=read,
+        disk_write_bytes_per_second=written,
+        disk_duplex_share=min(1.0, found["disk"]["both_ways"] / (read + written)),
+        is_host=device != "cuda",
+    )
+
+
+def computable(workload: Workload, device: str) -> Workload:
+    """The workload itself, or on a CPU fewer tokens of it: as fast, a token, and done in time."""
+    while device != "cuda" and forward_flops(workload) > CPU_LAYER_FLOPS and workload.batch_size > 1:
+        workload = dataclasses.replace(workload, batch_size=workload.batch_size // 2)
+    while device != "cuda" and forward_flops(workload) > CPU_LAYER_FLOPS and workload.seq_len > 64:
+        workload = dataclasses.replace(workload, seq_len=workload.seq_len // 2)
+    return workload
+
+
+def compute(workload: Workload, device: Device) -> dict[str, Any]:
+    """Forward, and recompute with backward, of a layer; the head with its loss and gradients."""
+    size = (workload.batch_size, workload.seq_len, workload.hidden_size)
+    slot = Slot(Home(device, new_layer(workload), "layers.0.", workload, host=False), "R")
+    x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
+    both = median_seconds(device, lambda: slot.backward(slot.forward([x])[1], [dy]))
+    forward = median_seconds(device, lambda: slot.forward([x]))
+    targets = torch.randint(workload.vocab_size, size[:2], device=device.name)
+    ends = ResidentEnds(device, workload)
+    head = median_seconds(device, lambda: ends.loss([x], targets, 1.0))
+    return {"layer": {"forward_seconds": forward, "backward_seconds": max(both - forward, 0.0)}, "head_seconds": head}
+
+
+def copies(device: Device) -> dict[str, float]:
+    """Bytes a second: within the device (read and written), each way over the link by page-locked and by pageable
+    memory, both ways at once. On a CPU all of them are copies in memory."""
+    num_bytes = COPY_BYTES[device.name.type]
+    home, other_home = (device.room(num_bytes // 4, torch.float32, host=True) for _ in range(2))
+    there, other = (device.room(num_bytes // 4, torch.float32, host=False) for _ in range(2))
+    pageable = torch.zeros(num_bytes // 4)
+
+    def inbound(source: torch.Tensor = home) -> None:
+        with device.streams.use(device.inbound):
+            there.copy_(source, non_blocking=True)
+
+    def outbound(target: torch.Tensor = other_home) -> None:
+        with device.streams.use(device.outbound):
+            target.copy_(other, non_blocking=True)
+
+    def both() -> None:
+        queued = device.copier.submit(inbound)
+        outbound()
+        queued.result()
+
+    return {
+        "within_device": 2 * num_bytes / median_seconds(device, lambda: there.copy_(other)),
+        "inbound_page_locked": num_bytes / median_seconds(device, inbound),
+        "outbound_page_locked": num_bytes / median_seconds(device, outbound),
+        "inbound_pageable": num_bytes / median_seconds(device, lambda: inbound(pageable)),
+        "outbound_pageable": num_bytes / median_seconds(device, lambda: outbound(pageable)),
+        "both_ways": 2 * num_bytes / median_seconds(device, both),
+    }
+
+
+def updates(workload: Workload, device_name: str) -> dict[str, Any]:
+    """Parameters a second: of the host by threads, of the host while copies go both ways, of the device."""
+    size = min(UPDATED_HIDDEN_SIZE, workload.hidden_size)
+    small = dataclasses.replace(workload, num_layers=1, hidden_size=size, num_heads=1)
+    most = facts()["cores"] - (2 if device_name == "cuda" else 0)
+    alone = {}
+    most = max(1, most)
+    for threads in sorted({1, most, *(2**power for power in range(1, 10) if 2**power < most)}):
+        with Device(device_name, num_workers=threads) as device:
+            homes = [Home(device, new_layer(small), f"layers.{i}.", small, host=True) for i in range(threads)]
+            for home in homes:
+                home.landed = device.outbound.record_event()
+            params = threads * small.layer_params
+            alone[str(threads)] = params / median_seconds(device, lambda homes=homes: update_all(homes))  # type: ignore[misc]
+            if threads == most:
+                loaded = under_copies(device, homes, small.layer_params)
+                there = Home(device, new_layer(small), "layers.0.", small, host=False)
+                on_device = small.layer_params / median_seconds(device, lambda: there.update(1e-4, None))  # noqa: B023
+    return {"alone": alone, "ahead": ahead(small, device_name, most), "under_copies": {"threads": most, **loaded},
+            "on_device": on_device}  # fmt: skip
+
+
+def ahead(small: Workload, device_name: str, threads: int) -> float:
+    """Parameters a second of the host from one state into another, as where an update is made ahead of the norm."""
+    with Device(device_name, num_workers=threads) as device:
+        place: dict[str, Any] = {"host": True, "spare": True}
+        homes = [Home(device, new_layer(small), f"layers.{i}.", small, **place) for i in range(threads)]
+        for home in homes:
+            home.landed = device.outbound.record_event()
+        return threads * small.layer_params / median_seconds(device, lambda: speculate_all(homes))
+
+
+def speculate_all(homes: list[Home]) -> None:
+    for home in homes:
+        clip = Clip(home.device, 0.0)
+        clip.add([torch.zeros((), device=home.device.name)])
+        home.speculate_when_landed(1e-4, clip)
+    for home in homes:
+        assert home.speculation is not None
+        home.speculation.done.result()
+
+
+def update_all(homes: list[Home]) -> None:
+    for home in homes:
+        home.update_when_landed(1e-4, Clip(home.device, 0.0))
+    for home in homes:
+        home.updated.result()
+
+
+def under_copies(device: Device, homes: list[Home], layer_params: int) -> dict[str, float]:
+    """Both at once, for as long as so many updates take."""
+    num_bytes = COPY_BYTES[device.name.type] // 4
+    slabs = [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, False, True, False)]
+    copied, rounds, started = 0, 8, time.perf_counter()
+    for _ in range(rounds):
+        for home in homes:
+            home.update_when_landed(1e-4, Clip(home.device, 0.0))
+        while not all(home.updated.done() for home in homes):
+            with device.streams.use(device.inbound):
+                slabs[1].copy_(slabs[0], non_blocking=True)
+            with device.streams.use(device.outbound):
+                slabs[2].copy_(slabs[3], non_blocking=True)
+            device.synchronize()
+            copied += 2 * num_bytes
+    seconds = time.perf_counter() - started
+    params = rounds * len(homes) * layer_params
+    return {"params_per_second": params / seconds, "copied_bytes_per_second": copied / seconds}
+
+
+def disk(folder: Path) -> dict[str, float]:
+    """Bytes a second of a file of states: written, read, and of both together."""
+    file = File(folder, FILE_BYTES)
+    slabs = [torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.float32).normal_() for _ in range(2)]
+    places = [file.at(start) for start in range(0, FILE_BYTES, BLOCK_BYTES)]
+
+    def seconds(move: Callable[[torch.Tensor, torch.Tensor], None], slab: torch.Tensor) -> float:
+        started = time.perf_counter()
+        for place in places:
+            move(place, slab)
+        return time.perf_counter() - started
+
+    write, read = torch.ops.harness.write, torch.ops.harness.read
+    seconds(write, slabs[0])  # what was only reserved takes longer
+    written, was_read = seconds(write, slabs[0]), seconds(read, slabs[1])
+    with ThreadPoolExecutor(2) as pool:
+        both = max(pool.map(seconds, (write, read), slabs))
+    return {"write": FILE_BYTES / written, "read": FILE_BYTES / was_read, "both_ways": 2 * FILE_BYTES / both}
+
+
+def median_seconds(device: Device, work: Callable[[], Any]) -> float:
+    """Of at least three calls after one that is not timed, for about ENOUGH_SECONDS."""
+    times: list[float] = []
+    while len(times) < 4 or (sum(times) < ENOUGH_SECONDS and len(times) < 100):
+        started = time.perf_counter()
+        work()
+        device.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    order = json.load(sys.stdin)
+    workload = computable(Workload(**order["workload"]), order["device"])
+    found = measure(workload, order["device"], Path(order["folder"]))
+    rates = rates_of(found, workload, order["device"])
+    computed = {name: getattr(workload, name) for name in ("batch_size", "seq_len", "hidden_size", "dtype")}
+    print(json.dumps({"computed": computed, "measured": found, "rates": dataclasses.asdict(rates)}))
+
+
+if __name__ == "__main__":
+    main()

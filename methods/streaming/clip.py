@@ -1,0 +1,86 @@
+"""A step's gradient norm and clip factor."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.devices.streams import Device
+from methods.shared.loss_scale import LossScale
+
+
+class Clip:
+    """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and the factor that it
+    asks for, which takes out the loss scale, too. With neither limit nor scale there is no factor, and nobody waits."""
+
+    def __init__(self, device: Device, max_norm: float, scale: LossScale | None = None) -> None:
+        self.device, self.max_norm = device, max_norm
+        # The factor where nothing is to be clipped; None is 1.
+        self.unclipped = 1 / scale.value if scale and scale.is_used else None
+        self.norms: list[list[Tensor]] = []
+        self.squares: list[Tensor] = []  # of the norm so far; kept while copies may read them
+        self.factor: Tensor | None = None
+        self.host_factor: Tensor | None = None
+        self.landed: Any = None
+
+    def add(self, norms: list[Tensor]) -> None:
+        self.norms.append(norms)
+
+    def is_within(self) -> Callable[[], bool]:
+        """Queue the copy of the norm so far to the host. Whether it is within the limit, and finite, waited for: as it
+        only grows, there is no use in an update ahead of the factor where it is not."""
+        square = torch.stack(self.norms[-1]).square().sum()
+        self.squares.append(square + self.squares[-1] if self.squares else square)
+        here, landed = self._send(self.squares[-1])
+
+        def is_within() -> bool:
+            landed.synchronize()
+            return float(here) <= ((self.max_norm / (self.unclipped or 1)) ** 2 or sys.float_info.max)
+
+        return is_within
+
+    def finish(self) -> None:
+        """The norm of all that was added, in the order of the model, as torch.nn.utils.clip_grad_norm_."""
+        self.total = torch.linalg.vector_norm(torch.stack([*chain.from_iterable(reversed(self.norms))]))
+        if self.unclipped is not None:
+            self.total = self.total * self.unclipped  # powers of two: no bit is lost
+        if self.max_norm:
+            self.factor = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
+        if self.unclipped is not None:
+            factor = torch.ones_like(self.total) if self.factor is None else self.factor
+            # No number where the gradient is none: no update comes of it.
+            self.factor = torch.where(self.total.isfinite(), factor * self.unclipped, math.nan)
+
+    def send_home(self) -> None:
+        """Queue the copy of the factor to the host, for the updates there."""
+        if self.factor is not None:
+            self.host_factor, self.landed = self._send(self.factor)
+
+    def on_host(self) -> Tensor | None:
+        """The factor, waited for; None where there is none."""
+        if self.host_factor is not None:
+            self.landed.synchronize()
+        return self.host_factor
+
+    def is_one(self) -> bool:
+        """Whether there was nothing to clip, waited for."""
+        factor = self.on_host()
+        return factor is None or float(factor) == (self.unclipped or 1)
+
+    def overflows(self) -> bool:
+        """Whether a gradient is not finite, waited for in fp16; elsewhere nobody asks."""
+        return self.unclipped is not None and math.isnan(float(self.on_host()))  # type: ignore[arg-type]
+
+    def _send(self, value: Tensor) -> tuple[Tensor, Any]:
+        device, done = self.device, self.device.compute.record_event()
+        with device.streams.use(device.outbound):
+            device.outbound.wait_event(done)
+            with device.span("outbound", "norm", ""):
+                here = value.to("cpu", non_blocking=True)
+            return here, device.outbound.record_event()

@@ -1,0 +1,121 @@
+"""States on the disk: what AdamW keeps of a layer lies in files and passes through a few buffers of the host.
+
+A visit reads a layer's state into a buffer, has it updated there, and has it written back. Visits follow each other in
+as many buffers as there are: while one layer is updated, the next one is read and the one before it is written. A file
+holds one kind of state of all layers. It is reserved in full before the first step, so that a disk that is too small is
+told of then; and it has no name any more once it is open, so that nothing is left behind, however the run ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.core.job import Workload
+from harness.devices.streams import Device
+from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
+from methods.streaming import torch_ops  # noqa: F401  registers reading and writing
+from methods.streaming.layout import Layout, kept_dtypes, new_layer
+
+
+class File:
+    """Bytes on the disk without a name, by the system's cache and, where the file system can, past it.
+
+    Raises OSError where the disk has no room for them, and where it fails; it names the folder.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        handle, path = tempfile.mkstemp(dir=folder)
+        self.cached = self.direct = os.fdopen(handle, "r+b", buffering=0)
+        with suppress(OSError):  # a file system with one way alone
+            self.direct = os.fdopen(os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0)), "r+b", buffering=0)
+        os.unlink(path)
+        with named(folder):
+            torch.ops.harness.reserve(self.at(0), num_bytes)
+
+    def at(self, start: int) -> Tensor:
+        """The bytes from `start` on, as the operations that read and write know them."""
+        return torch.tensor([self.cached.fileno(), self.direct.fileno(), start])
+
+
+@contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """What fails on the disk tells in which folder: the files themselves have no name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(folder)
+        raise
+
+
+class Disk:
+    """The states of so many layers, a file for each kind of state, and the buffers of the host."""
+
+    def __init__(self, device: Device, folder: Path, num_layers: int, workload: Workload) -> None:
+        self.device, self.folder, self.dtypes = device, folder, kept_dtypes(workload, host=True)
+        self.numel = stored_numel(Layout(new_layer(workload)).numel)
+        self.files = [File(folder, num_layers * self.numel * dtype.itemsize) for dtype in self.dtypes]
+        self.buffers = [self.buffer() for _ in range(min(NUM_BUFFERS, num_layers))]
+        self.writer = device.threads(1)
+        # A buffer is on its way back while the others are read and updated.
+        self.visitors = device.threads(max(1, len(self.buffers) - 1))
+        self.visits: list[Any] = [None] * len(self.buffers)  # each buffer's last one
+        self.turns = itertools.cycle(range(len(self.buffers)))
+
+    def buffer(self) -> list[Tensor]:
+        """Room on the host for one layer's state."""
+        return [self.device.room(self.numel, dtype, host=True) for dtype in self.dtypes]
+
+
+class Shelf:
+    """One layer's place in the files."""
+
+    def __init__(self, disk: Disk, place: int) -> None:
+        self.disk, self.prefix = disk, ""  # of the layer that it belongs to
+        sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
+        self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
+        self.last: Any = None  # visit; its result is that of the writing
+
+    def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
+        """Read the state, update() it in the buffer, which gives a future to wait for, and write it back. Returns a
+        future at once: the update's end, and as its result that of the writing."""
+        disk, turn = self.disk, next(self.disk.turns)
+        buffer, before = disk.buffers[turn], {self.last, disk.visits[turn]} - {None}
+
+        def work() -> Any:
+            for visit in before:
+                visit.result().result()
+            self._move(torch.ops.harness.read, buffer)
+            update(buffer).result()
+            return disk.writer.submit(lambda: self._move(torch.ops.harness.write, buffer))
+
+        self.last = disk.visits[turn] = disk.visitors.submit(work)
+        return self.last
+
+    def read(self) -> list[Tensor]:
+        """A copy of the state as it is after the last visit."""
+        if self.last is not None:
+            self.last.result().result()
+        copy = self.disk.buffer()
+        self._move(torch.ops.harness.read, copy)
+        return copy
+
+    def _move(self, move: Any, buffer: list[Tensor]) -> None:
+        with named(self.disk.folder), self.disk.device.span("disk", move.__name__, self.prefix):
+            for file, slab in zip(self.state, buffer, strict=True):
+                move(file, slab)
+
+
+def shelves(device: Device, num_layers: int, folder: str | None, workload: Workload) -> Iterator[Shelf]:
+    """A place for each of so many layers in files of this folder. Raises OSError where the disk has no room."""
+    if num_layers:
+        disk = Disk(device, writable(folder), num_layers, workload)
+        yield from (Shelf(disk, place) for place in range(num_layers))

@@ -1,0 +1,165 @@
+"""Which layer lives where: a letter a layer, written run by run (R2W5S1), and the bytes that it takes; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from harness.core.job import Plan, Workload
+from methods.shared.memory_needs import BLOCK, CHUNK, NUM_BUFFERS, state_bytes, stored_numel
+
+KINDS = {
+    "R": "resident, all of it on the device",
+    "P": "parked, weights on the device and states on the host",
+    "W": "windowed, fetched and updated by the host",
+    "S": "streamed, fetched with its states and updated by the device",
+    "D": "as W with its states on the disk",
+}
+ON_DEVICE = "RP"  # weights that never leave
+BY_HOST = "PWD"  # updated there
+CLIPPINGS = ("deferred", "speculate")
+
+
+def parse(text: str, num_layers: int) -> str:
+    """A letter a layer, bottom first. The last run may leave its length out: it takes the layers that are left. `~S2`
+    at the end spreads two streamed layers among those that are not resident.
+
+    Raises ValueError where the text is no placement of so many layers.
+    """
+    spreads = re.fullmatch(r"(.*)~S(\d+)", text)
+    if spreads and int(spreads[2]) < num_layers:
+        others = parse(spreads[1], num_layers - int(spreads[2]))
+        resident = len(others) - len(others.lstrip("R"))
+        return others[:resident] + spread(others[resident:], int(spreads[2]))
+    runs = re.findall(r"([A-Z])(\d*)", text)
+    if not runs or "".join(map("".join, runs)) != text or not {letter for letter, _ in runs} <= set(KINDS):
+        known = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
+        raise ValueError(f"{text!r} is no placement: runs of {known}, bottom first, as R2W5S1, R2W or R2W4~S2")
+    placed = sum(int(length or 1) for _, length in runs)
+    if runs[-1][1] == "" and placed < num_layers:
+        runs[-1] = (runs[-1][0], str(1 + num_layers - placed))
+    elif placed != num_layers:
+        raise ValueError(f"placement {text} is of {placed} layers, the model has {num_layers}: --placement or -l")
+    return "".join(letter * int(length or 1) for letter, length in runs)
+
+
+def text_of(kinds: str) -> str:
+    """The placement as it is written: RRWWW to R2W3, RRSWS to R2W1~S2."""
+    resident = len(kinds) - len(kinds.lstrip("R"))
+    rest = kinds[resident:].replace("S", "")
+    num_streamed = len(kinds) - resident - len(rest)
+    if rest and num_streamed and spread(rest, num_streamed) == kinds[resident:]:
+        return f"{_runs(kinds[:resident] + rest)}~S{num_streamed}"
+    return _runs(kinds)
+
+
+def shrink(kinds: str, num_layers: int) -> str:
+    """The same mixture of fewer layers: every kind that there is, once at least as far as there is room."""
+    found = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
+    for kind in dict.fromkeys(kinds):
+        several = [i for i, other in enumerate(found) if found.count(other) > 1]
+        if kind not in found and several:
+            found[several[-1]] = kind
+            found.sort(key=kinds.index)
+    return "".join(found)
+
+
+def _runs(kinds: str) -> str:
+    return "".join(f"{kind}{len(list(run))}" for kind, run in groupby(kinds))
+
+
+def spread(kinds: str, num_streamed: int) -> str:
+    """So many streamed layers evenly among others: their states load the link as steadily as the others' updates load
+    the host."""
+    total, others = len(kinds) + num_streamed, iter(kinds)
+    at = [i * num_streamed // total for i in range(total + 1)] if total else []
+    return "".join("S" if at[i + 1] > at[i] else next(others) for i in range(total))
+
+
+class Ring(NamedTuple):
+    """Layers, bottom first, that take turns in a few slots."""
+
+    layers: list[int]
+    num_slots: int
+
+    @property
+    def above(self) -> dict[int, int]:
+        """For each layer that leaves its slot in the forward pass the one that comes to it."""
+        return dict(zip(self.layers, self.layers[self.num_slots :], strict=False))
+
+
+def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
+    """The window of layers that travel alone, and that of those that bring their states: one at work, one to come."""
+    alone, streamed = ([i for i, kind in enumerate(kinds) if kind in group] for group in ("WD", "S"))
+    return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
+
+
+def num_gradients(kinds: str, window_size: int) -> int:
+    """Rooms for gradients on their way home: one being computed, one leaving."""
+    return min(window_size, 2, len(kinds) - kinds.count("R"))
+
+
+def placed_plan(
+    workload: Workload,
+    kinds: str,
+    window_size: int,
+    clipping: str | None = "deferred",
+    options: dict[str, Any] | None = None,
+) -> Plan:
+    """Both ends on the device, each layer as placed; `clipping` None updates without waiting for the norm.
+
+    A travelling layer's weights come in twice a step, but for those that stay where they are when the forward pass
+    turns into the backward pass; its gradient goes home once, for S only where its update may have to wait.
+    """
+    size, layer, count = workload.weight_bytes, workload.layer_params, Counter(kinds)
+    here, at_home = (state_bytes(workload, host=host) for host in (False, True))
+    states = at_home["weights"] + at_home["optimizer"]  # what an update changes
+    windowed, streamed = rings(kinds, window_size)
+    hosted = len(kinds) - count["R"]
+
+    device = {kind: each * (workload.end_params + count["R"] * layer) for kind, each in here.items()}
+    device["weights"] += size * count["P"] * layer
+    slots = size * (windowed.num_slots + num_gradients(kinds, window_size))
+    slots += (states + (size if clipping else 0)) * streamed.num_slots
+    device["buffers"] = slots * layer
+    # Of all micro-batches but the one at work the gradients that come to a layer, and that leave it, are kept.
+    others = 2 * (workload.boundary_bytes - workload.boundary_bytes // workload.micro_batches)
+    device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes + others
+    # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
+    # and what attention keeps.
+    device["activations"] += 512 * (12 * workload.num_layers + 32)
+    device["activations"] += 8 * workload.batch_size * workload.num_heads * workload.seq_len
+
+    host = {kind: each * hosted * layer for kind, each in at_home.items()}
+    on_disk = at_home["optimizer"] * stored_numel(layer)
+    host["optimizer"] -= at_home["optimizer"] * count["D"] * layer
+    host["gradients"] -= 0 if clipping else at_home["gradients"] * count["S"] * layer
+    if count["D"]:
+        host["buffers"] = min(NUM_BUFFERS, count["D"]) * on_disk
+    if clipping == "speculate":
+        host["optimizer"] += states * (hosted - count["D"]) * layer
+    if workload.dtype != "fp32":
+        # What an update makes fp32: on the device when activations are gone; on the host without the compiled kernel. A
+        # gradient; where the master is in two halves, that, too.
+        each = 17 if workload.dtype == "bf16" else 4
+        updated = 4 * min(BLOCK, max(workload.end_params, layer if count["R"] else 0))
+        updated = max(updated, each * min(BLOCK, layer) if count["S"] else 0)
+        if updated > device["activations"]:
+            device["gradients"] += updated
+            device["activations"] = 0
+        host["gradients"] += each * min(CHUNK, layer) if hosted - count["S"] else 0
+
+    if hosted:
+        host["optimizer"] += 512 + 4 * hosted  # numbers of steps, and the clip factor: the last bytes of a host
+    waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient, out and in again
+    moved = size * (2 * count["P"] + 3 * len(windowed.layers) - windowed.num_slots)
+    moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed.num_slots
+    return Plan(
+        device=device,
+        host=host,
+        disk={"optimizer": count["D"] * on_disk} if count["D"] else {},
+        moved_bytes=moved * layer,
+        options=options or {},
+    )

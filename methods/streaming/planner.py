@@ -1,0 +1,262 @@
+"""Which layer lives where: the fastest step that a machine's rates and memories allow, by a linear program.
+
+A step cannot be shorter than what the device computes, what each direction of the link and both together carry, what
+the host's memory carries and its cores update, and what the disk reads and writes. Each of these rows is linear in the
+number of layers of each kind:
+
+    R resident   all of it on the device, updated there
+    P parked     weights on the device, states on the host, updated there
+    W windowed   fetched for each pass, states on the host, updated there
+    S streamed   fetched, its states too for the update, which the device does
+    Q            as P, but its states come to the device for the update: a bound only, the schedule has no such kind
+    D on disk    as W, the states on the disk
+
+Where updates need not wait for the norm of the whole gradient there is one pool of time: without clipping, and where
+they are made ahead of it (`speculate`). With `deferred` ones there are two: the backward pass, then update and next
+forward pass. `clipping` is None, or one of these two.
+
+Source of the idea: Jiang et al. 2025 (GreedySnake) choose their overlap by a linear program, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from harness.core.job import Budget, Plan, Workload
+from harness.core.rates import ADAM_BYTES, Rates
+from methods.shared.memory_needs import state_bytes, stored_numel
+from methods.streaming.placement import spread
+
+KINDS = "RPWSDQ"
+BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
+SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
+MEMORIES = ("device", "host", "disk")
+Counts = Mapping[str, float]  # layers of each kind
+PlanOf = Callable[[Workload, dict[str, int]], Plan]  # what so many layers of each kind need
+
+
+class Row(NamedTuple):
+    """Seconds of one pool that something is busy: a constant, and so much for each layer of a kind."""
+
+    name: str
+    pool: int
+    seconds: float
+    per_layer: dict[str, float]
+
+    def total(self, counts: Counts) -> float:
+        return self.seconds + sum(self.per_layer.get(kind, 0.0) * count for kind, count in counts.items())
+
+
+class Forecast(NamedTuple):
+    """Seconds of a step, and the row that binds each pool."""
+
+    seconds: float
+    binds: str
+
+
+class Carried(NamedTuple):
+    """Bytes of a parameter over the link, in and out, in each pool."""
+
+    inbound: tuple[float, float]
+    outbound: tuple[float, float]
+
+
+def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
+    """What each kind's layers carry over the link; a gradient is as large as its weight. A deferred update of the
+    device's needs the gradient back that went home; one that was made ahead may turn out to."""
+    at_home = state_bytes(workload, host=True)
+    size, rest = at_home["weights"], at_home["optimizer"]
+    states = size + rest
+    kept = size if clipping else 0
+    if clipping != "deferred":
+        return {
+            "R": Carried((0, 0), (0, 0)),
+            "P": Carried((size, 0), (size, 0)),
+            "W": Carried((2 * size, 0), (size, 0)),
+            "S": Carried((size + states, 0), (states + kept, 0)),
+            "Q": Carried((rest, 0), (rest + kept, 0)),
+            "D": Carried((2 * size, 0), (size, 0)),
+        }
+    return {
+        "R": Carried((0, 0), (0, 0)),
+        "P": Carried((0, size), (size, 0)),
+        "W": Carried((size, size), (size, 0)),
+        "S": Carried((size, states + size), (size, states)),
+        "Q": Carried((0, rest + size), (size, rest)),
+        "D": Carried((size, size), (size, 0)),
+    }
+
+
+def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
+    """All that bounds a step."""
+    deferred = clipping == "deferred"
+    params, adam = workload.layer_params, ADAM_BYTES[workload.dtype]
+    ahead = rates.ahead_cost if clipping == "speculate" else 1.0
+    forward, backward = rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)
+    on_device = params * adam / rates.device_bytes_per_second
+    on_host = ahead * params / rates.host_adam_params_per_second
+    ends = workload.end_params * adam / rates.device_bytes_per_second
+    updates = dict.fromkeys("RSQ", on_device) | (dict.fromkeys("PWD", on_host) if rates.is_host else {})
+    last = FORWARD if deferred else BACKWARD
+    found = [Row("compute", last, forward + (0.0 if deferred else backward) + ends, updates)]
+    if deferred:
+        found.append(Row("compute", BACKWARD, backward, {}))
+    found.append(Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)))
+    stored = stored_bytes(workload)
+    found.append(Row("disk reads", last, 0.0, {"D": stored / rates.disk_read_bytes_per_second}))
+    found.append(Row("disk writes", last, 0.0, {"D": stored / rates.disk_write_bytes_per_second}))
+    found.append(Row("disk both ways", last, 0.0, {"D": 2 * stored / rates.disk_duplex_bytes_per_second}))
+    for pool in range(last + 1):
+        found += _link_rows(workload, rates, clipping, pool, ahead * adam if pool == last else 0.0)
+    return found
+
+
+def stored_bytes(workload: Workload) -> int:
+    """Of a layer on the disk, read and written once a step: all that an update changes but the weights."""
+    return state_bytes(workload, host=True)["optimizer"] * stored_numel(workload.layer_params)
+
+
+def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, adam: float) -> list[Row]:
+    table = carried(workload, clipping)
+    inbound = {kind: workload.layer_params * table[kind].inbound[pool] for kind in KINDS}
+    outbound = {kind: workload.layer_params * table[kind].outbound[pool] for kind in KINDS}
+    both = {kind: inbound[kind] + outbound[kind] for kind in KINDS}
+    updated = dict.fromkeys("PWD", workload.layer_params * adam)
+    updated["D"] += 2 * stored_bytes(workload) if adam else 0
+    touched = {kind: both[kind] + updated.get(kind, 0) for kind in KINDS}
+    return [
+        Row(name, pool, 0.0, {kind: size / rate for kind, size in sizes.items()})
+        for name, sizes, rate in (
+            ("link inbound", inbound, rates.inbound_bytes_per_second),
+            ("link outbound", outbound, rates.outbound_bytes_per_second),
+            ("link both ways", both, rates.duplex_bytes_per_second),
+            ("host memory", touched, rates.host_bytes_per_second),
+        )
+    ]
+
+
+def forecast(found: list[Row], counts: Counts) -> Forecast:
+    """The bound for so many layers of each kind."""
+    pools = {row.pool for row in found}
+    longest = [max((row for row in found if row.pool == pool), key=lambda row: row.total(counts)) for pool in pools]
+    binds = " then ".join(dict.fromkeys(row.name for row in longest))
+    return Forecast(sum(row.total(counts) for row in longest), binds)
+
+
+def least_seconds(
+    workload: Workload,
+    rates: Rates,
+    needs: Mapping[str, Mapping[str, float]],
+    room: Mapping[str, float],
+    *,
+    clipping: str | None,
+    kinds: str = KINDS,
+) -> tuple[float, dict[str, float]] | None:
+    """The bound over all placements, and the layers of each kind in the one of those within SLACK that carries least;
+    None where no placement fits, or scipy is missing. `needs` are bytes a layer by memory and kind, `room` what there
+    is for the layers."""
+    try:
+        from scipy.optimize import linprog  # heavy: only who plans by rates pays for it
+    except ImportError:
+        return None
+
+    found = rows(workload, rates, clipping)
+    num_pools = 2 if clipping == "deferred" else 1
+    upper = [[row.per_layer.get(kind, 0.0) for kind in kinds] + _pools(row.pool, num_pools) for row in found]
+    limits = [-row.seconds for row in found]
+    for memory, size in room.items():
+        upper.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0] * num_pools)
+        limits.append(size / 2**30)
+    whole = [[1.0] * len(kinds) + [0.0] * num_pools]
+    time = [0.0] * len(kinds) + [1.0] * num_pools
+    fastest = linprog(time, A_ub=upper, b_ub=limits, A_eq=whole, b_eq=[workload.num_layers])
+    if fastest.status:
+        return None
+    table = carried(workload, clipping)
+    moved = {kind: float(sum(table[kind].inbound) + sum(table[kind].outbound)) for kind in kinds}
+    if "D" in kinds:
+        moved["D"] += 2 * stored_bytes(workload) / workload.layer_params
+    carries = [*moved.values()] + [0.0] * num_pools
+    least = linprog(
+        carries, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], A_eq=whole, b_eq=[workload.num_layers]
+    )
+    chosen = (fastest if least.status else least).x
+    return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
+
+
+def _pools(pool: int, num_pools: int) -> list[float]:
+    return [-1.0 if number == pool else 0.0 for number in range(num_pools)]
+
+
+def choose(
+    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str, clipping: str | None
+) -> dict[str, int] | None:
+    """Layers of each kind that fit the budget with the shortest step by its rates; among those within SLACK of it the
+    ones that carry least. None where no placement fits. `plan_of` says what so many layers of each kind need."""
+    assert budget.rates is not None
+    found = rows(workload, budget.rates, clipping)
+    candidates: dict[tuple[int, ...], tuple[float, int]] = {}
+    optional = kinds.replace("R", "")  # what a kind sets up costs memory however few layers are of it
+    for number in range(len(optional) + 1):
+        for used in itertools.combinations(optional, number):
+            for counts in _whole(workload, budget, plan_of, "R" + "".join(used), clipping):
+                plan = plan_of(workload, dict.fromkeys(kinds, 0) | counts)
+                if plan.shortfall(budget) is None:
+                    key = tuple(counts.get(kind, 0) for kind in kinds)
+                    candidates[key] = (forecast(found, counts).seconds, plan.moved_bytes + 2 * plan.disk_bytes)
+    if not candidates:
+        return None
+    least = min(seconds for seconds, _ in candidates.values())
+    near = [key for key, (seconds, _) in candidates.items() if seconds <= least * (1 + SLACK)]
+    best = min(near, key=lambda key: (candidates[key][1], candidates[key][0]))
+    return dict(zip(kinds, best, strict=True))
+
+
+def _whole(
+    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str, clipping: str | None
+) -> Iterator[dict[str, int]]:
+    """Whole layers of each kind around the program's solution."""
+    assert budget.rates is not None
+    needs, room = _linear(workload, budget, plan_of, kinds)
+    solution = least_seconds(workload, budget.rates, needs, room, clipping=clipping, kinds=kinds)
+    if solution is None:
+        return
+    ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()]
+    for counts in itertools.product(*ranges):
+        if sum(counts) == workload.num_layers:
+            yield dict(zip(kinds, counts, strict=True))
+
+
+def _linear(
+    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """What a layer more of each kind needs, by memory, and the room for layers beside what does not grow with them."""
+    several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more than there are slots
+    deep = workload.at_depth(sum(several.values()))
+    deeper = workload.at_depth(deep.num_layers + 1)
+    base = plan_of(deep, several)
+    more = {kind: plan_of(deeper, {**several, kind: 5}) for kind in kinds}
+    needs, room = {}, {}
+    for memory in (name for name in MEMORIES if getattr(budget, f"{name}_bytes") is not None):
+        size = f"{memory}_bytes"
+        needs[memory] = {kind: float(getattr(plan, size) - getattr(base, size)) for kind, plan in more.items()}
+        fixed = getattr(base, size) - 4 * sum(needs[memory].values())
+        room[memory] = float(getattr(budget, size) - fixed)
+    return needs, room
+
+
+def arranged(counts: Counts) -> str:
+    """A letter a layer, bottom first. Resident layers at the bottom: what the host updates is then needed late."""
+    rest = "".join(kind * int(counts.get(kind, 0)) for kind in "PWD")
+    return "R" * int(counts.get("R", 0)) + spread(rest, int(counts.get("S", 0)))
+
+
+def with_forecast(plan: Plan, workload: Workload, budget: Budget, counts: Counts, clipping: str | None) -> Plan:
+    """The plan with the time that its step takes at least, where the budget has rates."""
+    if budget.rates is None:
+        return plan
+    found = forecast(rows(workload, budget.rates, clipping), counts)
+    return replace(plan, step_seconds=found.seconds, binds=found.binds)

@@ -1,0 +1,102 @@
+"""The shape of the tree: who may import whom, and what the harness may not know."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from harness.core import method
+from harness.core.method import ROOT
+
+# A package imports from those before it, and from itself.
+ORDER = (
+    "harness/core", "harness/devices", "harness/run", "harness/places", "harness/jobs", "harness/artifact_logs",
+    "methods/shared", "methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines", "methods",
+    "harness/simulation", "harness/figures", "cases", "harness/evidence", "harness/report", "harness/cli", "harness",
+    "bench", "tests",
+)  # fmt: skip
+SEEN_BY_METHODS = {"harness/core", "harness/devices", "methods/shared"}
+LIBRARIES = {"methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines"}
+FOLDERS = ("harness", "methods", "cases", "tests", "bench")
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path.name != "__init__.py"
+}
+
+
+def package_of(module: str) -> str:
+    return "/".join(module.split(".")[:-1][:2])
+
+
+def imports_of(module: str) -> set[str]:
+    """Files of the project that a file imports, also within functions and for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {item.name for item in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{item.name}" for item in node.names)}
+    return found & FILES.keys()
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_package_imports_only_from_those_before_it(module: str) -> None:
+    own = package_of(module)
+    for package in {package_of(name) for name in imports_of(module)} - {own}:
+        assert ORDER.index(package) < ORDER.index(own), f"{module} must not import {package}"
+        assert not (own in LIBRARIES and package in LIBRARIES), f"{module} must not import {package}"
+        if own.startswith("methods"):
+            assert package in SEEN_BY_METHODS | LIBRARIES, f"{module} must not import {package}"
+
+
+def test_no_file_imports_itself_round_a_circle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join((*above, module))
+        if module not in done:
+            for name in imports_of(module):
+                visit(name, (*above, module))
+            done.add(module)
+
+    for module in FILES:
+        if not module.startswith(("tests.", "bench.")):
+            visit(module, ())
+
+
+def test_a_method_sees_no_other() -> None:
+    for module in FILES:
+        if package_of(module) == "methods":
+            assert not {name for name in imports_of(module) if package_of(name) == "methods"}, module
+
+
+def test_the_harness_names_no_method() -> None:
+    names = set(method.names())
+    for module, path in FILES.items():
+        if not module.startswith("harness.") or module.startswith("harness.simulation."):
+            continue
+        tree = ast.parse(path.read_text())
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not texts & names, f"{path.name} names {texts & names}"
+
+
+def test_the_parent_process_imports_no_torch() -> None:
+    code = (
+        "import sys, harness.cli.main; from harness.core import method; from harness.core.job import *;"
+        "[method.create(name, {}).plan(Workload(), Budget()) for name in method.names()];"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pandas')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_ruff_and_mypy_have_nothing_to_say() -> None:
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
+        done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
