@@ -46,7 +46,7 @@ harness() { # TITLE VERB WORDS...
     step "$1" "$python" -m harness "${@:2}" --results "$results"
 }
 
-step "tests on the device, and of stream order" "$python" -m pytest -q tests/test_gpu.py tests/test_trace.py tests/test_races.py
+step "tests on the device, and of stream order" "$python" -m pytest -q tests/methods/test_gpu.py tests/run/test_trace.py tests/simulation/test_races.py
 harness "rates, for the plans" doctor --calibrate "${layer[@]}" --dtype bf16
 harness "beside resident" sweep -m resident,stronghold -l "${depths[0]}" "${size[@]}" "${where[@]}"
 for depth in "${depths[2]}" "${depths[3]}" "${depths[1]}"; do

@@ -13,7 +13,7 @@ import pytest
 
 from harness.core import method
 from harness.devices import cgroup, machine, sim
-from tests import packages
+from tests.support import packages
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,7 +58,7 @@ def libaio() -> None:
 @pytest.fixture(scope="session")
 def docker_engine() -> Iterator[str]:
     """The address of a container engine that has the tests' image."""
-    from tests.engine import engine
+    from tests.support.engine import engine
 
     with engine() as address:
         yield address
@@ -67,7 +67,7 @@ def docker_engine() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The configuration of a running Slurm with two nodes."""
-    from tests.slurm import cluster
+    from tests.support.slurm import cluster
 
     with cluster(tmp_path_factory.mktemp("slurm")) as configuration:
         yield configuration

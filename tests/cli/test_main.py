@@ -1,0 +1,192 @@
+"""The door: the published words, bad input in one line, exit codes as documented."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.cli.job_options import Bytes, Numbers, make_jobs
+from harness.cli.main import exit_code
+from harness.core.job import GIB, Budget, Job, Workload
+from harness.core.method import ROOT
+from harness.core.record import Gate, Record
+from harness.jobs.command import command
+
+SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "harness", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("-m strongholt", "did you mean stronghold"),
+        ("-l 4", "-m is missing: choose one of all"),
+        ("-m resident -h", "help is --help"),
+        ("-m resident -h 250", "try 240 or 256"),
+        ("-m resident -l 0", "num_layers must be at least 1, not 0"),
+        ("-m resident -l -3", "num_layers must be at least 1, not -3"),
+        ("-m resident -b 0", "batch_size must be at least 1"),
+        ("-m resident -b 6 --micro-batches 4", "has no 4 equal parts: it has 1, 2, 3, 6"),
+        ("-m resident --micro-batches 2 --dropout 0.1", "dropout and micro-batches exclude each other"),
+        ("-m zero-offload --micro-batches 2", "leave them out, or -m l2l, resident, stronghold"),
+        ("-m resident -l four", "'four' is no number"),
+        ("-m resident -l 8:2", "'8:2' is no range"),
+        ("-m stronghold -l 4 -w 5", "-w takes 1 to 4"),
+        ("-m stronghold -l 4 -w 0", "-w takes 1 to 4"),
+        ("-m stronghold -l 4 --placement R2X2", "is no placement: runs of R (resident"),
+        ("-m stronghold -l 4 --placement R2W3", "is of 5 layers, the model has 4"),
+        ("-m stronghold --option windows=3", "it has window_size, resident_layers"),
+        ("-m stronghold --option 3", "NAME=VALUE"),
+        ("-m resident --data /nowhere/corpus", "cannot read the corpus /nowhere/corpus.idx"),
+        ("-m resident --results /proc/results", "name another folder with --results"),
+        ("-m resident --results /dev/null", "--results"),
+        ("case 4 --profile demo --results /tmp --out /proc/figures", "name another folder with --out"),
+        ("-m hydra -l 2 -h 32 --models 2 --devices 2 --device sim", "leave --devices out, or add --device cpu"),
+        ("-m resident --dtype fp64", "fp32, bf16 or fp16"),
+        ("-m hydra --dtype fp16", "no loss scale here: --dtype bf16, or -m fsdp2-offload, l2l"),
+        ("-m resident --dropout 1", "dropout must be"),
+        ("-m resident --clip -1", "clip must be"),
+        ("-m resident --steps 0", "steps must be at least 1"),
+        ("-m resident --warmup 20", "warm-up must be from 0 to 19"),
+        ("-m resident --timeout 0", "must be positive"),
+        ("-m resident --device-memory 12", "no size"),
+        ("-m resident,l2l -l 2 --trace /tmp/trace.json", "--trace is of one run in one process, here"),
+        ("-m l2l -l 2 --trace /proc/traces/trace.json", "name another folder with --trace"),
+        ("case overlaps", "no case 'overlaps': choose one of 1, 2, 3, 4, 5, 6, overlap, or all"),
+        ("-m resident --methods /nowhere", "/nowhere"),
+        ("-m resident -l 1000000", "the largest that should fit has -l"),
+        ("-m resident --device cuda", "no cuda device"),
+        ("no-such-verb", "No such command"),
+        ("-m resident --no-such-option", "No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:
+    if "cuda" in words and (Path("/dev/nvidia0")).exists():
+        pytest.skip("there is a CUDA device here")
+    results = [] if "--results" in words else ["--results", str(tmp_path / "new")]
+    given = words.split()
+    # What follows a trailing -h would be its value.
+    done = run(*given) if given[-1] == "-h" else run(*given, *(results if given[0].startswith("-") else []))
+    assert done.returncode == 2, done.stdout
+    assert done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert told in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("words", ["image shell", "-m resident --on docker"])
+def test_where_no_container_engine_answers_the_line_names_what_to_install(words: str) -> None:
+    done = run(*words.split(), DOCKER_HOST="unix:///nowhere/docker.sock")
+    assert done.returncode == 7 and len(done.stderr.splitlines()) == 1
+    assert "apt-get install docker.io" in done.stderr and "--on" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_the_door_explains_itself(words: list[str]) -> None:
+    done = run(*words)
+    assert done.returncode == 0
+    for told in ("./run.sh -m stronghold -l 4", "stronghold", "l2l", "resident", "sweep"):
+        assert told in done.stdout
+
+
+def test_a_run_ends_in_one_closing_line(tmp_path: Path) -> None:
+    done = run("-m", "stronghold", *SMALL, "--results", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(
+        "stronghold window_size=2 resident_layers=0 placement=W2 clipping=deferred, 2"
+    )
+
+
+def test_json_is_one_object_a_line(tmp_path: Path) -> None:
+    done = run("-m", "resident", *SMALL, "--results", str(tmp_path), "--json")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4]
+    assert events[-1]["record"]["gate"] == "exact"
+
+
+def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path) -> None:
+    done = run(
+        "sweep", "-m", "l2l,stronghold", "-w", "1,2", *SMALL, "-l", "1:3:2", "--json", "--results", str(tmp_path)
+    )
+    ends = [json.loads(line)["record"] for line in done.stdout.splitlines() if '"end"' in line]
+    points = [(end["method"], end["num_layers"], end["options"].get("window_size")) for end in ends]
+    assert points == [
+        ("l2l", 1, None), ("l2l", 3, None), ("stronghold", 1, 1), ("stronghold", 3, 1), ("stronghold", 3, 2),
+    ]  # fmt: skip
+    assert done.stderr.splitlines() == [
+        "left out: stronghold, 1 layers: window 2 is beyond the 1 layers: -w takes 1 to 1"
+    ]
+
+
+def test_a_results_folder_elsewhere_is_made(tmp_path: Path) -> None:
+    assert run("-m", "resident", *SMALL, "--results", str(tmp_path / "a" / "b")).returncode == 0
+    assert len(list((tmp_path / "a" / "b").glob("*.json"))) == 1
+
+
+RECORD = Record(Job("some", Workload()), "k", "ok", gate=Gate("exact"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "single", "several"),
+    [
+        ({}, 0, 0),
+        ({"status": "crash"}, 3, 3),
+        ({"status": "oom-host"}, 4, 0),
+        ({"status": "oom-device"}, 4, 0),
+        ({"gate": Gate("failed")}, 5, 5),
+        ({"gate": Gate("failed"), "is_exact": False}, 5, 0),
+        ({"status": "timeout"}, 6, 0),
+        ({"status": "unavailable"}, 7, 0),
+        ({"status": "does-not-fit"}, 4, 0),
+    ],
+)
+def test_exit_codes(changes: dict, single: int, several: int) -> None:
+    record = dataclasses.replace(RECORD, **changes)
+    assert exit_code([record], is_sweep=False) == single
+    assert exit_code([RECORD, record], is_sweep=False) == several
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("4", [4]), ("1,2,4", [1, 2, 4]), ("2:8:2", [2, 4, 6, 8]), ("1,3:5", [1, 3, 4, 5])]
+)
+def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
+    assert Numbers().convert(text, None, None) == numbers
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("l2l", Workload(num_layers=3, micro_batches=2)),
+        Job("stronghold", Workload(2, 128, 4, 64, 1, 1, 512, dropout=0.1, clip_norm=0.0, learning_rate=1e-3, seed=7),
+            {"window_size": 2, "resident_layers": 1}, Budget(12345678, 3 * GIB, None, 60, 2**28), "sim", 5, 2),
+        Job("zero-infinity-nvme", Workload(dtype="bf16", corpus="a folder/text"),
+            {"disk": "some folder", "pipelined": True, "reentrant": False}, Budget(disk_bytes=7)),
+    ],
+    ids=lambda job: job.method,
+)  # fmt: skip
+def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
+    words = shlex.split(command(job))[1:]
+    parsed = main.run.make_context("run", words).params
+    assert make_jobs(parsed, ()) == [job]
+
+
+@pytest.mark.parametrize("words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"])
+def test_a_word_that_no_method_has_a_use_for_is_an_error(words: str) -> None:
+    parsed = main.run.make_context("run", words.split()).params
+    with pytest.raises(ValueError, match=f"{words.split()[2]} is of no use to {words.split()[1]}".replace(",", ", ")):
+        make_jobs(parsed, ())
+
+
+def test_sizes_have_units() -> None:
+    assert Bytes().convert("1.5GiB", None, None) == GIB * 3 // 2

@@ -1,0 +1,268 @@
+"""Ends of a run, each provoked in a real worker process, and what its record says: status, evidence, one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from harness.core import failures
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT, Unavailable
+from harness.core.record import Record, read_all
+from harness.devices import budgets, cgroup
+from harness.jobs.sweep import Sweep
+from harness.run.launch import launch
+from tests.support.tiny import TINY, write_ending
+
+MIB = 2**20
+
+
+class Row(NamedTuple):
+    """What a method does after its first step, and what the record must say."""
+
+    name: str
+    lines: str
+    status: str
+    kind: str  # evidence["class"]
+    resource: str
+    words: str
+    host_mib: int | None = None
+
+
+def sim(memory: str) -> str:
+    text = f"sim {memory} out of memory: tried to allocate 1048576 bytes, 15728640 of 16777216 bytes in use"
+    return f"raise torch.OutOfMemoryError({text!r})"
+
+
+NUMBERS = "step 1: asked for 1.0 MiB, 15.0 MiB of 16.0 MiB in use; "
+# Shared memory is no data of the process: RLIMIT_DATA does not see it, the wall does.
+FILL = "[pages.write(bytes(2**20)) for pages in [mmap.mmap(-1, 2**30)] for _ in range(1024)]"
+LOADER = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): {}
+list(torch.utils.data.DataLoader(Data(), num_workers=1))
+"""
+WRAPPED = """
+try:
+    torch.empty(2**50)
+except RuntimeError as error:
+    raise RuntimeError("can not create optimizer"){}
+"""
+FALLBACK = """
+try:
+    import no_such_engine
+except ImportError:
+    raise ValueError("no fallback either")
+"""
+TRUNCATED = """
+file = tempfile.TemporaryFile(); file.truncate(4096)
+pages = mmap.mmap(file.fileno(), 4096); file.truncate(0); pages[0]
+"""
+KILLED_CHILD = "os.kill(os.getpid(), 9)"
+ROWS = (
+    Row("device", sim("device"), "oom-device", "allocator", "device", NUMBERS + "lower -l, -b, --seq or -w, or raise"),
+    Row("host-account", sim("host"), "oom-host", "allocator", "host", NUMBERS + "lower -l or -b, or raise --host-mem"),
+    Row("pinned", sim("pinned"), "oom-host", "allocator", "pinned", NUMBERS + "lower -l or raise --host-memory"),
+    Row("torch-absurd", "torch.empty(2**50)", "oom-host", "allocator", "host", "asked for 4194304.0 GiB"),
+    Row("numpy", "import numpy; numpy.empty(2**50)", "oom-host", "allocator", "host", "asked for 8388608.0 GiB"),
+    Row("python", "bytearray(2**50)", "oom-host", "allocator", "host", "MemoryError"),
+    Row("rlimit", "kept = []\nwhile True: kept.append(torch.ones(2**20))", "oom-host", "rlimit", "host",
+        "of 320.0 MiB in use", 320),
+    Row("rlimit-python", "kept = []\nwhile True: kept.append(bytearray(2**20))", "oom-host", "rlimit", "host",
+        "of 320.0 MiB in use", 320),
+    Row("kernel-kill", FILL, "oom-host", "kernel-kill", "host", "of 320.0 MiB in use", 320),
+    Row("loader-kernel-kill", LOADER.format(FILL), "oom-host", "kernel-kill", "host", "a process of its", 320),
+    Row("loader-killed", LOADER.format(KILLED_CHILD), "crash", "exception", "", "DataLoader worker"),
+    Row("loader-memory-error", LOADER.format("return bytearray(2**50)"), "oom-host", "allocator", "host",
+        "MemoryError"),
+    Row("bad-alloc", "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()", "oom-host", "log", "host",
+        "bad_alloc"),
+    Row("wrapped", WRAPPED.format(""), "oom-host", "swallowed", "host", "can't allocate memory"),
+    Row("wrapped-from", WRAPPED.format(" from error"), "oom-host", "swallowed", "host", "can't allocate memory"),
+    Row("wrapped-from-none", WRAPPED.format(" from None"), "oom-host", "swallowed", "host", "can't allocate memory"),
+    Row("disk", "file = open('/dev/full', 'w'); file.write('x'); file.flush()", "does-not-fit", "file system", "disk",
+        "out of room on the disk at step 1"),
+    Row("import", "import no_such_engine", "unavailable", "import", "import", "no_such_engine"),
+    Row("unavailable", "raise Unavailable('needs an engine: pip install it')", "unavailable", "import", "import",
+        "pip install it"),
+    Row("import-handled", FALLBACK, "crash", "exception", "", "ValueError: no fallback either"),
+    Row("numeric", "raise ValueError('the loss is NaN')", "crash", "numeric", "", "the loss is NaN"),
+    Row("error", "raise RuntimeError('bad\\n luck')", "crash", "exception", "", "RuntimeError: bad luck at step 1"),
+    Row("exit-0", "os._exit(0)", "crash", "exit", "", "exit 0 without a result at step 1"),
+    Row("exit-1", "os._exit(1)", "crash", "exit", "", "exit 1 without a result at step 1"),
+    Row("sys-exit", "sys.exit(0)", "crash", "exit", "", "exit 0 without a result at step 1"),
+    Row("sigkill", "os.kill(os.getpid(), signal.SIGKILL)", "killed", "signal", "", "SIGKILL from outside at step 1"),
+    Row("sigsegv", "ctypes.string_at(0)", "crash", "signal", "", "ended by SIGSEGV at step 1"),
+    Row("sigbus", TRUNCATED, "crash", "signal", "", "ended by SIGBUS at step 1"),
+    Row("interrupt", "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "interrupted", "interrupt", "", "step 1"),
+)  # fmt: skip
+
+# Near another row, or slow.
+HEAVY = {
+    "rlimit-python",
+    "loader-killed",
+    "loader-memory-error",
+    "wrapped-from",
+    "python",
+    "sys-exit",
+    "error",
+    "numeric",
+}
+
+
+def ended(folder: Path, lines: str, **budget) -> Record:
+    """The record of a method that runs `lines` after its first step."""
+    methods = write_ending(folder, lines)
+    job = Job("ending", TINY, budget=Budget(**budget), steps=3, warmup=0)
+    return Record.read(launch(job, "key", folder, (methods,)))
+
+
+@pytest.fixture
+def memory_group(make_memory_group):
+    return make_memory_group(600 * MIB)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=pytest.mark.heavy if row.name in HEAVY else ()) for row in ROWS]
+)
+def test_each_end_has_its_name(tmp_path: Path, row: Row, request: pytest.FixtureRequest) -> None:
+    if row.kind == "kernel-kill":
+        request.getfixturevalue("memory_group")
+    record = ended(tmp_path, row.lines, host_bytes=row.host_mib and row.host_mib * MIB)
+    assert (record.status, record.losses) == (row.status, [1.5]), record.reason
+    assert (record.evidence["class"], record.evidence["resource"]) == (row.kind, row.resource), record.evidence
+    assert row.words in record.reason and "\n" not in record.reason
+
+
+def test_a_container_that_kills_is_known_by_its_own_count(tmp_path: Path, memory_group: cgroup.Group) -> None:
+    """Parent and worker live in one group with a limit and no budget, as in a container."""
+    record = ended_elsewhere(tmp_path, FILL, lambda: memory_group.enter(os.getpid()))
+    assert (record.status, record.evidence["class"]) == ("oom-host", "kernel-kill"), record.reason
+    assert record.evidence["oom_kills"] == 1 and "limits" not in record.evidence
+    assert "killed by the kernel" in record.reason and "of 600.0 MiB in use" in record.reason
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind"),
+    [
+        ("kept = [torch.zeros(2**20).share_memory_() for _ in range(9)]", "allocator"),
+        ("file = open('/dev/shm/full', 'w+b'); file.truncate(2**26)\n"
+         "pages = mmap.mmap(file.fileno(), 2**26)\nfor place in range(0, 2**26, 4096): pages[place] = 1", "signal"),
+    ],
+    ids=["message", "sigbus"],
+)  # fmt: skip
+def test_a_full_dev_shm_is_host_memory_of_its_own_kind(tmp_path: Path, lines: str, kind: str) -> None:
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"', "sh"]
+    try:
+        subprocess.run([*mount, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no mount of its own can be made here: {error}")
+    record = ended_elsewhere(tmp_path, lines, prefix=mount)
+    assert (record.status, record.evidence["class"], record.evidence["resource"]) == ("oom-host", kind, "shm")
+    assert "enlarge /dev/shm" in record.reason
+
+
+def ended_elsewhere(folder: Path, lines: str, before=None, prefix=()) -> Record:
+    """As ended(), with a parent in a process of its own; `before` runs in it first."""
+    methods = write_ending(folder, lines)
+    code = f"""
+from pathlib import Path
+from harness.run.launch import launch
+from harness.core.job import *
+launch(Job("ending", {TINY!r}, steps=3, warmup=0), "key", Path({str(folder)!r}), (Path({str(methods)!r}),))
+"""
+    subprocess.run([*prefix, sys.executable, "-c", code], cwd=ROOT, preexec_fn=before, check=True)
+    (record,) = read_all(folder)[0].values()
+    return record
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("loss = float('nan')", "not-finite"),
+        ("try: torch.empty(2**50)\nexcept RuntimeError: return Trained([])", "incomplete"),
+    ],
+    ids=["nan", "swallowed"],
+)
+def test_a_run_that_ended_and_did_not_train_is_left_to_the_gate(tmp_path: Path, lines: str, reason: str) -> None:
+    methods = write_ending(tmp_path, lines)
+    (record,) = Sweep(tmp_path, (methods,)).run([Job("ending", TINY, steps=3, warmup=0)])
+    assert (record.status, record.gate.verdict, record.gate.reason) == ("ok", "failed", reason)
+    assert record.samples_per_second is None
+
+
+def test_a_job_over_its_time_ends_as_timeout(tmp_path: Path) -> None:
+    started = time.time()
+    record = ended(tmp_path, "time.sleep(600)", seconds=5.0)
+    assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "deadline", "step 1")
+    assert "5 seconds, at step 1" in record.reason and record.losses == [1.5]
+    assert time.time() - started < 60
+
+
+def test_what_is_unavailable_says_so_once() -> None:
+    failure = failures.of_exception(Unavailable("it needs an engine: pip install it"), "import", {})
+    assert (failure.status, failure.reason) == ("unavailable", "it needs an engine: pip install it (at import)")
+
+
+def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "SILENCE_SECONDS", 8.0)
+    record = ended(tmp_path, "time.sleep(600)")
+    assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "hang", "step 1")
+    assert "hangs at step 1: nothing heard for 8" in record.reason
+
+
+@pytest.mark.parametrize(("num_layers", "hidden_size"), [(1, 64), (100, 2048)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_honest_run_meets_the_automatic_limits(num_layers: int, hidden_size: int, device: str) -> None:
+    """A step of 100 layers took 25.4 s on the published V100 and would take 14 h at 1 GFLOP/s."""
+    job = Job("some", Workload(num_layers=num_layers, hidden_size=hidden_size), device=device)
+    slowest = max(26.0, job.workload.flops_per_step / {"cpu": 1e9, "cuda": 5e12}[device])
+    assert budgets.silence_seconds(job) >= max(600.0, 2 * slowest)
+    assert budgets.deadline_seconds(job) >= max(3600.0, 2 * job.steps * slowest)
+
+
+# As PyTorch words it, with a cap in force and without.
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB of which 107.00 GiB is"
+    " free. Including non-PyTorch memory, this process has 32.10 GiB memory in use.{} Of the allocated memory 30.50 GiB"
+    " is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
+)
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "expected"),
+    [
+        (CUDA.format(" 31.40 GiB allowed;"), {}, ("oom-device", "device", 2 * GIB, 30.5 * GIB, 31.4 * GIB)),
+        (CUDA.format(""), {}, ("oom-device", "device", 2 * GIB, 30.5 * GIB, 139.72 * GIB)),
+        ("CUDA error: out of memory", {"device_free_bytes": 0, "device_total_bytes": GIB},
+         ("oom-device", "device", None, None, None)),
+        ("CUDA error: out of memory", {"device_free_bytes": GIB // 2, "device_total_bytes": GIB},
+         ("oom-host", "pinned", None, None, None)),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {},
+         ("oom-device", "device", None, None, None)),
+        ("[Errno 12] Cannot allocate memory", {}, ("oom-host", "host", None, None, None)),
+    ],
+)  # fmt: skip
+def test_messages_of_cuda_are_known(text: str, memory: dict, expected: tuple) -> None:
+    failure = failures.of_exception(RuntimeError(text), "step 2", memory)
+    numbers = [failure.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit")]
+    assert (failure.status, failure.evidence["resource"]) == expected[:2]
+    assert numbers == [None if number is None else int(number) for number in expected[2:]]
+
+
+@pytest.mark.parametrize(
+    ("peak", "system_kills", "status"), [(96, 1, "oom-host"), (96, 0, "killed"), (90, 1, "killed"), (90, 0, "killed")]
+)
+def test_a_kill_with_no_count_of_its_own_is_inferred_from_two_signs(peak: int, system_kills: int, status: str) -> None:
+    end = failures.End("step 1", -9, system_oom_kills=system_kills, host_peak_bytes=peak, host_limit_bytes=100)
+    failure = failures.of_process(end)
+    assert failure.status == status
+    assert failure.evidence.get("inferred", False) == (status == "oom-host")

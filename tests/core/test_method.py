@@ -1,0 +1,225 @@
+"""The contract that every method keeps, and the registry that finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.core import method
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT
+from harness.core.record import Record
+from harness.evidence.fairness import COLUMNS
+from harness.jobs.sweep import Sweep, resolve
+
+TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
+
+# A whole method as a student would add it.
+ONE_FILE = '''
+"""Every layer at once, by a plain loop."""
+
+from dataclasses import dataclass
+
+from harness.core.method import Step, TensorState, Trained
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Plan
+
+
+@dataclass(frozen=True)
+class Plain:
+    depth_first: bool = True
+
+    label = "Plain"
+    paper = "nobody's"
+
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 16 * workload.num_params})
+
+    def train(self, workload, batches, device):
+        import torch
+        from harness.core.gpt import DTYPES, GPT, build, decays, initial
+
+        model = build(workload, device).float()
+        for name, weight in model.named_parameters():
+            weight.data.copy_(initial(name, weight.shape, workload))
+        groups = [(True, WEIGHT_DECAY), (False, 0.0)]
+        optimizer = torch.optim.AdamW(
+            [{"params": [p for p in model.parameters() if decays(p) is d], "weight_decay": w} for d, w in groups],
+            betas=BETAS, eps=EPSILON)
+        for step, (inputs, targets) in enumerate(batches, start=1):
+            with torch.autocast(device, DTYPES[workload.dtype], enabled=workload.dtype != "fp32"):
+                loss = model(inputs, targets)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = workload.learning_rate_at(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield Step(loss.detach(), norm)
+        named = model.named_parameters()
+        return Trained([TensorState(name, p.detach(), optimizer.state[p]["exp_avg"]) for name, p in named])
+'''
+
+
+@pytest.fixture
+def added(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "plain_loop.py").write_text(ONE_FILE)
+    return folder
+
+
+def test_a_file_that_does_not_load_is_named_and_stops_no_other_method(tmp_path: Path, added: Path) -> None:
+    (added / "half_done.py").write_text("class HalfDone:\n    def train(self, ")
+    (added / "exits.py").write_text("raise SystemExit(1)")
+    words = [*"-l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --methods".split(), str(added)]
+    done = door("-m", "plain-loop", *words, "--results", str(tmp_path / "results"))
+    assert done.returncode == 0, done.stderr
+    every = door("plan", "-m", "all", *words)
+    assert every.returncode == 0 and "plain-loop" in every.stdout
+    assert [text.split(" does not load: ")[0] for text in every.stderr.splitlines()] == [
+        f"left out: exits: {added}/exits.py", f"left out: half-done: {added}/half_done.py",
+    ]  # fmt: skip
+    one = door("-m", "half-done", *words)
+    assert (one.returncode, len(one.stderr.splitlines())) == (2, 1) and "half_done.py does not load" in one.stderr
+    for words in (("--help", "--methods", str(added)), ("--methods", str(added), "--help")):
+        told = door(*words)
+        assert told.returncode == 0 and "plain-loop" in told.stdout and "unavailable: " in told.stdout
+
+
+def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) -> None:
+    (tmp_path / "half_done.py").write_text(ONE_FILE.replace("16 * workload.num_params", "workload.number"))
+    done = door("plan", "-m", "resident,half-done", "-l", "2", "--methods", str(tmp_path))
+    assert done.returncode == 0 and "resident" in done.stdout
+    assert "plan() of half-done fails: AttributeError" in done.stdout
+
+
+def door(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "harness", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_trains_as_the_reference_does(
+    method_name: str, dtype: str, folders: tuple[Path, ...], shared_results: Path, libaio: None
+) -> None:
+    """Or fails the gate, where the method itself says that it trains otherwise."""
+    record = trained(method_name, dtype, folders, shared_results)
+    assert record.gate.passed == method.load(method_name, folders).is_exact, record.gate.text
+
+
+@pytest.mark.timeout(1800)
+def test_the_record_names_the_attention_kernel_that_ran(
+    method_name: str, folders: tuple[Path, ...], shared_results: Path, libaio: None
+) -> None:
+    kernels = trained(method_name, "fp32", folders, shared_results).kernels
+    assert "scaled_dot_product_flash_attention_for_cpu" in kernels
+
+
+def trained(method_name: str, dtype: str, folders: tuple[Path, ...], results: Path) -> Record:
+    job = Job(method_name, dataclasses.replace(TINY, dtype=dtype), steps=20, warmup=2)
+    record = Sweep(results, folders).run([resolve(job, folders)[0]])[0]
+    if record.status == "unavailable":
+        pytest.skip(record.reason)
+    assert record.status == "ok", record.reason
+    return record
+
+
+def test_says_what_it_runs_with(method_name: str, folders: tuple[Path, ...]) -> None:
+    row = method.create(method_name, {}, folders).describe(TINY, "cpu")
+    assert "implementation" in row and set(row) <= set(COLUMNS)
+
+
+def test_options_are_the_fields_of_a_frozen_dataclass(method_name: str, folders: tuple[Path, ...]) -> None:
+    cls = method.load(method_name, folders)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        method.create(method_name, {}, folders).anything = 1  # type: ignore[attr-defined]
+    assert set(method.option_names(cls)) == {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+
+def test_a_deeper_model_needs_no_less(method_name: str, folders: tuple[Path, ...]) -> None:
+    trained = method.create(method_name, {}, folders)
+    needs = []
+    for depth in (4, 8, 16, 64):
+        plan = trained.plan(Workload(num_layers=depth), Budget())
+        needs.append(plan.device_bytes + plan.host_bytes)
+    assert needs == sorted(needs) and needs[0] < needs[-1]
+
+
+def test_a_plan_holds_at_least_the_state_of_the_model(method_name: str, folders: tuple[Path, ...]) -> None:
+    workload = Workload()
+    plan = method.create(method_name, {}, folders).plan(workload, Budget())
+    assert plan.device_bytes + plan.host_bytes + plan.disk_bytes >= 16 * workload.num_params
+
+
+def test_a_method_is_one_file_in_any_folder(added: Path) -> None:
+    assert "plain-loop" in method.names((added,))
+    assert method.load("plain-loop", (added,)).label == "Plain"
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_an_added_method_runs_by_its_name_and_is_gated(added: Path, tmp_path: Path) -> None:
+    sizes = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
+    done = run("harness", "-m", "plain-loop", *sizes, "--methods", str(added), "--results", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "gate passed" in done.stdout
+
+
+def test_an_added_method_appears_in_help(added: Path) -> None:
+    assert "plain-loop" in run("harness", "run", "--methods", str(added), "--help").stdout
+
+
+def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path) -> None:
+    words = ["plan", "-m", "plain-loop", "-l", "2", "-h", "64", "--heads", "4"]
+    before, after = (
+        run("harness", *each) for each in (["--methods", str(added), *words], [*words, "--methods", str(added)])
+    )
+    assert before.returncode == 0 and before.stdout == after.stdout
+
+
+@pytest.mark.heavy
+def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
+    done = run("pytest", "-q", "tests/core/test_method.py", "-k", "plain-loop and not unasked", "--methods", str(added))
+    assert "7 passed" in done.stdout, done.stdout
+
+
+def test_an_unknown_method_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean stronghold"):
+        method.load("strongholt")
+
+
+def test_an_unknown_option_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no option 'windows': it has window_size"):
+        method.create("stronghold", {"windows": 3})
+
+
+def test_an_option_of_the_wrong_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="window_size takes int"):
+        method.create("stronghold", {"window_size": "three"})
+
+
+def test_a_file_that_does_not_load_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken_file.py").write_text("import no_such_module")
+    with pytest.raises(ValueError, match=r"broken_file.py does not load: ModuleNotFoundError"):
+        method.load("broken-file", (tmp_path,))
+
+
+def test_comments_do_not_change_a_methods_identity(tmp_path: Path) -> None:
+    path = tmp_path / "plain_loop_twice.py"
+    path.write_text(ONE_FILE)
+    before = method.source_hash("plain-loop-twice", (tmp_path,))
+    path.write_text(ONE_FILE + "# a remark\n")
+    assert method.source_hash("plain-loop-twice", (tmp_path,)) == before
+    path.write_text(ONE_FILE.replace("Step(loss.detach(), norm)", "Step(loss.detach())"))
+    assert method.source_hash("plain-loop-twice", (tmp_path,)) != before
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 7, 100, 4097])
+def test_the_largest_depth_is_found(largest: int) -> None:
+    assert method.largest_depth(lambda depth: depth <= largest) == largest

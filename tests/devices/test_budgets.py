@@ -1,0 +1,174 @@
+"""Budgets and turns: what is refused up front, what is in force, what is left behind, whose turn it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.core.job import Budget, Job
+from harness.core.method import ROOT
+from harness.core.record import read_all
+from harness.devices import budgets, cgroup, device_lock, machine
+from tests.support.tiny import TINY, WORDS
+
+MIB = 2**20
+
+
+def harness(*words: str, **arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "harness", *WORDS, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [("--host-memory 64MiB", "the smallest budget is "), ("--host-memory 64TiB", "at most ")]
+)
+def test_a_budget_that_no_run_could_keep_is_one_line_and_exit_2(tmp_path: Path, words: str, told: str) -> None:
+    done = harness(*words.split(), "--device", "cpu", "--results", str(tmp_path / "new"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and told in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.heavy
+def test_the_smallest_budget_that_is_named_suffices_for_a_small_run(tmp_path: Path) -> None:
+    refused = harness("--host-memory", "1MiB", "--device", "cpu")
+    smallest = refused.stderr.rpartition(" ")[2].strip()
+    done = harness("--host-memory", smallest, "--device", "cpu", "--steps", "3", "--results", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    (record,) = read_all(tmp_path)[0].values()
+    assert record.host_peak_bytes <= int(smallest.removesuffix("MiB")) * MIB
+    assert record.limits["host"].startswith("RLIMIT_DATA at ")
+
+
+def tree(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
+    """A process folder and the files of its groups, as the kernel shows them."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    process = folder / "process"
+    process.mkdir()
+    (process / "cgroup").write_text(groups)
+    (process / "mountinfo").write_text(mounts.replace("TOP", str(folder / "top")))
+    return process
+
+
+V1_MOUNT = "35 31 0:32 ROOT TOP rw,relatime shared:1 - cgroup cgroup rw,memory\n"
+V2_MOUNT = "41 31 0:38 ROOT TOP rw,relatime - cgroup2 cgroup2 rw\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "files", "limit"),
+    [
+        # A nested group: the least limit on the way up holds.
+        ("0::/a/b\n", V2_MOUNT.replace("ROOT", "/"),
+         {"top/a/b/memory.max": "max\n", "top/a/memory.max": "1000\n", "top/cgroup.procs": ""}, 1000),
+        ("4:memory:/a/b\n0::/\n", V1_MOUNT.replace("ROOT", "/") + V2_MOUNT.replace("ROOT", "/"),
+         {"top/a/b/memory.limit_in_bytes": "3000\n", "top/a/memory.limit_in_bytes": "2000\n"}, 2000),
+        # A container of docker: its group is the top of what it sees.
+        ("4:memory:/docker/1\n", V1_MOUNT.replace("ROOT", "/docker/1"), {"top/memory.limit_in_bytes": "500\n"}, 500),
+        ("0::/\n", V2_MOUNT.replace("ROOT", "/"), {"top/memory.max": "700\n"}, 700),
+        # And one that names a group it cannot see.
+        ("4:memory:/elsewhere\n", V1_MOUNT.replace("ROOT", "/docker/1"), {"top/memory.limit_in_bytes": "9\n"}, 9),
+        ("0::/a\n", V2_MOUNT.replace("ROOT", "/"), {"top/a/memory.max": "max\n"}, None),
+    ],
+)  # fmt: skip
+def test_the_limit_in_force_is_the_least_on_the_way_up(
+    tmp_path: Path, groups: str, mounts: str, files: dict, limit: int | None
+) -> None:
+    group = cgroup.current(tree(tmp_path, groups, mounts, files))
+    assert group is not None and group.limit_bytes() == limit
+
+
+@pytest.fixture
+def group(make_memory_group):
+    return make_memory_group(64 * MIB)
+
+
+def test_a_group_bounds_what_is_in_it_and_leaves_nothing_behind(group: cgroup.Group) -> None:
+    code = "import mmap; input(); pages = mmap.mmap(-1, 2**27); [pages.write(bytes(4096)) for _ in range(2**15)]"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    group.enter(process.pid)
+    process.communicate(b"\n")
+    assert (process.returncode, group.oom_kills(), group.limit_bytes()) == (-9, 1, 64 * MIB)
+    group.remove()
+    assert not group.folder.exists()
+
+
+def test_a_group_of_a_dead_parent_is_removed_by_the_next(group: cgroup.Group) -> None:
+    code = (
+        "from harness import cgroup; import os; print(cgroup.make(2**26).folder, flush=True); os.kill(os.getpid(), 9)"
+    )
+    left = Path(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip())
+    assert left.is_dir()
+    cgroup.make(2**26).remove()
+    assert not left.exists() and group.folder.exists()
+
+
+def test_a_turn_is_waited_for_and_its_holder_is_named() -> None:
+    job, lines, order = Job("some", TINY), [], []
+
+    def second() -> None:
+        with device_lock.turn(job, lambda event: lines.append(event["text"])):
+            order.append("second")
+
+    with device_lock.turn(job, lines.append):
+        thread = threading.Thread(target=second)
+        thread.start()
+        deadline = time.time() + 30
+        while not lines and time.time() < deadline:
+            time.sleep(0.01)
+        order.append("first")
+    thread.join(30)
+    assert order == ["first", "second"]
+    assert lines[0].startswith(f"waiting for the cpu device: process {os.getpid()} has it for some, 2 layers since ")
+
+
+def test_any_death_ends_a_turn() -> None:
+    code = """
+import os
+from harness.devices.device_lock import turn
+from harness.core.job import *
+with turn(Job("some", Workload()), print):
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9
+    lines: list = []
+    with device_lock.turn(Job("some", TINY), lines.append):
+        assert lines == []
+
+
+def test_a_reader_that_goes_away_interrupts_the_run(tmp_path: Path) -> None:
+    words = " ".join([*WORDS, "--steps", "1000", "--results", str(tmp_path)])
+    done = subprocess.run(
+        f"{sys.executable} -m harness {words} | head -1", cwd=ROOT, shell=True, capture_output=True, text=True
+    )
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 1
+    (record,) = read_all(tmp_path)[0].values()
+    assert (record.status, record.evidence["class"]) == ("interrupted", "interrupt") and record.losses
+
+
+def test_what_went_on_beside_a_run_is_on_record(tmp_path: Path) -> None:
+    assert harness("--steps", "3", "--results", str(tmp_path)).returncode == 0
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["machine"]["load_average"] >= 0
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "GPU-of-nobody"])
+def test_a_gpu_that_is_not_visible_is_none(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machine.gpu.cache_clear()
+    assert machine.gpu() == {}
+    machine.gpu.cache_clear()
+
+
+def test_the_baseline_is_what_importing_torch_takes() -> None:
+    """Between a bare interpreter and what any run has been seen to take."""
+    assert 30 * MIB < budgets.baseline_bytes("cpu") < 400 * MIB
+    budgets.check(Budget(host_bytes=budgets.baseline_bytes("cpu") + 64 * MIB), "cpu")

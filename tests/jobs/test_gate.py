@@ -1,0 +1,200 @@
+"""The gate on real training: what is right passes, each way of training wrongly fails for its own reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.jobs import gate
+from harness.run import worker
+from tests.support.planting import planted
+
+# A learning rate at which eight steps of so small a model move its loss.
+WORKLOAD = Workload(
+    num_layers=4, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1
+)
+STEPS = 8
+
+# One broken line each: file, the line as it is, the line as it must not be, the gate's reason.
+MUTANTS = {
+    "updates only the first row of each tensor": (
+        "methods/streaming/layout.py",
+        "ends = (start + shape.numel() for",
+        "ends = (start + shape[1:].numel() for",
+        "partial-update",
+    ),
+    "skips one layer's update": (
+        "methods/stronghold.py",
+        "elif waits:\n",
+        "elif waits and i:\n",
+        "unchanged",
+    ),
+    "clips by each layer's own norm": (
+        "methods/streaming/layer_state.py",
+        "step, factor, by",
+        "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0), by",
+        "gradient-scale",
+    ),
+    "drops the schedule on host layers": (
+        "methods/stronghold.py",
+        "home.update_when_landed(learning_rate, clip)\n                refill()",
+        "home.update_when_landed(workload.learning_rate, clip)\n                refill()",
+        "update-size",
+    ),
+    "uses last step's weights once": (
+        "methods/stronghold.py",
+        "refill()\n                is_ahead",
+        "[slots[i].prefetch(homes[i]) for i in sorted(slots)[step == 3 :]]\n                is_ahead",
+        "loss",
+    ),
+}
+
+
+def trained(method: str, options: dict | None = None, folders: tuple[Path, ...] = (), **changes) -> Record:
+    workload = dataclasses.replace(WORKLOAD, **changes)
+    job = Job(method, workload, options or {}, steps=STEPS, warmup=1)
+    record = worker.run(job, method, folders, lambda event: None)
+    assert record.status == "ok", record.evidence
+    return record
+
+
+@functools.cache
+def reference(**changes) -> Record:
+    return trained("resident", **changes)
+
+
+def verdict_on(text: str, **changes) -> Gate:
+    file, right, wrong, _ = MUTANTS[text]
+    with planted(file, right, wrong):
+        return gate.judge(trained("stronghold", {"window_size": 2}, **changes), reference(**changes))
+
+
+@pytest.mark.parametrize("text", MUTANTS)
+def test_wrong_training_fails_for_its_named_reason(text: str) -> None:
+    verdict = verdict_on(text)
+    assert (verdict.verdict, verdict.reason) == ("failed", MUTANTS[text][3]), verdict.text
+
+
+def test_stale_weights_that_move_no_loss_are_seen_in_the_weights() -> None:
+    verdict = verdict_on("uses last step's weights once", learning_rate=1e-5)
+    assert (verdict.verdict, verdict.reason) == ("failed", "weights")
+
+
+def test_the_same_method_loaded_afresh_passes_exactly() -> None:
+    with planted("methods/stronghold.py", "layers, (_, streamed) = range", "layers, (_, streamed)  = range"):
+        assert gate.judge(trained("stronghold", {"window_size": 2}), reference()).verdict == "exact"
+
+
+def test_bf16_passes() -> None:
+    verdict = gate.judge(trained("stronghold", {"window_size": 2}, dtype="bf16"), reference(dtype="bf16"))
+    assert verdict.passed
+
+
+def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far() -> None:
+    with planted("methods/streaming/layout.py", "self.decays.append(decays(parameter))", "self.decays.append(True)"):
+        record = dataclasses.replace(trained("stronghold", {"window_size": 2}), bit_exact=False)
+    verdict = gate.judge(record, reference())
+    assert (verdict.verdict, verdict.reason) == ("failed", "weights"), verdict.text
+
+
+@pytest.mark.parametrize("learning_rate", [1e-5, 1.6e-5])
+def test_weights_near_1_need_not_move_where_a_step_is_shorter_than_their_rounding(learning_rate: float) -> None:
+    """At step 8 the rates are 2.5e-8 and 4e-8, of which a step of AdamW is a part; the floats beside 1 are 6e-8 below
+    and 12e-8 above."""
+    record = reference(learning_rate=learning_rate)
+    assert not all(tensor["changed"] for tensor in record.tensors.values())
+    assert gate.judge(record, record).verdict == "exact"
+    idle = {name: {**tensor, "exp_avg": 0.0} for name, tensor in record.tensors.items()}
+    assert gate.judge(dataclasses.replace(record, tensors=idle), record).reason == "unchanged"
+
+
+def with_moments(record: Record, factor: float, of: str) -> Record:
+    tensors = {
+        name: {**tensor, "exp_avg": tensor["exp_avg"] * (factor if of in name else 1), "sha256": ""}
+        for name, tensor in record.tensors.items()
+    }
+    return dataclasses.replace(record, tensors=tensors)
+
+
+def test_a_gradient_that_cancels_in_bf16_may_differ_more_than_all_of_them() -> None:
+    record = reference(dtype="bf16")
+    assert gate.judge(with_moments(record, 0.88, "layers.1.ln1.bias"), record).verdict == "tolerance"
+    assert gate.judge(with_moments(record, 0.5, "ends.wte"), record).reason == "gradient-scale"
+    assert gate.judge(with_moments(record, 0.9, ""), record).reason == "gradient-scale"
+
+
+def test_a_nan_loss_fails_at_its_step() -> None:
+    record = reference()
+    losses = [*record.losses[:4], float("nan"), *record.losses[5:]]
+    verdict = gate.judge(dataclasses.replace(record, losses=losses), record)
+    assert (verdict.reason, verdict.evidence["step"]) == ("not-finite", 5)
+
+
+def test_a_missing_step_fails() -> None:
+    record = reference()
+    assert gate.judge(dataclasses.replace(record, losses=record.losses[:-1]), record).reason == "incomplete"
+
+
+def test_other_data_fails() -> None:
+    assert gate.judge(dataclasses.replace(reference(), data_sha256="other"), reference()).reason == "data"
+
+
+def test_tensors_left_out_fail() -> None:
+    tensors = dict(reference().tensors)
+    del tensors["layers.0.fc1.weight"]
+    assert gate.judge(dataclasses.replace(reference(), tensors=tensors), reference()).reason == "missing"
+
+
+def test_a_last_update_left_out_fails_though_all_losses_agree() -> None:
+    tensors = {name: {**tensor, "sha256": "other"} for name, tensor in reference().tensors.items()}
+    verdict = gate.judge(dataclasses.replace(reference(), tensors=tensors), reference())
+    assert (verdict.verdict, verdict.reason) == ("failed", "weights")
+
+
+def test_a_method_that_promises_bits_is_not_let_off_with_a_tolerance() -> None:
+    losses = [loss * (1 + 1e-7) for loss in reference().losses]
+    near = dataclasses.replace(reference(), losses=losses)
+    assert gate.judge(near, reference()).verdict == "failed"
+    assert gate.judge(dataclasses.replace(near, bit_exact=False), reference()).verdict == "tolerance"
+
+
+def test_what_did_not_finish_is_not_judged() -> None:
+    assert gate.judge(dataclasses.replace(reference(), status="oom-host"), reference()).verdict == "untested"
+
+
+def test_a_twin_stands_in_where_the_reference_does_not_fit() -> None:
+    deep = trained("l2l", num_layers=5)
+    verdict = gate.judge(deep, twins=(trained("l2l"), reference()))
+    assert (verdict.verdict, verdict.evidence["twin_layers"]) == ("twin", 4)
+
+
+def test_a_failing_twin_fails_what_it_stands_for() -> None:
+    twin = dataclasses.replace(trained("l2l"), losses=[1.0] * STEPS)
+    assert gate.judge(trained("l2l", num_layers=5), twins=(twin, reference())).verdict == "failed"
+
+
+def test_methods_that_disagree_at_a_size_without_reference_fail_there() -> None:
+    deep = trained("l2l", num_layers=5)
+    peer = dataclasses.replace(deep, losses=[loss * 1.01 for loss in deep.losses])
+    assert gate.judge(deep, twins=(trained("l2l"), reference()), peers=[peer]).reason == "peers"
+
+
+def test_no_throughput_without_a_passing_gate() -> None:
+    record = reference()
+    assert record.with_gate(gate.judge(record, record)).samples_per_second is not None
+    assert record.with_gate(Gate("failed", "loss", "differs")).samples_per_second is None
+    assert record.samples_per_second is None
+
+
+def test_of_several_models_the_worst_one_is_the_verdict_and_named() -> None:
+    good, bad = Gate("exact", "", "bit-equal"), Gate("failed", "loss", "loss 2 instead of 1")
+    found = gate.together([good, bad, good])
+    assert (found.verdict, found.reason) == ("failed", "loss") and found.text == "model 2 of 3: loss 2 instead of 1"
+    assert found.evidence["models"] == ["exact", "failed", "exact"]
+    assert gate.together([good, good]).text == "each of 2 models: bit-equal"
+    assert gate.together([good]) is good

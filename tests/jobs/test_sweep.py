@@ -1,0 +1,145 @@
+"""A sweep runs what is missing, judges what ends, and refuses what cannot fit, on record."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from harness.core.job import Budget, Job, Plan, Workload
+from harness.core.method import create
+from harness.core.record import read_all
+from harness.jobs.progress import _Lines, closing_line
+from harness.jobs.sweep import Sweep, largest, resolve
+from tests.support.tiny import TINY
+
+
+def jobs(*methods: str, **changes) -> list[Job]:
+    workload = dataclasses.replace(TINY, **changes)
+    return [resolve(Job(name, workload, steps=4, warmup=1))[0] for name in methods]
+
+
+def starts(events: list[dict]) -> list[str]:
+    return [event["job"].method for event in events if event["event"] == "start"]
+
+
+def test_the_reference_is_run_once_for_all_who_need_it(tmp_path: Path) -> None:
+    events: list[dict] = []
+    records = Sweep(tmp_path, report=events.append).run(jobs("l2l", "stronghold"))
+    assert starts(events) == ["l2l", "resident", "stronghold"]
+    assert [record.gate.verdict for record in records] == ["exact", "exact"]
+
+
+def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path) -> None:
+    Sweep(tmp_path).run(jobs("resident", "l2l"))
+    events: list[dict] = []
+    Sweep(tmp_path, report=events.append).run(jobs("resident", "l2l", "stronghold"))
+    assert starts(events) == ["stronghold"]
+
+
+def test_what_another_call_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path)  # has read the folder before
+    Sweep(tmp_path).run(jobs("resident"))
+    assert [record.status for record in sweep.run(jobs("resident"))] == ["ok"]
+    assert len(list(tmp_path.glob("log_*.json"))) == 1
+
+
+def test_what_did_not_end_well_is_run_again(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path)
+    sweep.run(jobs("resident"))
+    (path, record), *_ = read_all(tmp_path)[0].items()
+    dataclasses.replace(record, status="killed").write(path)
+    events: list[dict] = []
+    Sweep(tmp_path, report=events.append).run(jobs("resident"))
+    assert starts(events) == ["resident"]
+
+
+def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path) -> None:
+    Sweep(tmp_path).run(jobs("l2l"))
+    events: list[dict] = []
+    Sweep(tmp_path, report=events.append, rerun=True).run(jobs("l2l", "stronghold"))
+    assert starts(events) == ["l2l", "resident", "stronghold"]
+
+
+def test_a_record_left_unjudged_by_a_crash_is_judged_without_a_run(tmp_path: Path) -> None:
+    from harness.core.record import Gate
+
+    Sweep(tmp_path).run(jobs("l2l"))
+    for path, record in read_all(tmp_path)[0].items():
+        record.with_gate(Gate()).write(path)
+    events: list[dict] = []
+    records = Sweep(tmp_path, report=events.append).run(jobs("l2l"))
+    assert starts(events) == [] and records[0].gate.verdict == "exact"
+
+
+def test_a_size_that_cannot_fit_is_a_recorded_result(tmp_path: Path) -> None:
+    records = Sweep(tmp_path).run(jobs("resident", num_layers=10**9))
+    assert records[0].status == "does-not-fit" and "the largest that should fit has -l " in records[0].reason
+    assert [record.status for record in read_all(tmp_path)[0].values()] == ["does-not-fit"]
+
+
+def test_what_was_refused_is_run_once_there_is_room(tmp_path: Path) -> None:
+    Sweep(tmp_path).run(jobs("resident"))
+    (path, record), *_ = read_all(tmp_path)[0].items()
+    dataclasses.replace(record, status="does-not-fit", phase="plan").write(path)
+    assert Sweep(tmp_path).run(jobs("resident"))[0].status == "ok"
+
+
+def test_another_corpus_under_the_same_name_is_another_job(tmp_path: Path) -> None:
+    corpus = tmp_path / "text.bin"
+    keys = set()
+    for contents in (b"ab", b"abcd"):
+        corpus.write_bytes(contents)
+        keys.add(Sweep(tmp_path).key(Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))))
+    assert len(keys) == 2
+
+
+def test_the_named_largest_depth_fits_and_the_next_does_not() -> None:
+    _, _, text = resolve(Job("stronghold", Workload(num_layers=10**6)))
+    assert text is not None
+    largest = int(text.rpartition("-l ")[2])
+    assert resolve(Job("stronghold", Workload(num_layers=largest)))[2] is None
+    assert resolve(Job("stronghold", Workload(num_layers=largest + 1)))[2] is not None
+
+
+def test_a_placement_of_so_many_layers_fits_no_other_depth() -> None:
+    for budget, depth in ((Budget(), "3"), (Budget(device_bytes=1), "0")):
+        job = Job("stronghold", dataclasses.replace(TINY, num_layers=3), {"placement": "R1W2"}, budget)
+        assert str(largest(create(job.method, job.options), job, budget)) == depth
+
+
+@pytest.mark.parametrize("placement", ["R40", "R20W20"])
+def test_a_placement_that_does_not_fit_is_what_to_leave_out_where_others_do(placement: str) -> None:
+    workload = Workload(num_layers=40, hidden_size=128, seq_len=64, vocab_size=512)
+    job = Job("stronghold", workload, {"placement": placement}, Budget(16 * 2**20, 64 * 2**20))
+    told = f"the largest that should fit without --placement {placement} has -l "
+    _, found, rest = (resolve(job)[2] or "").partition(told)
+    assert found
+    depth = int(rest.partition(",")[0])
+    fits = [resolve(dataclasses.replace(job, workload=workload.at_depth(n), options={}))[2] for n in (depth, depth + 1)]
+    assert fits[0] is None and fits[1] is not None
+
+
+def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path) -> None:
+    workload = dataclasses.replace(TINY, num_layers=12)
+    needed = resolve(Job("resident", dataclasses.replace(TINY, num_layers=4)))[1].device_bytes
+    job = Job("stronghold", workload, {"window_size": 2}, Budget(device_bytes=needed + 1000), steps=4, warmup=1)
+    record = Sweep(tmp_path).run([resolve(job)[0]])[0]
+    assert (record.gate.verdict, record.gate.evidence["twin_layers"]) == ("twin", 4)
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 1e-3}, {"batch_size": 1}, {"hidden_size": 64}])
+def test_two_references_of_one_call_do_not_print_alike(change: dict) -> None:
+    first, second = jobs("resident") + jobs("resident", **change)
+    lines: list[str] = []
+    for job in (first, second):
+        _Lines(lines.append).report({"event": "start", "job": job, "plan": Plan({}), "role": "reference"})
+    titles = [line.partition(":")[0] for line in lines]
+    assert titles[0] == "(reference) resident, 2 layers x 32, batch 2, learning rate 0.00015" != titles[1]
+
+
+def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Path) -> None:
+    line = closing_line(Sweep(tmp_path).run(jobs("l2l"))[0])
+    for words in ("l2l", "0.0291 M parameters", "samples/s", "host peak", "gate passed (exact)"):
+        assert words in line

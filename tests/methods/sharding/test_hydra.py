@@ -1,0 +1,201 @@
+"""Hydra's units are resident training cut into turns: the same bits, no race, memory and traffic as planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+from harness.core.job import Budget, Workload
+from harness.core.method import Trained, create
+from harness.devices.memory_rehearsal import predict
+from tests.methods.test_agree import difference
+from tests.support import planting
+from tests.support.races import find_races
+from tests.support.training import Result, tiny, train, train_resident
+
+STEPS = 6
+# The two modes, shards of one layer, of several and the whole model, with one slot and with two.
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"shard_layers": 2},
+    {"shard_layers": 5},
+    {"double_buffer": False},
+    {"intermediates": "saved"},
+    {"intermediates": "saved", "shard_layers": 2},
+]
+BOTH_MODES = [OPTIONS[1], OPTIONS[5]]
+RUNS = [
+    *((options, {"clip_norm": clip_norm}) for options in OPTIONS for clip_norm in (1.0, 0.0)),
+    *((options, {"dropout": 0.1}) for options in BOTH_MODES),
+    *((options, {"dtype": "bf16", "clip_norm": clip_norm}) for options in BOTH_MODES for clip_norm in (1.0, 0.0)),
+]
+
+
+class Bug(NamedTuple):
+    """One change to a file of methods/ that leaves out a wait, and the clipping under which it endangers memory."""
+
+    symptom: str
+    old: str
+    new: str
+    clip_norm: float = 1.0
+    file: str = "methods/sharding/shard.py"
+    is_halved: bool = False  # where the model is two shards, one each slot
+
+
+BUGS = [
+    Bug("shard_overwritten_while_in_use", "for event in (used, self.drained,", "for event in (self.drained,"),
+    Bug(
+        "shard_overwritten_while_going_home", "for event in (used, self.drained,", "for event in (used,", clip_norm=0.0
+    ),
+    Bug(
+        "shard_fetched_before_it_is_home",
+        "*(home.landed for home in (shard, *shard.lenders.values()))",
+        "*(None for home in ())",
+        clip_norm=0.0,
+        is_halved=True,
+    ),
+    Bug(
+        "computed_before_its_weights_arrive",
+        "(self.arrived, self.drained if to_write else None)",
+        "(self.drained if to_write else None,)",
+    ),
+    Bug("gradient_overwritten_while_going_home", "self.drained if to_write else None", "None"),
+    Bug(
+        "sent_home_before_it_is_computed",
+        "(done, *(home.fetched for home in homes))",
+        "tuple(home.fetched for home in homes)",
+    ),
+    Bug(
+        "gradient_of_a_shared_weight_used_before_it_lands",
+        "self.worker.device.compute.wait_event(event)",
+        "pass",
+        file="methods/sharding/unit.py",
+        is_halved=True,
+    ),
+    Bug("training_returns_before_the_last_copy_home", "gpu.synchronize()", "pass", file="methods/hydra.py"),
+]
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    """Load what Hydra imports afresh, with the bug in it."""
+    with planting.planted(bug.file, bug.old, bug.new):
+        yield
+
+
+@pytest.mark.parametrize(("options", "changes"), RUNS, ids=str)
+def test_the_very_bits_of_resident_training(options: dict, changes: dict) -> None:
+    workload = tiny(num_layers=5, **changes)
+    assert difference(train("hydra", workload, STEPS, **options), train_resident(workload, STEPS)) == ""
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_the_very_bits_where_slots_hold_the_whole_model(num_layers: int) -> None:
+    workload = tiny(num_layers=num_layers)
+    result = train("hydra", workload, STEPS, shard_layers=num_layers)
+    assert difference(result, train_resident(workload, STEPS)) == ""
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0], ids=["clip", "no_clip"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_no_race(options: dict, clip_norm: float) -> None:
+    assert find_races(create("hydra", options), tiny(num_layers=5, clip_norm=clip_norm)) == []
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.symptom) for bug in BUGS])
+def test_a_missing_wait_is_found_though_losses_do_not_show_it(bug: Bug) -> None:
+    workload = tiny(num_layers=2 if bug.is_halved else 4, clip_norm=bug.clip_norm)
+    options = {"shard_layers": 2} if bug.is_halved else {}
+    with planted(bug):
+        assert find_races(create("hydra", options), workload)
+        assert train("hydra", workload, 3, **options).losses == train_resident(workload, 3).losses
+
+
+@pytest.mark.parametrize(("options", "dtype"), [({"shard_layers": 3}, "bf16"), ({"intermediates": "saved"}, "fp32")])
+def test_the_plan_is_within_a_tenth_of_the_twin(options: dict, dtype: str) -> None:
+    workload = Workload(hidden_size=128, num_layers=3, seq_len=256, vocab_size=512, dtype=dtype)
+    method = create("hydra", options)
+    plan, found = method.plan(workload, Budget()), predict(method, workload)
+    assert plan.device_bytes == pytest.approx(found.device_bytes, rel=0.1)
+    assert plan.host_bytes == pytest.approx(found.host_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"double_buffer": False}], ids=str)
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_what_moves_is_about_what_is_planned(options: dict, clip_norm: float) -> None:
+    workload = tiny(num_layers=9, clip_norm=clip_norm, vocab_size=300)
+    moved = train("hydra", workload, 10, **options).trained.moved_bytes / 10
+    assert create("hydra", options).plan(workload, Budget()).moved_bytes == pytest.approx(moved, rel=0.1)
+
+
+@pytest.mark.parametrize("gib", [6, 8, 12, 24])
+def test_a_budget_is_filled_by_the_longest_shards_that_fit(gib: int) -> None:
+    workload, budget = Workload(num_layers=12), Budget(device_bytes=gib * 2**30)
+    plan = create("hydra", {}).plan(workload, budget)
+    longer = plan.options["shard_layers"] + 1
+    assert plan.shortfall(budget) is None
+    assert longer > 12 or create("hydra", {"shard_layers": longer}).plan(workload, budget).shortfall(budget)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> None:
+    """The budget is drawn from one layer a shard to the whole model; the training's own peak is the twin's."""
+    rng = random.Random(seed)
+    workload = tiny(num_layers=3, vocab_size=rng.choice([64, 1500]), dtype=rng.choice(["fp32", "bf16"]))
+    choice = {"num_models": 1 + seed % 2, "double_buffer": seed > 0}
+    edges = [create("hydra", {**choice, "shard_layers": n}).plan(workload, Budget()).device_bytes for n in (1, 3)]
+    budget = Budget(device_bytes=rng.randint(*edges) if seed else edges[0])
+    plan = create("hydra", choice).plan(workload, budget)
+    assert plan.shortfall(budget) is None
+    assert predict(create("hydra", plan.options), workload).device_bytes <= plan.device_bytes
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_several_models_end_where_each_would_alone(num_devices: int) -> None:
+    """Three learning rates times two batch sizes, half a batch twice as often."""
+    workload = tiny(num_layers=3, dropout=0.1)
+    result = train("hydra", workload, STEPS, num_models=6, num_batch_sizes=2, num_devices=num_devices)
+    assert difference(result, train_resident(workload, STEPS)) == ""
+    for number, other in enumerate(result.trained.others, start=1):
+        rate, half = divmod(number, 2)
+        own = dataclasses.replace(workload, batch_size=2 >> half, learning_rate=workload.learning_rate / 2**rate)
+        assert other.changes == {"learning_rate": own.learning_rate, "batch_size": own.batch_size}
+        found = Result(other.losses, other.grad_norms, Trained(other.tensors))
+        assert difference(found, train_resident(own, STEPS << half)) == ""
+    schedule = result.trained.schedule
+    assert schedule["num_models"] == 6 and 1 <= schedule["ratio"] < 2
+    assert {turn[0] for turn in schedule["turns"]} == set(range(6))
+    assert {turn[3] for turn in schedule["turns"]} == set(range(num_devices))
+
+
+def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding() -> None:
+    """The sums of the tied embedding's gradients are in another order than those of micro-batches."""
+    workload = tiny(num_layers=3, learning_rate=1e-3)
+    found, reference = train("hydra", workload, STEPS, num_devices=2), train_resident(workload, STEPS)
+    assert found.losses == pytest.approx(reference.losses, rel=1e-6) and found.losses != reference.losses
+    assert found.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
+    assert not create("hydra", {"num_devices": 2}).bit_exact
+    assert create("hydra", {"num_devices": 2, "hybrid": False}).bit_exact
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shard_layers": 13}, "shard_layers=13 is beyond the 12 layers"),
+        ({"num_models": 0}, "num_models must be at least 1, not 0"),
+        ({"num_batch_sizes": 4}, "the batch size 4 is not halved so often"),
+        ({"num_devices": 0}, "num_devices must be at least 1, not 0"),
+        ({"partitioner": "pilot"}, "exact or presharded, not 'pilot'"),
+        ({"partitioner": "presharded"}, "presharded needs shard_layers"),
+        ({"policy": "longest"}, "no policy 'longest': choose one of lrtf, srtf, fifo, random"),
+        ({"intermediates": "kept"}, "checkpointed or saved, not 'kept'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_in_one_line(options: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        create("hydra", options).plan(Workload(num_layers=12), Budget())

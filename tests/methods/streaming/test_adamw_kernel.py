@@ -1,0 +1,227 @@
+"""The host's AdamW: no bit of a split master is lost, and every path has the very bits of torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.core.method import ROOT
+from methods.streaming import adamw_kernel
+from methods.streaming.adamw import AdamStep, Piece, State, chunks, joined, keep_, update
+
+# Elements of tensors that fill no vector register evenly, in a slab where each starts at a multiple of 16.
+SHAPES = (5, 300, 16, 1000, 8, 2100, 31)
+NUM_STEPS = 4
+EVERY_LOW_HALF = torch.arange(2**16, dtype=torch.int64)
+HIGH_HALVES = {
+    "zero": 0x0000, "smallest": 0x0001, "one": 0x3F80, "odd": 0x3F81, "largest": 0x7F7F, "negative": 0xBF80,
+    "odd and negative": 0xC049, "smallest negative": 0x8001, "largest negative": 0xFF7F,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kernel() -> None:
+    """The compiled kernel."""
+    if adamw_kernel.to_build():
+        adamw_kernel.build()
+        adamw_kernel.load.cache_clear()
+    if adamw_kernel.load() is None:
+        pytest.skip("no C++ compiler here: torch's kernels update in blocks")
+
+
+def empty_state(numel: int, dtype: torch.dtype = torch.bfloat16) -> State:
+    rest = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dtype)
+    master = None if rest is None else torch.zeros(numel, dtype=rest)
+    return State(torch.zeros(numel, dtype=dtype), master, *torch.zeros(2, numel))
+
+
+def half_of(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients are rounded, so that one oracle does for fp32 and bf16."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def random(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def pieces() -> list[Piece]:
+    found, start = [], 0
+    for place, numel in enumerate(SHAPES):
+        found.append(Piece(start, start + numel, place % 2 == 0))
+        start += -(-numel // 16) * 16
+    return found
+
+
+NUMEL = pieces()[-1].stop
+
+
+def by_torch(factor: float | None, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Rounded weights, master and moments after some steps of torch's fused AdamW on an fp32 master of each tensor."""
+    masters = [random(NUMEL, 0)[start:stop].clone() for start, stop, _ in pieces()]
+    groups = [
+        {"params": [each], "weight_decay": 0.01 * piece.is_decayed}
+        for each, piece in zip(masters, pieces(), strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    for number in range(1, NUM_STEPS + 1):
+        grads = random(NUMEL, number).to(half_of(dtype)).float()
+        if factor is not None:
+            grads *= torch.tensor(factor)
+        for each, piece, group in zip(masters, pieces(), optimizer.param_groups, strict=True):
+            each.grad, group["lr"] = grads[piece.start : piece.stop].clone(), 1e-3 * number
+        optimizer.step()
+    states = [optimizer.state[each] for each in masters]
+    moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    return [torch.cat([each.to(half_of(dtype)) for each in masters]), torch.cat(masters), *map(torch.cat, moments)]
+
+
+def by_us(
+    factor: float | None,
+    max_numel: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    is_ahead: bool = False,
+    by_thread: bool = True,
+) -> list[Tensor]:
+    """The same by update(), in place or from one state into another and back."""
+    state = empty_state(NUMEL, dtype)
+    other = empty_state(NUMEL, dtype) if is_ahead else state
+    keep_(state, random(NUMEL, 0))
+    for number in range(1, NUM_STEPS + 1):
+        step = AdamStep(1e-3 * number, number, torch.tensor(float(number)))
+        scale = None if factor is None else torch.tensor(factor)
+        grads = random(NUMEL, number).to(half_of(dtype)).to(dtype)
+        update(grads, state, other, chunks(pieces(), max_numel), step, scale, by_thread=by_thread)
+        state, other = other, state
+    slabs = (state.weights.to(half_of(dtype)), joined(state), state.exp_avg, state.exp_avg_sq.abs())
+    return [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
+
+
+@pytest.mark.parametrize("high", HIGH_HALVES.values(), ids=HIGH_HALVES)
+def test_every_low_half_of_a_master_comes_back(high: int) -> None:
+    numbers = (high << 16) + EVERY_LOW_HALF
+    bits = torch.where(numbers >= 2**31, numbers - 2**32, numbers).int()
+    state = empty_state(len(bits))
+    keep_(state, bits.view(torch.float32))
+    assert torch.equal(joined(state).view(torch.int32), bits)
+    assert torch.equal(state.weights, bits.view(torch.float32).bfloat16())
+
+
+def test_a_master_that_is_no_number_stays_none() -> None:
+    nans = ((0x7F80 << 16) + EVERY_LOW_HALF[1:]).int().view(torch.float32)
+    state = empty_state(len(nans))
+    keep_(state, torch.cat([nans]))
+    assert joined(state).isnan().all()
+
+
+@pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [None, 0.37])
+def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
+    kernel: None, path: int, is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path > adamw_kernel.widest_path():
+        pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
+    monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
+    assert all(map(torch.equal, by_us(factor, 10**6, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [None, 0.37])
+def test_without_a_compiler_the_bits_are_the_same(
+    is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adamw_kernel, "load", lambda: None)
+    assert all(map(torch.equal, by_us(factor, 160, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
+
+
+@pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_fp32_has_the_same_bits_however_it_is_cut(max_numel: int, by_thread: bool) -> None:
+    ours = by_us(0.37, max_numel, torch.float32, by_thread=by_thread)
+    assert all(map(torch.equal, ours, by_torch(0.37)))
+
+
+@pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
+def test_every_fp16_gradient_is_read_and_every_master_rounded_as_torch_does(
+    kernel: None, path: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finite fp16, the floats halfway to the next one, and their neighbors; beyond the largest, infinity."""
+    if path > adamw_kernel.widest_path():
+        pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
+    monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
+    every = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)
+    exact = torch.cat([every, -every])
+    ties = (every[1:].float() + every[:-1].float()) / 2
+    around = [
+        ties,
+        ties.nextafter(torch.tensor(0.0)),
+        ties.nextafter(torch.tensor(1e9)),
+        torch.tensor([65519.9, 65520]),
+    ]
+    masters = torch.cat([exact.float(), *around, -torch.cat(around)])
+    grads = exact.repeat(-(-len(masters) // len(exact)))[: len(masters)]
+    state = empty_state(len(masters), torch.float16)
+    keep_(state, masters)
+    step = AdamStep(0.0, 1, torch.tensor(1.0))
+    update(grads, state, state, [[Piece(0, len(masters), False)]], step, None)
+    assert torch.equal(state.weights, masters.half())
+    torch.testing.assert_close(state.exp_avg, grads.float() / 10, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_tie_keeps_its_master_through_an_update(
+    kernel: None, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a learning rate of zero: ties of even and odd masters, rounded down and up."""
+    if not is_compiled:
+        monkeypatch.setattr(adamw_kernel, "load", lambda: None)
+    ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001] * 9, dtype=torch.int32)
+    state = empty_state(len(ties))
+    keep_(state, ties.view(torch.float32))
+    step = AdamStep(0.0, 1, torch.tensor(1.0))
+    update(torch.ones(len(ties), dtype=torch.bfloat16), state, state, [[Piece(0, len(ties), True)]], step, None)
+    assert torch.equal(joined(state).view(torch.int32), ties)
+    torch.testing.assert_close(state.exp_avg_sq.abs(), torch.full((len(ties),), 1e-3), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_out_of_one_state_into_another_leaves_the_first(dtype: torch.dtype, kernel: None) -> None:
+    source, target, alone = (empty_state(NUMEL, dtype) for _ in range(3))
+    keep_(source, random(NUMEL, 0))
+    keep_(alone, random(NUMEL, 0))
+    step, grads = AdamStep(1e-3, 1, torch.tensor(1.0)), random(NUMEL, 1).to(dtype)
+    update(grads, source, target, chunks(pieces(), 320), step, None)
+    assert torch.equal(joined(source), random(NUMEL, 0)) and not source.exp_avg.any()
+    update(grads, alone, alone, chunks(pieces(), 320), step, None)
+    for start, stop, _ in pieces():
+        ours, theirs = (joined(state)[start:stop] for state in (target, alone))
+        assert torch.equal(ours, theirs) and torch.equal(target.exp_avg[start:stop], alone.exp_avg[start:stop])
+
+
+@pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])
+def test_chunks_hold_every_element_once_and_are_cut_at_whole_vectors(max_numel: int) -> None:
+    found = [piece for chunk in chunks(pieces(), max_numel) for piece in chunk]
+    seen = torch.zeros(NUMEL, dtype=torch.int32)
+    for start, stop, _ in found:
+        seen[start:stop] += 1
+        assert start % 16 == 0
+    assert all((seen[start:stop] == 1).all() for start, stop, _ in pieces())
+    assert max(chunk[-1].stop - chunk[0].start for chunk in chunks(pieces(), max_numel)) <= max_numel
+
+
+def test_a_narrower_torch_has_the_same_bits(kernel: None) -> None:
+    """torch's own kernels for AVX2, chosen in a process of their own."""
+    code = (
+        "import tests.methods.streaming.test_adamw_kernel as t, torch;"
+        " assert all(map(torch.equal, t.by_us(0.37, 10**6), t.by_torch(0.37)))"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0

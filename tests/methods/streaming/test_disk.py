@@ -1,0 +1,210 @@
+"""States on the disk: the same bits as in memory, as few buffers as said, and a full disk told by its name."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from harness.cli.main import exit_code
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT, create
+from harness.core.record import Record, read_all
+from harness.devices.streams import Device
+from harness.jobs.sweep import Sweep, resolve
+from methods.shared.memory_needs import NUM_BUFFERS
+from methods.streaming.clip import Clip
+from methods.streaming.disk import Disk, File, shelves
+from methods.streaming.layer_state import Home
+from methods.streaming.layout import new_layer
+from tests.support.training import tiny
+
+NUM_LAYERS = 5
+PUNCH_HOLE = 0x02 | 0x01  # of fallocate(2): free the bytes, keep the file's size
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with Device("cpu") as cpu:
+        yield cpu
+
+
+def homes(device: Device, workload: Workload, folder: Path | None) -> list[Home]:
+    """Layers whose states lie in the folder, or in memory."""
+    places = [None] * NUM_LAYERS if folder is None else shelves(device, NUM_LAYERS, str(folder), workload)
+    return [
+        Home(device, new_layer(workload), f"layers.{place}.", workload, host=True, shelf=shelf)
+        for place, shelf in enumerate(places)
+    ]
+
+
+def updated(device: Device, workload: Workload, folder: Path | None, steps: int = 3) -> list[Tensor]:
+    """Weights and first moments after some updates of every layer, top down as without clipping."""
+    found = homes(device, workload, folder)
+    for step in range(1, steps + 1):
+        for place, home in reversed(list(enumerate(found))):
+            home.updated.result()
+            generator = torch.Generator().manual_seed(100 * step + place)
+            home.grads.copy_(torch.randn(home.grads.numel(), generator=generator))
+            home.landed = device.outbound.record_event()
+            home.update_when_landed(1e-2 * step, Clip(device, 0.0))
+    for home in found:
+        home.updated.result()
+    return list(chain.from_iterable((state.weight, state.exp_avg) for home in found for state in home.states()))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_states_on_the_disk_are_updated_to_the_same_bits(device: Device, tmp_path: Path, dtype: str) -> None:
+    workload = tiny(dtype=dtype)
+    on_disk, in_memory = updated(device, workload, tmp_path), updated(device, workload, None)
+    assert len(on_disk) == len(in_memory) and all(map(torch.equal, on_disk, in_memory))
+
+
+def test_files_have_no_name_to_leave_behind(device: Device, tmp_path: Path) -> None:
+    updated(device, tiny(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_as_many_buffers_as_said_hold_all_layers(device: Device, tmp_path: Path) -> None:
+    disk = Disk(device, tmp_path, 100, tiny())
+    assert len(disk.buffers) == NUM_BUFFERS
+    assert {slab.nbytes % 4096 for buffer in disk.buffers for slab in buffer} == {0}
+
+
+@pytest.mark.parametrize("offset", [0, 3], ids=["whole pages", "beside them"])
+def test_what_is_written_is_read_again(tmp_path: Path, device: Device, offset: int) -> None:
+    """Past the system's cache where memory lies in whole pages, through it where not."""
+    whole = File(tmp_path, 3 * 8192)
+    file = whole.at(8192)
+    slab = device.room(2048 + offset, torch.float32, host=True)[offset:]
+    slab.copy_(torch.arange(2048))
+    torch.ops.harness.write(file, slab)
+    again = device.room(2048, torch.float32, host=True)
+    torch.ops.harness.read(file, again)
+    assert torch.equal(slab, again)
+
+
+def test_a_disk_that_fills_up_is_told_where_the_layer_is_asked_for_next(device: Device, tmp_path: Path) -> None:
+    home = homes(device, tiny(), tmp_path)[0]
+    assert home.shelf is not None
+    with open("/dev/full", "r+b", buffering=0) as full:
+        home.shelf.state[1] = torch.tensor([full.fileno(), full.fileno(), 0])
+        home.landed = device.outbound.record_event()
+        for _ in range(2):
+            home.update_when_landed(1e-3, Clip(device, 0.0))
+        with pytest.raises(OSError, match="No space left") as raised:
+            home.updated.result()
+    assert raised.value.errno == errno.ENOSPC
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder]).returncode:
+        pytest.skip("a small file system is mounted by root only, and not on every machine")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)  # an error may still hold a file
+
+
+def fill(folder: Path) -> None:
+    with suppress(OSError), open(folder / "filler", "ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_first_step(small_disk: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: 9\.0 MiB of states: .*small") as raised:
+        File(small_disk, 9 * 2**20)
+    assert raised.value.errno == errno.ENOSPC and list(small_disk.iterdir()) == []
+
+
+def test_states_that_another_process_has_cut_off_are_named_with_their_folder(device: Device, tmp_path: Path) -> None:
+    home = homes(device, tiny(), tmp_path)[0]
+    assert home.shelf is not None
+    home.shelf.read()  # what was to be written is
+    os.ftruncate(home.shelf.disk.files[0].cached.fileno(), 0)
+    with pytest.raises(OSError, match=f"a file of states ends at 0 bytes, before its data does: '{tmp_path}'"):
+        home.shelf.read()
+
+
+def take_room_of_states(folder: Path) -> None:
+    """As on a file system that takes room only as it is written: what the run has reserved there is given back, and
+    something else fills the disk."""
+    for process in psutil.Process().children(recursive=True):
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(link).startswith(str(folder)):
+                    with open(link, "r+b") as file:
+                        size = ctypes.c_long(os.fstat(file.fileno()).st_size)
+                        ctypes.CDLL(None).fallocate(file.fileno(), PUNCH_HOLE, ctypes.c_long(0), size)
+    fill(folder)
+
+
+def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_room_the_same_call_trains_it(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    """Something else fills the disk, which harms nobody, and from step 20 on has the room of the states, too."""
+    workload = Workload(num_layers=4, hidden_size=128, num_heads=4, seq_len=32, batch_size=2, vocab_size=128)
+    on_disk = Job("stronghold", workload, {"placement": "W1D3", "disk": str(small_disk)}, steps=40, warmup=1)
+    jobs = [resolve(job)[0] for job in (on_disk, Job("resident", workload, steps=40, warmup=1))]
+
+    def report(event: dict) -> None:
+        if event["event"] == "step" and event["step"] >= 3 and "first" not in ends:
+            (fill if event["step"] < 20 else take_room_of_states)(small_disk)
+        elif event["event"] == "end":
+            ends.setdefault("first", event["record"])
+
+    ends: dict[str, Record] = {}
+    full, other = Sweep(tmp_path, report=report).run(jobs)
+    assert (full.status, exit_code([full], is_sweep=False)) == ("does-not-fit", 4)
+    assert full.phase.startswith("step ") and len(full.losses) >= 20
+    assert full.reason.startswith(f"out of room on the disk at {full.phase}") and str(small_disk) in full.reason
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+    assert other.gate.verdict == "exact"
+
+    (small_disk / "filler").unlink()
+    again, same = Sweep(tmp_path).run(jobs)
+    assert again.gate.verdict == "exact" and len(again.losses) == 40
+    assert same.started == other.started
+
+
+def test_no_room_for_results_is_one_line_and_exit_4(small_disk: Path) -> None:
+    fill(small_disk)
+    words = f"-m resident -l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --results {small_disk}"
+    done = subprocess.run([sys.executable, "-m", "harness", *words.split()], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
+    assert done.stderr.startswith("error: no room left on the disk")
+
+
+def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp_path: Path) -> None:
+    """Through the door, on the device sim, whose host has two thirds of what weights, gradients and states take."""
+    layer_params = Workload(hidden_size=128, num_heads=4).layer_params
+    host_kib = 16 * 12 * layer_params * 2 // 3 // 1024
+    words = f"-m stronghold -l 12 -h 128 -b 2 --heads 4 --seq 32 --vocab 128 --steps 4 --warmup 1 --disk {tmp_path}"
+    budgets = f"--device-memory 16MiB --host-memory {host_kib}KiB --option resident_layers=0 --results {tmp_path}"
+    call = [sys.executable, "-m", "harness", *words.split(), *budgets.split()]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = (record for record in read_all(tmp_path)[0].values() if record.job.method == "stronghold")
+    assert record.gate.verdict == "exact" and "D" in record.job.options["placement"]
+    assert record.peaks["host_accounted"] <= 1024 * host_kib
+
+
+@pytest.mark.parametrize("folder", ["/nowhere", "/proc"])
+def test_a_folder_that_cannot_be_written_is_one_line(folder: str) -> None:
+    stronghold = create("stronghold", {"placement": "W1D1", "disk": folder})
+    with pytest.raises(ValueError, match="name another with --disk DIR"):
+        stronghold.plan(tiny(), Budget())

@@ -1,0 +1,231 @@
+"""Where each layer lives: how it is written, that every place trains the same, and what it takes by arithmetic."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from harness.core.job import GIB, Budget, Workload
+from harness.core.method import create
+from harness.devices.memory_account import Tracker
+from harness.devices.memory_rehearsal import predict
+from methods.streaming import layer_state
+from methods.streaming.placement import parse, placed_plan, rings, shrink, text_of
+from tests.methods.test_agree import difference
+from tests.support.bugs import COMMITTED
+from tests.support.training import answers_within, tiny, train, train_resident
+
+MIXTURES = ["P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
+SMALL = {"num_layers": 5, "hidden_size": 32, "num_heads": 2}
+STEPS = 6
+SOMETIMES = 2.7  # a limit that the norm is within at some of these steps, and beyond at others
+
+
+def placed(workload: Workload, placement: str, clipping: str = "deferred", window_size: int = 2) -> str:
+    """How this training differs from resident training; empty where it has the same bits."""
+    options = {"placement": placement, "clipping": clipping, "window_size": window_size}
+    return difference(train("stronghold", workload, STEPS, **options), train_resident(workload, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [("R2W5S1", "RRWWWWWS"), ("R2W", "RRWWWWWW"), ("W", "WWWWWWWW"), ("RPW4SD", "RPWWWWSD"), ("S8", "SSSSSSSS")],
+)
+def test_a_placement_is_a_letter_a_layer(text: str, kinds: str) -> None:
+    assert parse(text, 8) == kinds
+    assert parse(text_of(kinds), 8) == kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no placement"),
+        ("R2X6", "is no placement"),
+        ("2R6W", "is no placement"),
+        ("r2w6", "is no placement"),
+        ("R2W5", "is of 7 layers, the model has 8"),
+        ("R2W99999999999", "the model has 8"),
+        ("R8W", "is of 9 layers"),
+    ],
+)
+def test_a_bad_placement_is_one_line(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        create("stronghold", {"placement": text}).plan(tiny(num_layers=8), Budget())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"placement": "R2W3", "resident_layers": 1}, "differ: give one of them"),
+        ({"clipping": "sometimes"}, "choose one of deferred, speculate"),
+    ],
+)
+def test_options_that_contradict_are_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        create("stronghold", options).plan(tiny(num_layers=5), Budget())
+
+
+def test_resident_layers_and_window_are_a_placement_too() -> None:
+    planned = create("stronghold", {"resident_layers": 2, "window_size": 2}).plan(tiny(num_layers=8), Budget())
+    assert planned.options["placement"] == "R2W6"
+
+
+def test_layers_take_turns_in_the_slots_of_their_ring() -> None:
+    alone, streamed = rings("RWSWWDS", 2)
+    assert (alone.above, streamed.above) == ({1: 4, 3: 5}, {})
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("placement", MIXTURES)
+def test_every_place_has_the_very_bits_of_resident_training(placement: str, changes: dict[str, Any]) -> None:
+    assert placed(tiny(**SMALL, **changes), placement) == ""
+
+
+@pytest.mark.parametrize("window_size", [1, 5])
+def test_a_window_of_any_width_has_the_same_bits(window_size: int) -> None:
+    assert placed(tiny(**SMALL), "S2W2S1", window_size=window_size) == ""
+
+
+@pytest.mark.parametrize("clip_norm", [COMMITTED, SOMETIMES, 0.05], ids=["never", "sometimes", "always"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", ["W5", "P5", "S5", "R1P1W2S1"])
+def test_speculation_has_the_very_bits_however_often_it_is_clipped(
+    placement: str, dtype: str, clip_norm: float
+) -> None:
+    assert placed(tiny(**SMALL, dtype=dtype, clip_norm=clip_norm), placement, "speculate") == ""
+
+
+@pytest.mark.parametrize("placement", ["W5", "S5"])
+def test_speculation_is_committed_at_some_steps_and_left_at_others(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = tiny(**SMALL, clip_norm=SOMETIMES)
+    norms = train_resident(workload, STEPS).grad_norms
+    assert min(norms) < SOMETIMES < max(norms)
+    states: list[int] = []
+
+    def spy(self: Any, *args: Any) -> Any:
+        states.append(id(self.state))
+        return next_step(self, *args)
+
+    next_step = layer_state.Home.next_step
+    monkeypatch.setattr(layer_state.Home, "next_step", spy)
+    assert placed(workload, placement, "speculate") == ""
+    assert len(set(states)) > 5 + 1  # more states have been in force than there are layers and ends
+
+
+def test_an_update_ahead_is_not_begun_where_the_norm_is_beyond_the_limit_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = answers_within(monkeypatch)
+    assert placed(tiny(**SMALL, clip_norm=0.05), "W5", "speculate") == ""
+    assert said and not any(said)
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_micro_batches_have_the_very_bits_in_every_place(micro_batches: int, changes: dict[str, Any]) -> None:
+    workload = tiny(**SMALL, batch_size=6, micro_batches=micro_batches, **changes)
+    assert placed(workload, "R1P1W2S1", "speculate") == ""
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("placement", MIXTURES)
+def test_the_plan_foretells_what_one_more_step_moves(placement: str, dtype: str, clip_norm: float) -> None:
+    workload, options = tiny(**SMALL, dtype=dtype, clip_norm=clip_norm), {"placement": placement, "window_size": 2}
+    one, two = (train("stronghold", workload, steps, **options).trained.moved_bytes for steps in (1, 2))
+    planned = create("stronghold", options).plan(workload, Budget()).moved_bytes
+    # Where updates are owed, the end of the training pays the last one, so that every step moves as much.
+    assert two - one == planned
+
+
+def test_a_committed_step_of_streamed_layers_moves_no_gradient_in() -> None:
+    workload = tiny(**SMALL, clip_norm=COMMITTED)
+    options = {"placement": "S5", "window_size": 2, "clipping": "speculate"}
+    two, three = (train("stronghold", workload, steps, **options).trained.moved_bytes for steps in (2, 3))
+    assert three - two == create("stronghold", options).plan(workload, Budget()).moved_bytes
+
+
+UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), ("fp32", None)]
+
+
+@pytest.mark.parametrize(("dtype", "clipping"), UPDATES)
+@pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
+def test_the_plan_is_within_a_tenth_of_the_twin_in_both_memories(
+    placement: str, dtype: str, clipping: str | None
+) -> None:
+    clip_norm = 1.0 if clipping else 0.0
+    workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm)
+    stronghold = create("stronghold", {"placement": placement, "clipping": clipping})
+    predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Budget())
+    assert planned.device_bytes == pytest.approx(predicted.device_bytes, rel=0.1)
+    assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.1)
+
+
+def test_bytes_by_kind_are_those_of_the_hand() -> None:
+    """Of each layer's parameters: R 16 bytes here; P 4 here, 16 there; W and S 16 there. Here, too, one slot for W's
+    weights, two rooms for gradients, and a slot with state and gradient for S. Speculation's second states are 12."""
+    workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512)
+    layer, ends = workload.layer_params, workload.end_params
+    plan = placed_plan(workload, "RPWS", 3, "speculate")
+    assert plan.device["weights"] == 4 * (ends + 2 * layer)
+    assert plan.device["optimizer"] == 8 * (ends + layer)
+    assert plan.device["buffers"] == (4 + 2 * 4 + 16) * layer
+    numbers = 512 + 3 * 4  # small ones, and how often each layer was updated
+    assert plan.host == {
+        "weights": 12 * layer,
+        "gradients": 12 * layer,
+        "optimizer": (3 * 8 + 3 * 12) * layer + numbers,
+    }
+
+
+def test_a_streamed_layer_whose_update_need_not_wait_takes_12_bytes_a_parameter_of_the_host() -> None:
+    workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, clip_norm=0.0)
+    predicted = [predict(create("stronghold", {"placement": f"S{n}"}), workload.at_depth(n)) for n in (4, 6)]
+    each = 12 * workload.layer_params
+    assert predicted[1].host_bytes - predicted[0].host_bytes == pytest.approx(2 * each, rel=0.01)
+    assert placed_plan(workload, "SSSS", 3, None).host_bytes == 4 * each + 512 + 4 * 4  # small numbers
+
+
+def test_speculation_is_chosen_where_both_memories_are_known_and_the_host_has_room() -> None:
+    workload = tiny(**SMALL)
+    stronghold = create("stronghold", {"resident_layers": 0})
+    needed = placed_plan(workload, "W" * 5, 3).host_bytes
+
+    def chosen(device_bytes: int | None, host_bytes: int | None, workload: Workload = workload) -> str | None:
+        return stronghold.plan(workload, Budget(device_bytes, host_bytes)).options.get("clipping")
+
+    assert chosen(GIB, 4 * needed) == "speculate"
+    assert chosen(GIB, needed) == chosen(None, 4 * needed) == chosen(GIB, None) == "deferred"
+    assert chosen(GIB, 4 * needed, tiny(**SMALL, clip_norm=0.0)) is None
+    assert create("stronghold", {"placement": "R"}).plan(workload, Budget(GIB, GIB)).options["clipping"] == "deferred"
+
+
+def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:
+    workload = tiny(**SMALL)
+    options = {"placement": "R1P1W2S1", "clipping": "speculate", "window_size": 2}
+    free = Tracker()
+    with free:
+        expected = train("stronghold", workload, 2, device="sim", **options).losses
+    few_numbers = 64  # bytes that threads may or may not hold at the same moment
+    with Tracker(free.stats()["device_peak"], free.stats()["host_peak"] + few_numbers):
+        assert train("stronghold", workload, 2, device="sim", **options).losses == expected
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_layers", "twin"),
+    [
+        ("R1W11", 4, "R1W3"),
+        ("R6P3W2S1", 4, "R1P1W1~S1"),
+        ("R6P3W2S1", 2, "R1P1"),
+        ("W8", 3, "W3"),
+        ("R2W1D9", 4, "R1W1D2"),
+    ],
+)
+def test_a_twin_has_every_kind_of_layer_that_there_is_room_for(placement: str, num_layers: int, twin: str) -> None:
+    kinds = parse(placement, sum(map(int, re.findall(r"\d+", placement))))
+    assert text_of(shrink(kinds, num_layers)) == twin

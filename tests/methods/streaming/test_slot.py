@@ -1,0 +1,296 @@
+"""How a layer travels: torch's own AdamW at home, torch's own autograd in a slot, and only the bytes that must move."""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import threading
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.core.gpt import Layer, initial
+from harness.core.job import Budget, Workload
+from harness.core.method import create
+from harness.devices.streams import Device
+from methods.streaming.adamw import joined, keep_
+from methods.streaming.layer_state import Home
+from methods.streaming.layout import Layout, new_layer
+from methods.streaming.slot import Gradients, Slot
+from tests.support.training import tiny, train
+
+ODD_SHAPES = ((1,), (3, 5), (7,), (17, 31), (33,), (1, 1))
+FACTORS = (None, 1.0, 0.37)
+ALIGNED = tiny(hidden_size=32, num_heads=2, num_layers=5)  # its slabs have no padding
+ALIGNED_LAYER_BYTES = 4 * (12 * 32 * 32 + 13 * 32)
+UPDATES = 5
+
+
+class Odd(nn.Module):
+    """Vectors and matrices that fill no vector register evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors_and_matrices = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in ODD_SHAPES)
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with Device("cpu") as cpu:
+        yield cpu
+
+
+def random(shape: Any, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def odd_home(device: Device, dtype: str = "fp32") -> Home:
+    home = Home(device, Odd(), "odd.", tiny(dtype=dtype), host=True)
+    keep_(home.state, random(home.layout.numel, seed=0))
+    return home
+
+
+def gradients(home: Home, update: int) -> list[Tensor]:
+    return [random(shape, seed=100 * update + place) for place, shape in enumerate(home.layout.shapes, start=1)]
+
+
+def learning_rate(update: int) -> float:
+    return 1e-3 * update
+
+
+def update_at_home(home: Home, factor: float | None) -> list[Tensor]:
+    """Weights and first moments after some steps; a tensor of the factor, as the clip gives it."""
+    for update in range(1, UPDATES + 1):
+        for view, gradient in zip(home.layout.views(home.grads), gradients(home, update), strict=True):
+            view.copy_(gradient)
+        home.update(learning_rate(update), None if factor is None else torch.tensor(factor))
+    return list(chain.from_iterable((state.weight, state.exp_avg) for state in home.states()))
+
+
+def update_by_torch(home: Home, factor: float | None, **implementation: bool) -> list[Tensor]:
+    """The same steps from the same weights by torch's optimizer."""
+    weights = [nn.Parameter(view.clone()) for view in home.layout.views(joined(home.state))]
+    groups = [
+        {"params": [weight for weight in weights if weight.ndim == 2], "weight_decay": 0.01},
+        {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, **implementation)
+    for update in range(1, UPDATES + 1):
+        for weight, gradient in zip(weights, gradients(home, update), strict=True):
+            weight.grad = gradient if factor is None else gradient * torch.tensor(factor)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(update)
+        optimizer.step()
+    return list(chain.from_iterable((weight.detach(), optimizer.state[weight]["exp_avg"]) for weight in weights))
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_update_has_the_very_bits_of_torchs_fused_adamw(device: Device, factor: float | None) -> None:
+    home = odd_home(device)
+    theirs = update_by_torch(home, factor, fused=True)
+    assert all(map(torch.equal, update_at_home(home, factor), theirs))
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_update_is_close_to_torchs_unfused_adamw(device: Device, factor: float | None) -> None:
+    home = odd_home(device)
+    theirs = update_by_torch(home, factor, foreach=False, fused=False)
+    torch.testing.assert_close(update_at_home(home, factor), theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_update_changes_every_element(device: Device) -> None:
+    home = odd_home(device)
+    before = [view.clone() for view in home.layout.views(joined(home.state))]
+    update_at_home(home, None)
+    assert all((old != new).all() for old, new in zip(before, home.layout.views(joined(home.state)), strict=True))
+
+
+def test_update_leaves_the_padding_at_zero(device: Device) -> None:
+    home = Home(device, Odd(), "odd.", tiny(), host=True)
+    update_at_home(home, None)
+    for view in home.layout.views(home.state.weights):
+        view.zero_()
+    assert not home.state.weights.any()
+
+
+def test_bf16_weights_are_the_rounded_master(device: Device) -> None:
+    home = odd_home(device, "bf16")
+    update_at_home(home, None)
+    assert torch.equal(home.state.weights, joined(home.state).bfloat16())
+
+
+def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) -> None:
+    home = odd_home(device, "bf16")
+    keep_(home.state, torch.ones(home.layout.numel))
+    home.grads.fill_(1.0)
+    for _ in range(100):
+        home.update(1e-4, None)
+    torch.testing.assert_close(
+        home.layout.views(home.state.weights)[0].float(), torch.tensor([0.99]), rtol=4e-3, atol=0
+    )
+
+
+@pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
+def test_views_do_not_overlap(module: nn.Module) -> None:
+    layout = Layout(module)
+    views = layout.views(torch.zeros(layout.numel))
+    for place, view in enumerate(views):
+        view.fill_(place)
+    assert all((view == place).all() for place, view in enumerate(views))
+
+
+@pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
+def test_views_have_the_parameters_shapes(module: nn.Module) -> None:
+    layout = Layout(module)
+    views = layout.views(torch.zeros(layout.numel))
+    assert [view.shape for view in views] == [parameter.shape for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
+def test_views_start_at_multiples_of_64_bytes(module: nn.Module) -> None:
+    layout = Layout(module)
+    slab = torch.zeros(layout.numel)
+    assert all((view.data_ptr() - slab.data_ptr()) % 64 == 0 for view in layout.views(slab))
+
+
+def autograd(workload: Workload, x: Tensor, dy: Tensor, seed: int) -> list[Tensor]:
+    """Output, input's gradient and parameters' gradients of layer 1, by torch alone."""
+    layer = Layer(workload)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(initial(f"layers.1.{name}", parameter.shape, workload))
+    x = x.clone().requires_grad_()
+    torch.manual_seed(seed)
+    y = layer(x)
+    y.backward(dy)
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def layer_home(device: Device, workload: Workload, index: int = 1) -> Home:
+    return Home(device, new_layer(workload), f"layers.{index}.", workload, host=True)
+
+
+def slot_for(home: Home) -> Slot:
+    slot = Slot(home)
+    slot.gradients = Gradients(home)
+    return slot
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> None:
+    workload = tiny(dropout=dropout)
+    home, slot = layer_home(device, workload), slot_for(layer_home(device, workload, index=0))
+    x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
+    slot.gradients.slab.fill_(7)  # what another layer left there
+    slot.prefetch(home)
+    torch.manual_seed(3)
+    ys, saved = slot.forward([x])
+    torch.rand(5)  # what the layers above draw
+    ours = [*ys, *slot.backward(saved, [dy]), *home.layout.views(slot.gradients.slab)]
+    assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
+
+
+def test_layer_has_the_same_bits_where_it_comes_back_to_another_slot(device: Device) -> None:
+    workload = tiny()
+    home, other = layer_home(device, workload), layer_home(device, workload, index=0)
+    first, second = slot_for(home), slot_for(other)
+    x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
+    first.prefetch(home)
+    ys, saved = first.forward([x])
+    first.prefetch(other)
+    first.forward(ys)
+    second.prefetch(home)
+    ours = [*ys, *second.backward(saved, [dy]), *home.layout.views(second.gradients.slab)]
+    assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
+
+
+def test_recompute_leaves_the_random_state_where_the_pass_above_left_it(device: Device) -> None:
+    home = layer_home(device, tiny(dropout=0.5))
+    slot = slot_for(home)
+    slot.prefetch(home)
+    _, saved = slot.forward([random((2, 16, 36), seed=1)])
+    torch.rand(5)
+    state = torch.get_rng_state()
+    slot.backward(saved, [random((2, 16, 36), seed=2)])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_gradient_arrives_home_as_it_left(device: Device) -> None:
+    home = layer_home(device, ALIGNED)
+    slot = slot_for(home)
+    slot.gradients.slab.copy_(random(slot.gradients.slab.shape, seed=1))
+    slot.offload(home)
+    slot.wait()
+    assert torch.equal(home.grads, slot.gradients.slab)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_l2l_moves_each_layer_in_twice_and_its_gradient_out_once(num_steps: int) -> None:
+    moved = train("l2l", ALIGNED, num_steps).trained.moved_bytes
+    assert moved == num_steps * (2 * 5 + 5) * ALIGNED_LAYER_BYTES
+
+
+# Of n streamed layers the w of the window stay for the backward pass, and the last w fetched wait for the next step;
+# the window is filled once before the first step.
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("window_size", "resident_layers", "streamed", "kept"),
+    [(1, 0, 5, 1), (2, 0, 5, 2), (5, 0, 5, 5), (2, 1, 4, 2), (2, 4, 1, 1), (2, 5, 0, 0)],
+)
+def test_stronghold_fetches_no_layer_of_the_window_again_at_the_turn(
+    window_size: int, resident_layers: int, streamed: int, kept: int, clip_norm: float, num_steps: int
+) -> None:
+    workload = tiny(hidden_size=32, num_heads=2, num_layers=5, clip_norm=clip_norm)
+    options = {"window_size": window_size, "resident_layers": resident_layers}
+    moved = train("stronghold", workload, num_steps, **options).trained.moved_bytes
+    fetches_per_step = (streamed - kept) + (streamed - kept) + kept
+    assert moved == (kept + num_steps * (fetches_per_step + streamed)) * ALIGNED_LAYER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("resident", {}),
+        ("l2l", {}),
+        ("stronghold", {"window_size": 1, "resident_layers": 0}),
+        ("stronghold", {"window_size": 3, "resident_layers": 1}),
+        ("stronghold", {"window_size": 2, "resident_layers": 4}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_plan_foretells_what_one_more_step_moves(method: str, options: dict[str, int], dtype: str) -> None:
+    workload = tiny(hidden_size=32, num_heads=2, num_layers=5, dtype=dtype)
+    one, two = (train(method, workload, num_steps, **options).trained.moved_bytes for num_steps in (1, 2))
+    assert create(method, options).plan(workload, Budget()).moved_bytes == two - one
+
+
+def test_a_slab_of_the_host_has_its_pages_before_it_is_used(device: Device) -> None:
+    slab = device.room(2**22, torch.float32, host=True)
+    assert slab.untyped_storage().nbytes() == 2**24  # exactly as large as asked
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    slab.fill_(1.0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 2**24 // mmap.PAGESIZE // 100
+
+
+def test_hosts_single_threads_leave_compute_its_own() -> None:
+    # A fresh thread, as in a fresh process: torch settles a thread's count when it first computes.
+    counts: list[int] = []
+
+    def compute() -> None:
+        train("stronghold", tiny(), 1)
+        counts.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [2]

@@ -1,0 +1,169 @@
+"""Jobs in containers of a real engine: the same training, and how it ends there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from harness.core.job import Budget, Job
+from harness.core.method import ROOT
+from harness.core.record import Record, read_all
+from harness.jobs.sweep import Report, Sweep, resolve
+from harness.places import docker as container
+from harness.places.docker import Docker
+from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
+from tests.support.packages import need, still_running
+from tests.support.tiny import TINY, WORDS, write_compiling, write_ending
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def engine(docker_engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    container.engine.cache_clear()
+    monkeypatch.setenv("DOCKER_HOST", docker_engine)
+    return docker_engine
+
+
+def call(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "harness", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def run_there(tmp_path: Path, line: str, budget: Budget | None = None, report: Report | None = None) -> Record:
+    """The record of a method that does this after its first step."""
+    methods = write_ending(tmp_path, line)
+    job = Job("ending", TINY, budget=budget or Budget(), steps=3, warmup=1)
+    return Sweep(tmp_path, (methods,), report, place=Docker(IMAGE)).run([job])[0]
+
+
+def test_the_image_alone_trains_without_network_and_without_root(engine: str) -> None:
+    line = "./run.sh -m stronghold -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 6 && id -u"
+    words = docker(engine, "run", "--rm", "--network", "none", IMAGE, "bash", "-c", line)
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0 and "gate passed (exact)" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "1000"
+
+
+def test_the_same_job_here_and_in_a_container_trains_to_the_same_bits(engine: str, tmp_path: Path) -> None:
+    job = resolve(Job("stronghold", TINY, steps=6, warmup=2))[0]
+    (here,) = Sweep(tmp_path).run([job])
+    (there,) = Sweep(tmp_path, place=Docker(IMAGE)).run([job])
+    assert there.losses == here.losses and there.grad_norms == here.grad_norms
+    assert there.tensors == here.tensors and there.gate.verdict == "exact"
+    assert there.key != here.key and there.machine["on"] == "docker"
+    provenance = {"key", "machine", "software", "started", "gate", "step_seconds", "phase_seconds", "peaks"}
+    assert there.description["optimizer"].startswith("torch AdamW, fused, host")
+    there.description["optimizer"] = here.description["optimizer"]  # the tests' image has no compiler for our own
+    same = [field.name for field in dataclasses.fields(Record) if field.name not in provenance]
+    assert [getattr(here, name) for name in same] == [getattr(there, name) for name in same]
+    assert {path.stat().st_uid for path in tmp_path.iterdir()} == {os.getuid()}
+
+
+def test_out_of_the_containers_memory_is_told_by_the_engine(engine: str, tmp_path: Path) -> None:
+    # Shared memory, which no limit of a process counts.
+    line = "shared = mmap.mmap(-1, 400 * 2**20); [shared.write(bytes(2**20)) for _ in range(400)]"
+    record = run_there(tmp_path, line, Budget(host_bytes=300 * 2**20))
+    assert record.status == "oom-host" and record.evidence["class"] == "kernel-kill", record.reason
+    assert record.evidence["docker"]["OOMKilled"] is True
+
+
+def test_a_compiler_that_the_containers_memory_does_not_hold_is_named_in_one_line(engine: str, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def take(event: dict) -> None:
+        told.extend([event["text"]] if event["event"] == "warning" else [])
+
+    methods = write_compiling(tmp_path, "subprocess.run([sys.executable, '-c', 'bytearray(2**30)'], check=True)")
+    job = Job("compiling", TINY, budget=Budget(host_bytes=300 * 2**20), steps=3, warmup=1)
+    (record,) = Sweep(tmp_path, (methods,), take, place=Docker(IMAGE)).run([job])
+    assert record.status == "unavailable" and "not compiled" in record.reason
+    assert len(told) == 1 and "out of host memory" in told[0] and "--host-memory" in told[0]
+
+
+def test_a_container_killed_from_outside_is_not_out_of_memory(engine: str, tmp_path: Path) -> None:
+    def kill(event: dict) -> None:
+        if event["event"] == "step":
+            subprocess.run(docker(engine, "kill", *containers(engine, tmp_path)), check=True)
+
+    record = run_there(tmp_path, "time.sleep(60)", report=kill)
+    assert record.status == "killed" and record.evidence["docker"]["OOMKilled"] is False, record.reason
+
+
+def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_path: Path) -> None:
+    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--steps", "30000", "--results", str(tmp_path)]
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    run = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, preexec_fn=default)
+    wait_for_steps(tmp_path)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
+    (record,) = read_all(tmp_path)[0].values()
+    assert record.status == "interrupted" and record.losses
+    assert containers(engine, tmp_path) == []
+
+
+def test_a_container_ends_with_whoever_started_it(engine: str, tmp_path: Path) -> None:
+    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--steps", "30000", "--results", str(tmp_path)]
+    run = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT)
+    wait_for_steps(tmp_path)
+    run.kill()
+    run.wait()
+    deadline = time.time() + 60
+    while not read_all(tmp_path)[0] and time.time() < deadline:
+        time.sleep(0.1)
+    (record,) = read_all(tmp_path)[0].values()
+    assert record.status == "interrupted"
+
+
+def test_without_the_gpus_runtime_a_gpu_is_unavailable_in_one_line(engine: str, tmp_path: Path) -> None:
+    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--device", "cuda", "--device-memory", "1GiB"]
+    done = call(*words, "--results", str(tmp_path))
+    assert done.returncode == 7 and "NVIDIA container toolkit" in done.stdout.splitlines()[-1]
+
+
+def test_an_image_that_is_not_there_or_cannot_be_built_is_one_line(engine: str, tmp_path: Path) -> None:
+    missing = [*WORDS, "--on", "docker", "--image", "not:there"]
+    no_package = ["image", "build", "--image", "tests/bad:1", "--base", BASE, "--build-arg", "PACKAGES=no-such"]
+    for words in (missing, ["image", "build", "--base", "not/there:1"], no_package):
+        done = call(*words)
+        assert done.returncode == 7 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_no_engine_and_an_unknown_place_are_one_line() -> None:
+    done = call(*WORDS, "--on", "docker", DOCKER_HOST="unix:///no/such/socket")
+    assert done.returncode == 7 and "start docker" in done.stderr and len(done.stderr.splitlines()) == 1
+    done = call(*WORDS, "--on", "moon")
+    assert done.returncode == 2 and "'local', 'docker'" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_an_engine_leaves_nothing_behind() -> None:
+    need(PACKAGES, "dockerd")
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "engine"
+        before = [Path(name).exists() for name in FIXED_FOLDERS]
+        start(folder)
+        stop(folder)
+        assert list(Path(parent).iterdir()) == [] and not in_memory(folder).exists()
+        assert parent not in Path("/proc/mounts").read_text() and still_running(parent) == []
+    assert all(was or not Path(name).exists() for was, name in zip(before, FIXED_FOLDERS, strict=True))
+
+
+def containers(engine: str, results: Path) -> list[str]:
+    words = docker(engine, "ps", "-aq", "--filter", f"label=harness.results={results}")
+    return subprocess.run(words, capture_output=True, text=True).stdout.split()
+
+
+def wait_for_steps(results: Path) -> None:
+    deadline = time.time() + 120
+    while not any("iteration" in log.read_text() for log in results.glob("*.txt")):
+        assert time.time() < deadline, "no step in two minutes"
+        time.sleep(0.1)

@@ -1,0 +1,213 @@
+"""Jobs under a real Slurm with two nodes: their records, how they end there, and what the same call does again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from harness.core.job import Budget, Job
+from harness.core.method import ROOT, Unavailable
+from harness.core.record import Record, read_all
+from harness.jobs.sweep import Sweep, resolve
+from harness.places.docker import PYTHON
+from harness.places.place import order
+from harness.places.slurm import Slurm, State, named, options_of
+from tests.run.test_ranks import MEETING, SHARDED, processes, wait_for_steps
+from tests.support import tiny
+from tests.support.packages import still_running
+from tests.support.slurm import cluster
+from tests.support.tiny import TINY, write_ending
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
+WORDS = [*tiny.WORDS, "--on", "slurm"]
+ENDINGS = """
+if self.how == "memory":
+    torch.ones(2**30)
+elif self.how == "killed":
+    os.kill(os.getppid(), 9)
+elif self.how == "cancelled":
+    subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]])
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def place(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    monkeypatch.setenv("SLURM_CONF", str(slurm))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return Slurm({"partition": "tests"})
+
+
+def call(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "harness", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_twelve_jobs_have_twelve_records_and_the_same_call_runs_those_without_a_result(
+    place: Slurm, tmp_path: Path
+) -> None:
+    folders = (write_ending(tmp_path, ENDINGS),)
+    jobs = [Job("resident", dataclasses.replace(TINY, seed=seed), steps=4, warmup=1) for seed in range(8)]
+    for how in ("memory", "killed", "times out", "cancelled"):
+        budget = Budget(seconds=25.0 if how == "times out" else None)
+        jobs.append(Job("ending", TINY, {"how": how}, budget, steps=3, warmup=1))
+    records = Sweep(tmp_path, folders, place=place).run(jobs)
+    assert [record.status for record in records[:8]] == ["ok"] * 8
+    found = {record.job.options["how"]: record for record in records[8:]}
+    told = {how: (record.status, record.evidence.get("slurm", {}).get("state")) for how, record in found.items()}
+    assert told["memory"][0] == "oom-host" and found["memory"].evidence["oom_kills"], told["memory"]
+    assert told["times out"] == ("timeout", "COMPLETED"), told
+    assert told["killed"][0] == "killed" and told["cancelled"] == ("interrupted", "CANCELLED"), told
+    assert {record.machine["nodes"] for record in records} == {"n1", "n2"}
+    there, complaints = read_all(tmp_path)
+    assert complaints == [] and len(there) == 12  # references are among them
+    before = set(there)
+    again = Sweep(tmp_path, folders, place=place).run(jobs)
+    ran = [record.job.options["how"] for path, record in read_all(tmp_path)[0].items() if path not in before]
+    assert Counter(ran) == Counter(["memory", "killed", "times out", "cancelled"])
+    assert [record.status for record in again] == [record.status for record in records]
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+def test_the_same_job_here_and_on_a_node_trains_to_the_same_bits(place: Slurm, tmp_path: Path) -> None:
+    job = resolve(Job("stronghold", TINY, steps=6, warmup=2))[0]
+    (here,) = Sweep(tmp_path).run([job])
+    (there,) = Sweep(tmp_path, place=place).run([job])
+    assert there.key != here.key and there.machine["on"] == "slurm"
+    provenance = {"key", "machine", "software", "started", "gate", "step_seconds", "phase_seconds", "peaks"}
+    same = [field.name for field in dataclasses.fields(Record) if field.name not in provenance]
+    assert [getattr(here, name) for name in same] == [getattr(there, name) for name in same]
+    assert there.gate.verdict == here.gate.verdict == "exact"
+
+
+def test_an_interrupt_cancels_what_was_submitted(place: Slurm, tmp_path: Path) -> None:
+    words = [*WORDS, "--steps", "30000", "--results", str(tmp_path)]
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    run = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, preexec_fn=default)
+    wait_for_steps(tmp_path)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(120) == 130
+    assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
+    (record,) = read_all(tmp_path)[0].values()
+    assert record.status == "interrupted" and record.losses
+    assert record.evidence["slurm"]["state"] == "CANCELLED"
+
+
+def test_two_ranks_on_two_nodes_train_as_the_reference_does(place: Slurm, tmp_path: Path) -> None:
+    spread = Slurm({**place.options, "nodes": 2})
+    (record,) = Sweep(tmp_path, place=spread).run([resolve(SHARDED)[0]])
+    assert record.gate.verdict == "tolerance", record.gate.text
+    assert record.machine["nodes"] == "n[1-2]" and [rank["rank"] for rank in record.machine["ranks"]] == [0, 1]
+    assert {path.name.split("_")[0] for path in tmp_path.iterdir()} == {"log"}  # no record of a single node
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(place: Slurm, tmp_path: Path, num_nodes: int) -> None:
+    (tmp_path / "meeting.py").write_text(MEETING)
+    killed: list[float] = []
+
+    def kill() -> None:
+        wait_for_steps(tmp_path)
+        ranks = [process for process in processes(str(tmp_path)) if process.environ().get("RANK") == "1"]
+        killed.append(time.time())
+        ranks[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    job = Job("meeting", TINY, {"world_size": 2}, steps=2000, warmup=1)
+    spread = Slurm({**place.options, "nodes": num_nodes})
+    (record,) = Sweep(tmp_path, (tmp_path,), place=spread).run([resolve(job, (tmp_path,))[0]])
+    killer.join()
+    assert time.time() - killed[0] < 30
+    assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL"), record.reason
+    assert record.evidence["rank"] == 1 and len(record.losses) >= 10 and processes(str(tmp_path)) == []
+
+
+def test_a_container_is_srun_s_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is submitted, by commands that stand in for a cluster with the plugin."""
+    for name, does in {
+        "srun": "echo --container-image",
+        "scontrol": "",
+        "sbatch": 'cp "$1" script; echo job 7',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    place = Slurm({"container_image": "registry#harness:1"})
+    place._submit(SHARDED, order(SHARDED, "key", tmp_path / "stem", ()), tmp_path, tmp_path / "logs")
+    (line,) = [line for line in (tmp_path / "script").read_text().splitlines() if line.startswith("srun ")]
+    assert "'--container-image=registry#harness:1'" in line and f"{PYTHON} -u -m submitit" in line
+    assert f"{ROOT}:{ROOT}:ro,{tmp_path}:{tmp_path}," in line and f"--container-workdir={ROOT}" in line
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    (bundle / "config.json").write_text("{}")
+    with pytest.raises(Unavailable, match=r"no oci\.conf"):
+        Slurm({"container_image": str(bundle)})
+
+
+def test_a_slurm_without_containers_says_so_in_one_line(place: Slurm, tmp_path: Path) -> None:
+    done = call(*WORDS, "--slurm", "container_image=harness", "--results", str(tmp_path))
+    assert done.returncode == 7 and "knows no --container-image" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
+    with cluster(tmp_path) as configuration:
+        words, environment = ["srun", "printenv", "SLURM_JOB_ID"], {**os.environ, "SLURM_CONF": str(configuration)}
+        number = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        assert len(still_running(str(tmp_path))) == 4  # munge, the controller, two nodes
+    assert still_running(str(tmp_path)) == []
+    assert list(Path("/sys/fs/cgroup").glob(f"*/slurm_n[12]/*/job_{number}")) == []
+
+
+def test_a_partition_that_does_not_exist_is_one_line(place: Slurm, tmp_path: Path) -> None:
+    done = call(*WORDS, "--slurm", "partition=no-such", "--results", str(tmp_path))
+    assert done.returncode == 2 and "invalid partition" in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_slurm_that_does_not_answer_is_unavailable(slurm: Path, tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=nowhere(127.0.0.1)\nSlurmctldPort=1\n"
+                                         "AuthType=auth/none\nMessageTimeout=2\nNodeName=n1\n")  # fmt: skip
+    done = call(*WORDS, "--results", str(tmp_path / "r"), SLURM_CONF=str(tmp_path / "slurm.conf"))
+    assert done.returncode == 7 and "no Slurm answers" in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_without_slurm_and_with_unknown_options_one_line_says_so(tmp_path: Path) -> None:
+    done = call(*WORDS, PATH=str(tmp_path))
+    assert done.returncode == 7 and "no sbatch here" in done.stderr and len(done.stderr.splitlines()) == 1
+    for text in ("no=such", "no/such.yaml"):
+        done = call(*WORDS, "--slurm", text)
+        assert done.returncode in (2, 7) and len(done.stderr.splitlines()) == 1
+
+
+def test_ranks_spread_evenly_over_a_number_of_nodes(tmp_path: Path) -> None:
+    done = call(*WORDS, "--slurm", "nodes=none")
+    assert done.returncode == 2 and "nodes takes a number from 1 on, not 'none'" in done.stderr, done.stderr
+
+
+def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("partition: gpu\ntime: 30\n")
+    assert options_of((str(tmp_path / "cluster.yaml"), "time=60")) == {"partition": "gpu", "time": 60}
+
+
+def test_slurms_states_are_named_by_more_than_their_exit_codes() -> None:
+    ends = {
+        State("OUT_OF_MEMORY", "0:0", "n1"): "oom-host", State("TIMEOUT", "0:0", "n1"): "timeout",
+        State("NODE_FAIL", "0:0", "n1"): "killed", State("FAILED", "0:9", "n1"): "killed",
+        State("CANCELLED", "0:0", ""): "interrupted", State("FAILED", "1:0", "n1"): "crash",
+        State("COMPLETED", "0:0", "n1"): "crash",  # it left no record
+    }  # fmt: skip
+    assert {state: named(state, "step 1", 0).status for state in ends} == ends

@@ -1,0 +1,281 @@
+"""The page and the review: of the records and nothing else, self-contained, and what failed is marked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.evidence import verify
+from harness.figures import case
+from harness.report import page as report
+from harness.report import tables
+from tests.cli.test_main import run
+from tests.support import browser, packages
+
+MACHINE = {"cpu": "Some CPU", "cores": 2, "host_bytes": 2**34}
+HOSTILE = (
+    '</td></script><script>alert(1)</script><img src=x onerror=alert(2)>" | $\\frac{ \n# [x](http://x) $ {{ 7*7 }}'
+)
+DEMO = case.profile_of("demo", None, MACHINE)
+A4_LANDSCAPE_PIXELS = 1031  # 297 mm less two margins of 12, at 96 pixels an inch
+FAILED = Gate("failed", "loss", f"it did not learn {HOSTILE}")
+
+
+def measured(job: Job, key: str, **changes: Any) -> Record:
+    """A run as it would be on record, in a tenth of a second a step for every layer."""
+    seconds = job.workload.num_layers / 10
+    record = Record(
+        job, key, "ok", "done", clock="sim", machine=MACHINE, software={"python": "3.11.7", "commit": "0123456789ab"},
+        started=1.7e9, losses=[5.0] * job.steps, step_seconds=[seconds] * job.steps, data_sha256="ab" * 32,
+        peaks={"device_allocated": 2**20, "host_anonymous": 2**21}, gate=Gate("exact", "", "bit-equal"),
+        tensors={"a": {"changed": 1.0}},
+    )  # fmt: skip
+    return dataclasses.replace(record, **changes)
+
+
+RECORDS = [
+    measured(DEMO.probe("l2l", 2), "k1"),
+    measured(DEMO.probe("l2l", 10), "k2"),
+    measured(DEMO.probe("l2l", 11), "k3", status="oom-host", reason=f"out of memory {HOSTILE}", gate=Gate()),
+    measured(DEMO.probe("stronghold", 9), "k4", gate=FAILED, kernels=[HOSTILE], software={"commit": HOSTILE}),
+    measured(Job("gone", Workload(num_layers=3), {"option": HOSTILE}), "k5", evidence={"bad": "\ud800"}),
+]
+
+
+@pytest.fixture
+def chromium() -> Iterator[browser.Browser]:
+    packages.need(("chromium",), *browser.NAMES)
+    with browser.Browser() as opened:
+        yield opened
+
+
+def put(folder: Path, records: list[Record]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for index, record in enumerate(records):
+        record.write(folder / f"log_{index}.json")
+    return folder
+
+
+class Page(HTMLParser):
+    """Elements with their attributes; text of the cells of each table by its caption; texts of <pre>."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.pres: list[str] = []
+        self._rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        self._open.append(tag)
+        if tag == "table":
+            self._rows = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._rows[-1].append("")
+        elif tag == "pre":
+            self.pres.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            continue
+
+    def handle_data(self, data: str) -> None:
+        if "caption" in self._open:
+            self.tables[data] = self._rows
+        elif "td" in self._open or "th" in self._open:
+            self._rows[-1][-1] += data
+        elif "pre" in self._open:
+            self.pres[-1] += data
+
+    def column(self, caption: str, name: str) -> list[str]:
+        head, *rows = self.tables[caption]
+        return [row[head.index(name)].strip() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page, _ = report.write(put(tmp_path_factory.mktemp("report") / "results", RECORDS))
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(written: Path) -> Page:
+    return Page(written.read_text())
+
+
+ALL, CLAIMS = "Every record, oldest first", "Claims of the papers"
+
+
+def test_what_ranks_took_is_no_fact_of_the_machine() -> None:
+    ranks = [{"rank": 0, "resident_peak_bytes": 7}]
+    assert report.lasting({**MACHINE, "load_average": 2.0, "ranks": ranks}) == MACHINE
+
+
+def test_the_page_refers_to_nothing_outside_of_it(page: Page, written: Path) -> None:
+    values = [value or "" for _, attributes in page.elements for name, value in attributes.items()
+              if name in ("src", "href", "srcset", "action", "data")]  # fmt: skip
+    assert values and all(value.startswith(("#", "data:image/svg+xml;base64,")) for value in values)
+    assert not re.search(r"@import|url\(", written.read_text())
+
+
+def test_hostile_text_is_text(page: Page) -> None:
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == 1 and tags.count("img") == tags.count("figure")  # the page's own
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert HOSTILE.split("\n")[0] in page.column(ALL, "why")[2]
+    assert "49" not in " ".join(page.column(ALL, "why"))
+
+
+def test_the_same_records_give_the_same_bytes(written: Path, tmp_path: Path) -> None:
+    results = written.parent.parent
+    again = report.write(results, tmp_path / "a" / "page.html", None, None)
+    assert [path.read_bytes() for path in again] == [written.read_bytes(), (written.parent / "review.md").read_bytes()]
+
+
+def test_only_a_run_that_passed_the_gate_has_a_throughput(page: Page) -> None:
+    assert page.column(ALL, "samples/s") == ["20", "4", "", "", "13.33"]
+    assert page.column(ALL, "trained?") == [
+        "passed (exact)", "passed (exact)", "ended: oom-host", "FAILED THE GATE", "passed (exact)",
+    ]  # fmt: skip
+
+
+def test_every_number_of_a_figure_is_one_click_from_its_record(page: Page) -> None:
+    there = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    links = {str(attributes["href"])[1:] for tag, attributes in page.elements if tag == "a"}
+    assert links <= there
+    caption = "Case 1, profile demo: the numbers of the figure"
+    rows = zip(page.column(caption, "method"), page.column(caption, "layers"), page.column(caption, "records"),
+               page.column(caption, "origin"), strict=True)  # fmt: skip
+    ours = [row[:3] for row in rows if row[3] == "run"]
+    assert ours == [("l2l", "10", "#2"), ("l2l", "11", "#3"), ("stronghold", "9", "#4")]
+
+
+def test_a_record_is_shown_whole_but_for_its_tensors(page: Page) -> None:
+    shown = json.loads(page.pres[3])
+    assert shown.pop("tensors") == "1, in log_3.json"
+    assert shown == {name: value for name, value in RECORDS[3].to_dict().items() if name != "tensors"}
+
+
+def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
+    for column, against in (("here", None), ("published", verify.PUBLISHED)):
+        found = verify.findings(written.parent.parent, against, None)
+        assert page.column(CLAIMS, column) == [finding.verdict for finding in found]
+
+
+def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_break(written: Path) -> None:
+    text = (written.parent / "review.md").read_text()
+    rows = [re.split(r"(?<!\\)\|", line) for line in text.splitlines() if line.startswith("|")]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    told = [(row[1].strip(), row[4].strip()) for row in rows[2:]]
+    assert told == [
+        (finding.claim.id, finding.verdict) for finding in verify.findings(written.parent.parent, None, None)
+    ]
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+    assert "<script" not in prose.replace("\\<", "") and "\n    ./run.sh case all --profile demo\n" in text
+
+
+def test_a_profile_with_two_names_has_its_figures_once() -> None:
+    gpu = {**MACHINE, "gpu": "Some GPU", "gpu_bytes": 2**37}
+    job = case.profile_of("quick", None, gpu).probe("l2l", 8)
+    there = report.tables([measured(job, "k", clock="cuda", machine=gpu)])
+    assert [(used.name, number) for used, number, _ in there if number == 1] == [("quick", 1)]
+
+
+def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
+    results = put(tmp_path, RECORDS[:1])
+    (results / "log_bad.json").write_text("{")
+    page, review = report.write(results)
+    for path in (page, review):
+        assert "log_bad.json is not a record" in path.read_text() and str(tmp_path) not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("records", "words", "told"),
+    [
+        ([], "", "no record in"),
+        (RECORDS[:1], "--profile some", "choose one of demo, quick, paper, fit"),
+        (RECORDS[:1], "--profile quick", "no record of profile quick: ./run.sh case all --profile quick runs it"),
+        (RECORDS[:1], "--machine h100", "--machine takes one of ['Some CPU, 2 cores']"),
+        (RECORDS[:1], "--out /proc/page.html", "name another file with --out"),
+        ([RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})], "", "--machine takes one of"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(tmp_path: Path, records: list, words: str, told: str) -> None:
+    done = run("report", "--results", str(put(tmp_path / "results", records)), *words.split())
+    assert (done.returncode, done.stdout) == (2, "") and told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_verb_says_where_it_wrote(tmp_path: Path) -> None:
+    done = run("report", "--results", str(put(tmp_path, RECORDS[:2])), "--profile", "demo")
+    assert done.stdout.split() == [str(tmp_path / "report" / name) for name in ("index.html", "review.md")]
+    assert done.returncode == 0 and all(Path(path).exists() for path in done.stdout.split())
+
+
+LOG = dataclasses.replace(RECORDS[0], key="k9", origin="imported", machine={}, gate=Gate("tolerance"))
+
+
+def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
+    page, review = report.write(put(tmp_path, [*RECORDS, LOG]))
+    told = Page(page.read_text())
+    assert [tables.LOG in text for text in told.column(ALL, "method")] == [False] * 5 + [True]
+    assert "6 records: 5 measured here, 1 read from logs</h1>" in page.read_text()
+    assert "<b>1</b> imported: trained and passed the gate" in page.read_text()
+    assert "5 of them measured here" in review.read_text() and "1 read from logs" in review.read_text()
+
+
+def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
+    page, review = report.write(put(tmp_path, [LOG]))
+    log = dataclasses.replace(LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda")
+    assert "imported logs" not in Page(page.read_text()).tables[CLAIMS][0]  # of a size that nothing is said of
+    page, review = report.write(put(tmp_path, [log]))
+    assert "imported logs" in Page(page.read_text()).tables[CLAIMS][0] and "By imported logs:" in review.read_text()
+
+
+def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_did_not_train(tmp_path: Path) -> None:
+    broken = dataclasses.replace(RECORDS[0], status="interrupted", reason="by Ctrl-C", started=1.6e9, gate=Gate())
+    never = dataclasses.replace(broken, key="another", reason="by a flood")
+    _, review = report.write(put(tmp_path, [broken, never, RECORDS[0]]))
+    told = review.read_text().partition("## Runs that did not train")[2].partition("## ")[0]
+    assert "by a flood" in told and "by Ctrl-C" not in told
+
+
+@pytest.mark.heavy
+def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path, chromium: browser.Browser) -> None:
+    table = f"[...document.querySelectorAll('table')].find((t) => t.caption.textContent === '{ALL}')"
+    header = f"[...{table}.tHead.rows[0].cells].find((c) => c.textContent.trim() === '%s')"
+    layers = f"[...{table}.tBodies[0].rows].map((row) => row.cells[3].textContent)"
+    chromium.open(written)
+    assert chromium.value(layers) == ["2", "10", "11", "9", "3"]
+    chromium.click(f"{header % 'layers'}.querySelector('button')")
+    assert chromium.value(layers) == ["2", "3", "9", "10", "11"]  # as numbers
+    assert chromium.value(f"{header % 'layers'}.ariaSort") == "ascending"
+    chromium.press_enter()  # the button has the focus
+    assert chromium.value(layers) == ["11", "10", "9", "3", "2"]
+    assert chromium.value(f"{header % 'layers'}.ariaSort") == "descending"
+    chromium.click(f"{header % 'samples/s'}.querySelector('button')")
+    assert chromium.value(layers)[:3] == ["10", "3", "2"]  # what has no throughput comes last
+    assert chromium.value(f"{header % 'layers'}.ariaSort") == "none"
+    chromium.click(f"{table}.tBodies[0].rows[0].querySelector('a')")
+    assert chromium.value("[...document.querySelectorAll('details[open] .number')].map((e) => e.textContent)") == ["#2"]
+    assert chromium.complaints == []
+    assert {url.partition(":")[0] for url in chromium.requests} == {"file", "data"}
+
+
+@pytest.mark.heavy
+def test_on_paper_nothing_is_cut_off(written: Path, chromium: browser.Browser) -> None:
+    chromium.open(written)
+    assert chromium.printed_width(A4_LANDSCAPE_PIXELS) <= A4_LANDSCAPE_PIXELS

@@ -1,0 +1,154 @@
+"""A worker and its parent: what is on disk afterwards, whoever ends first."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.core.job import Job
+from harness.core.method import ROOT
+from harness.core.record import Record, read_all
+from harness.jobs.sweep import Sweep, resolve
+from harness.run.launch import launch
+from tests.support import tiny
+from tests.support.tiny import TINY, write_compiling
+
+KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
+
+
+def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> None:
+    path = launch(Job("resident", TINY, steps=10), "key", tmp_path)
+    record = Record.read(path)
+    log = Path(str(path).removesuffix(".json") + ".txt").read_text()
+    assert record.status == "ok" and len(record.losses) == 10
+    assert " iteration       10/      10 |" in log and log.endswith("ended as ok at done, after 10 of 10 steps\n")
+    assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
+
+
+COMPILER = """
+compiler = subprocess.Popen(["sleep", "600"])
+Path("{folder}/unfinished").write_text(str(compiler.pid))
+Path("{folder}/unfinished").rename("{folder}/pid")
+compiler.wait()
+"""
+COLLECTS_LATE = """
+import time
+from dataclasses import dataclass
+from harness.core.method import Step, Trained
+from harness.core.job import Plan
+
+
+@dataclass(frozen=True)
+class CollectsLate:
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 16 * workload.num_params})
+
+    def train(self, workload, batches, device):
+        import torch
+
+        for inputs, targets in batches:
+            yield Step(torch.tensor(1.0))
+        collected = torch.ones(100_000_000)  # 400 MB
+        time.sleep(0.5)
+        return Trained([])
+"""
+
+
+def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path: Path) -> None:
+    (tmp_path / "collects_late.py").write_text(COLLECTS_LATE)
+    path = launch(Job("collects-late", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
+    assert Record.read(path).host_peak_bytes < 400e6
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from harness.run.launch import launch
+from harness.core.job import *
+launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    worker_process = wait_for(lambda: next(iter(psutil.Process(parent.pid).children()), None))
+    wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
+    parent.kill()
+    parent.wait()
+    worker_process.wait(30)
+    (record,) = read_all(tmp_path)[0].values()
+    assert record.status == "interrupted" and record.losses
+
+
+def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp_path: Path) -> None:
+    folder = write_compiling(tmp_path, COMPILER.format(folder=tmp_path))
+    words = ["-m", "compiling", *tiny.WORDS[2:], "--methods", str(folder), "--results", str(tmp_path)]
+    call = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, stderr=subprocess.DEVNULL)
+    compiler = wait_for(lambda: (file := tmp_path / "pid").exists() and psutil.Process(int(file.read_text())))
+    call.send_signal(signal.SIGTERM)
+    assert call.wait(30) == 130
+    compiler.wait(5)
+
+
+def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "harness", *tiny.WORDS, "--steps", "30000", "--results", str(tmp_path)]
+    # A shell that puts the tests in the background lets them ignore Ctrl-C, and all that they start.
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    run = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default
+    )
+    try:
+        wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130 and len(errors.strip().splitlines()) == 1, errors
+    assert [record.status for record in read_all(tmp_path)[0].values()] == ["interrupted"]
+    again = subprocess.run([*command[:-4], "--steps", "3", "--results", str(tmp_path)], cwd=ROOT)
+    assert again.returncode == 0
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> None:
+    job = resolve(Job("resident", TINY, steps=40))[0]
+    began = time.time()
+    Sweep(tmp_path).run([job])
+    length, generator = time.time() - began, random.Random(7)
+    for _ in range(KILLS):
+        timer = threading.Timer(generator.uniform(0, length), kill_workers)
+        timer.start()
+        Sweep(tmp_path, rerun=True).run([job])
+        timer.cancel()
+        timer.join()
+    records, complaints = read_all(tmp_path)
+    statuses = [record.status for record in records.values()]
+    assert complaints == [] and len(records) == KILLS + 1
+    assert set(statuses) == {"ok", "killed"} and statuses.count("killed") > KILLS // 5
+    fresh = resolve(Job("resident", TINY, steps=41))[0]
+    assert Sweep(tmp_path).run([fresh])[0].gate.passed
+
+
+def kill_workers() -> None:
+    for process in psutil.Process(os.getpid()).children():
+        if "harness.run.worker" in process.cmdline():
+            process.kill()
+
+
+def wait_for(condition, seconds: float = 60.0):
+    """The first true value of the condition; fails after some seconds."""
+    deadline = time.time() + seconds
+    while time.time() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")

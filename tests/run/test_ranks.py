@@ -1,0 +1,219 @@
+"""Jobs of several ranks: that they train as one process does, and how they end when one of them does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT
+from harness.core.record import Record, read_all
+from harness.jobs.sweep import Sweep, resolve
+from harness.run.ranks import first_to_fail
+from tests.support.tiny import TINY
+
+SHARDED = Job("fsdp2-offload", TINY, {"world_size": 2}, steps=8, warmup=2)
+MEETING = """
+from dataclasses import dataclass
+from harness.core.method import Step, Trained
+from harness.core.job import Plan
+
+@dataclass(frozen=True)
+class Meeting:
+    world_size: int = 2
+    raises_at: int = 0
+
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 1})
+
+    def train(self, workload, batches, device):
+        import time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        for step, batch in enumerate(batches, start=1):
+            if step == self.raises_at and dist.get_rank() == 1:
+                raise ZeroDivisionError("rank 1 divides by zero")
+            number = torch.ones(1)
+            dist.all_reduce(number)
+            time.sleep(0.05)
+            yield Step(number[0])
+        return Trained([])
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Iterator[list[str]]:
+    """A call of a method whose two ranks meet in every step; nothing of it may be left."""
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "meeting.py").write_text(MEETING)
+    found = "-m meeting --ranks 2 -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2000".split()
+    yield [*found, "--methods", str(tmp_path / "methods"), "--results", str(tmp_path)]
+    assert processes(str(tmp_path)) == []
+    assert not list(tmp_path.glob(".ranks-*"))
+
+
+def start(words: list[str]) -> subprocess.Popen:
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-m", "harness", *words]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=default)
+
+
+def processes(told: str) -> list[psutil.Process]:
+    """The ranks there are with this word in their orders."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            found += [process] if "harness.run.ranks" in words and told in " ".join(words) else []
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for_steps(folder: Path) -> None:
+    deadline = time.time() + 120
+    while not any("iteration" in log.read_text() for log in folder.glob("*.txt")):
+        assert time.time() < deadline, "no steps in two minutes"
+        time.sleep(0.1)
+
+
+def training_ranks(folder: Path) -> dict[int, psutil.Process]:
+    """The ranks of a call, once they train."""
+    wait_for_steps(folder)
+    return {int(rank.environ()["RANK"]): rank for rank in processes(str(folder))}
+
+
+def only_record(folder: Path) -> Record:
+    (record,) = read_all(folder)[0].values()
+    return record
+
+
+def test_two_ranks_train_as_the_reference_does(tmp_path: Path) -> None:
+    (record,) = Sweep(tmp_path).run([resolve(SHARDED)[0]])
+    assert record.gate.verdict == "tolerance" and record.gate.evidence["tolerance"] == 1e-5, record.gate.text
+    ranks = record.machine["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert record.host_peak_bytes > max(rank["resident_peak_bytes"] for rank in ranks)  # it is the sum
+    assert len(record.tensors) == 28 and not list(tmp_path.glob(".ranks-*"))
+
+
+def test_a_killed_rank_ends_the_job_at_once_and_is_named(words: list[str], tmp_path: Path) -> None:
+    run = start(words)
+    ranks = training_ranks(tmp_path)
+    assert set(ranks) == {0, 1}
+    ranks[1].kill()
+    began = time.time()
+    _, errors = run.communicate(timeout=60)
+    assert time.time() - began < 30 and run.returncode == 3
+    record = only_record(tmp_path)
+    assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL")
+    assert record.evidence["rank"] == 1 and len(record.losses) >= 10 and errors == ""
+
+
+def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(words: list[str], tmp_path: Path) -> None:
+    run = start(words)
+    training_ranks(tmp_path)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
+    record = only_record(tmp_path)
+    assert record.status == "interrupted" and len(record.losses) >= 10
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("who", ["caller", "agent", "both"])
+def test_ranks_end_with_who_started_them(words: list[str], tmp_path: Path, who: str) -> None:
+    run = start(words)
+    ranks = training_ranks(tmp_path)
+    agent = ranks[0].parent()
+    assert agent
+    if who != "agent":
+        run.kill()
+    if who != "caller":
+        agent.kill()
+    assert psutil.wait_procs(list(ranks.values()), 30)[1] == []
+    assert run.wait(30) == (3 if who == "agent" else -9)
+    if who == "both":  # nobody is left to write a record, or to take away what the ranks had written
+        shutil.rmtree(next(tmp_path.glob(".ranks-*")))
+        return
+    deadline = time.time() + 30
+    while list(tmp_path.glob(".ranks-*")) and time.time() < deadline:  # an agent without its caller writes the record
+        time.sleep(0.1)
+    assert only_record(tmp_path).status == ("interrupted" if who == "caller" else "killed")
+
+
+@pytest.mark.heavy
+def test_the_first_rank_to_raise_is_named(words: list[str], tmp_path: Path) -> None:
+    job = Job("meeting", TINY, {"world_size": 2, "raises_at": 3}, steps=8, warmup=2)
+    folders = (tmp_path / "methods",)
+    (record,) = Sweep(tmp_path, folders).run([resolve(job, folders)[0]])
+    assert record.status == "crash" and record.evidence["rank"] == 1
+    assert record.reason.startswith("rank 1 of 2: ZeroDivisionError: rank 1 divides by zero at step 3")
+    assert "rank 1 divides by zero" in record.evidence["traceback"]
+
+
+@pytest.mark.heavy
+def test_ranks_that_run_out_of_time_are_a_timeout(words: list[str], tmp_path: Path) -> None:
+    job = Job("meeting", TINY, {"world_size": 2}, Budget(seconds=20.0), steps=2000)
+    folders = (tmp_path / "methods",)
+    (record,) = Sweep(tmp_path, folders).run([resolve(job, folders)[0]])
+    assert record.status == "timeout" and record.losses, record.reason
+
+
+def test_the_cause_is_neither_who_was_ended_nor_who_lost_another_rank() -> None:
+    def left(reason: str, status: str = "crash") -> Record:
+        return Record(SHARDED, "", status, reason=reason)
+
+    lost = left("RuntimeError: Connection closed by peer [127.0.0.1]:3000 at step 3")
+    cases = (
+        ({0: 1, 1: -9}, {0: lost}, 1),  # both seen at once
+        ({1: 1, 0: -15}, {1: left("ValueError: no")}, 1),  # the agent ended the other one
+        ({0: 1, 1: 1}, {0: lost, 1: left("ValueError: no")}, 1),
+        ({0: 1, 1: 1}, {0: left("ValueError: no"), 1: lost}, 0),
+        ({0: 1, 1: 1}, {0: left("", "interrupted"), 1: left("ValueError: no")}, 1),
+        ({1: -15, 0: 1}, {0: lost}, 1),  # somebody's SIGTERM
+    )  # fmt: skip
+    assert [first_to_fail(failed, ended) for failed, ended, _ in cases] == [first for _, _, first in cases]
+
+
+def test_a_plan_halves_what_is_sharded() -> None:
+    """By hand: the host holds 16 bytes a parameter, of which each of two ranks has half; boundaries halve, too."""
+    load = Workload(num_layers=8, batch_size=4)
+    job = Job("fsdp2-offload", load)
+    one, two = (resolve(dataclasses.replace(job, options={"world_size": n}))[1] for n in (1, 2))
+    assert one.host_bytes == 16 * load.num_params and 2 * two.host_bytes == one.host_bytes
+    assert two.device["weights"] == one.device["weights"]
+    assert one.device["activations"] - two.device["activations"] >= load.num_layers * load.boundary_bytes // 2
+
+
+def test_a_host_must_hold_all_ranks() -> None:
+    need = 16 * TINY.num_params  # of one process or of all ranks, what is gathered aside
+    for world_size in (1, 2):
+        job = dataclasses.replace(SHARDED, options={"world_size": world_size}, budget=Budget(host_bytes=need))
+        shortfall = resolve(job)[2]
+        assert shortfall and ("each of 2 ranks" in shortfall) == (world_size == 2)
+
+
+@pytest.mark.parametrize(
+    ("words_", "told"),
+    [
+        ("-m fsdp2-offload --ranks 3", "a batch of 2 is for 1, 2 ranks, not 3"),
+        ("-m resident --ranks 2", "--ranks is of no use to resident: leave it out, or -m fsdp2-offload"),
+        ("-m fsdp2-offload --ranks 2 --dropout 0.1", "dropout and --ranks exclude each other"),
+        ("-m fsdp2-offload --ranks 2 --device sim", "not on sim"),
+    ],
+)
+def test_ranks_that_cannot_be_are_one_line(words_: str, told: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "harness", *words_.split(), *"-l 2 -h 32 -b 2 --heads 2 --seq 16".split()]
+    done = subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and told in done.stderr, done.stderr
+    assert os.listdir(tmp_path) == []
