@@ -30,7 +30,8 @@ FILES = {
 
 
 def package_of(module: str) -> str:
-    return "/".join(module.split(".")[:-1][:2])
+    folder = module.split(".")[:-1]
+    return "/".join(folder[:2]) if folder[0] in ("harness", "methods") else folder[0]
 
 
 def imports_of(module: str) -> set[str]:

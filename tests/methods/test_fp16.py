@@ -237,7 +237,10 @@ MUTANTS = {
         "methods/stronghold.py", "is_skipped=is_skipped)", "is_skipped=is_skipped and step > 1)", "loss-scale",
     ),
     "counts a skipped update": (
-        "methods/streaming/layer_state.py", "self.num_updates -= is_ahead or self.speculation is not None\n", "pass\n", "update-size",
+        "methods/streaming/layer_state.py",
+        "self.num_updates -= is_ahead or self.speculation is not None\n",
+        "pass\n",
+        "update-size",
     ),
 }  # fmt: skip
 
