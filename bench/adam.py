@@ -17,10 +17,10 @@ import torch
 from harness.core.gpt import DTYPES
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from harness.devices.streams import Device
-from methods.streaming import adamw_kernel
-from methods.streaming.clip import Clip
+from methods.offload import adamw_kernel
+from methods.offload.clip import Clip
+from methods.offload.layout import new_layer
 from methods.streaming.layer_state import Home
-from methods.streaming.layout import new_layer
 
 FACTOR = torch.tensor(0.5)
 

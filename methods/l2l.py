@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import Trained, Training
+from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe
-from methods.streaming import adamw_kernel
 from methods.streaming.placement import placed_plan
 
 
@@ -41,11 +41,11 @@ class L2L:
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.devices.streams import Device
+        from methods.offload.clip import Clip
+        from methods.offload.layout import new_layer
         from methods.shared.loss_scale import LossScale
-        from methods.streaming.clip import Clip
         from methods.streaming.embedding_and_head import ResidentEnds
         from methods.streaming.layer_state import Home
-        from methods.streaming.layout import new_layer
         from methods.streaming.slot import Gradients, Slot
 
         with Device(device) as gpu:

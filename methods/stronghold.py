@@ -27,8 +27,8 @@ from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import Trained, Training, largest_depth
+from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe, writable
-from methods.streaming import adamw_kernel
 from methods.streaming.placement import CLIPPINGS, num_gradients, parse, placed_plan, rings, shrink, text_of
 from methods.streaming.planner import SLACK, Counts, arranged, choose, with_forecast
 
@@ -165,12 +165,12 @@ class Stronghold:
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.devices.streams import Device
+        from methods.offload.clip import Clip
+        from methods.offload.layout import new_layer
         from methods.shared.loss_scale import LossScale
-        from methods.streaming.clip import Clip
         from methods.streaming.disk import shelves
         from methods.streaming.embedding_and_head import ResidentEnds
         from methods.streaming.layer_state import Home
-        from methods.streaming.layout import new_layer
         from methods.streaming.slot import Gradients, Slot
 
         options = self.plan(workload, Budget()).options

@@ -14,11 +14,12 @@ from harness.core.method import ROOT
 # A package imports from those before it, and from itself.
 ORDER = (
     "harness/core", "harness/devices", "harness/run", "harness/places", "harness/jobs", "harness/artifact_logs",
-    "methods/shared", "methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines", "methods",
+    "methods/shared", "methods/offload",
+    "methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines", "methods",
     "harness/simulation", "harness/figures", "cases", "harness/evidence", "harness/report", "harness/cli", "harness",
     "bench", "tests",
 )  # fmt: skip
-SEEN_BY_METHODS = {"harness/core", "harness/devices", "methods/shared"}
+SEEN_BY_METHODS = {"harness/core", "harness/devices", "methods/shared", "methods/offload"}
 LIBRARIES = {"methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines"}
 FOLDERS = ("harness", "methods", "cases", "tests", "bench")
 FILES = {

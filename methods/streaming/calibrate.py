@@ -27,11 +27,11 @@ from harness.core.job import Workload
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices.machine import facts, forward_flops
 from harness.devices.streams import Device
-from methods.streaming.clip import Clip
+from methods.offload.clip import Clip
+from methods.offload.layout import new_layer
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
 from methods.streaming.layer_state import Home
-from methods.streaming.layout import new_layer
 from methods.streaming.slot import Slot
 
 CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores

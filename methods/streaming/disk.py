@@ -21,9 +21,9 @@ from torch import Tensor
 
 from harness.core.job import Workload
 from harness.devices.streams import Device
+from methods.offload import torch_ops  # noqa: F401  registers reading and writing
+from methods.offload.layout import Layout, kept_dtypes, new_layer
 from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
-from methods.streaming import torch_ops  # noqa: F401  registers reading and writing
-from methods.streaming.layout import Layout, kept_dtypes, new_layer
 
 
 class File:

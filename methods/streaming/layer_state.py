@@ -14,12 +14,12 @@ from harness.core.gpt import DTYPES, initialize
 from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.devices.streams import Device
+from methods.offload.adamw import AdamStep, Factor, State, chunks, joined, keep_, update
+from methods.offload.layout import Layout, kept_dtypes
 from methods.shared.memory_needs import BLOCK, CHUNK
-from methods.streaming.adamw import AdamStep, Factor, State, chunks, joined, keep_, update
-from methods.streaming.layout import Layout, kept_dtypes
 
 if TYPE_CHECKING:
-    from methods.streaming.clip import Clip
+    from methods.offload.clip import Clip
     from methods.streaming.disk import Shelf
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from methods.streaming.adamw import AdamStep, Factor, State, update
+from methods.offload.adamw import AdamStep, Factor, State, update
 from methods.streaming.layer_state import Home
 
 

@@ -159,14 +159,14 @@ SILENT_BUGS = [
     ),
     Bug(
         "clip_factor_sent_home_before_it_is_computed",
-        "methods/streaming/clip.py",
+        "methods/offload/clip.py",
         'device.outbound.wait_event(done)\n            with device.span("outbound", "norm"',
         'with device.span("outbound", "norm"',
         "what clamp made",
     ),
     Bug(
         "norm_so_far_sent_home_before_it_is_computed",
-        "methods/streaming/clip.py",
+        "methods/offload/clip.py",
         'device.outbound.wait_event(done)\n            with device.span("outbound", "norm"',
         'with device.span("outbound", "norm"',
         "what sum made",
@@ -174,14 +174,14 @@ SILENT_BUGS = [
     ),
     Bug(
         "clip_factor_used_before_it_lands",
-        "methods/streaming/clip.py",
+        "methods/offload/clip.py",
         "self.landed.synchronize()",
         "pass",
         "what clone made",
     ),
     Bug(
         "norm_so_far_used_before_it_lands",
-        "methods/streaming/clip.py",
+        "methods/offload/clip.py",
         "            landed.synchronize()\n            return float(here)",
         "            return float(here)",
         "what clone made",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from harness.core.method import ROOT
 
 # What defines operations of torch, which a process defines once.
-LOADED_ONCE = {"methods.streaming.torch_ops", "methods.streaming.adamw_kernel"}
+LOADED_ONCE = {"methods.offload.torch_ops", "methods.offload.adamw_kernel"}
 
 
 @contextmanager

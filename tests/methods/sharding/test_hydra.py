@@ -74,7 +74,7 @@ BUGS = [
         "gradient_of_a_shared_weight_used_before_it_lands",
         "self.worker.device.compute.wait_event(event)",
         "pass",
-        file="methods/sharding/unit.py",
+        file="methods/sharding/unit_run.py",
         is_halved=True,
     ),
     Bug("training_returns_before_the_last_copy_home", "gpu.synchronize()", "pass", file="methods/hydra.py"),

@@ -23,11 +23,11 @@ from harness.core.method import ROOT, create
 from harness.core.record import Record, read_all
 from harness.devices.streams import Device
 from harness.jobs.sweep import Sweep, resolve
+from methods.offload.clip import Clip
+from methods.offload.layout import new_layer
 from methods.shared.memory_needs import NUM_BUFFERS
-from methods.streaming.clip import Clip
 from methods.streaming.disk import Disk, File, shelves
 from methods.streaming.layer_state import Home
-from methods.streaming.layout import new_layer
 from tests.support.training import tiny
 
 NUM_LAYERS = 5

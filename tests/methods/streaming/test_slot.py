@@ -17,9 +17,9 @@ from harness.core.gpt import Layer, initial
 from harness.core.job import Budget, Workload
 from harness.core.method import create
 from harness.devices.streams import Device
-from methods.streaming.adamw import joined, keep_
+from methods.offload.adamw import joined, keep_
+from methods.offload.layout import Layout, new_layer
 from methods.streaming.layer_state import Home
-from methods.streaming.layout import Layout, new_layer
 from methods.streaming.slot import Gradients, Slot
 from tests.support.training import tiny, train
 

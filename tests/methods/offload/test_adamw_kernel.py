@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from harness.core.method import ROOT
-from methods.streaming import adamw_kernel
-from methods.streaming.adamw import AdamStep, Piece, State, chunks, joined, keep_, update
+from methods.offload import adamw_kernel
+from methods.offload.adamw import AdamStep, Piece, State, chunks, joined, keep_, update
 
 # Elements of tensors that fill no vector register evenly, in a slab where each starts at a multiple of 16.
 SHAPES = (5, 300, 16, 1000, 8, 2100, 31)
@@ -220,7 +220,7 @@ def test_chunks_hold_every_element_once_and_are_cut_at_whole_vectors(max_numel: 
 def test_a_narrower_torch_has_the_same_bits(kernel: None) -> None:
     """torch's own kernels for AVX2, chosen in a process of their own."""
     code = (
-        "import tests.methods.streaming.test_adamw_kernel as t, torch;"
+        "import tests.methods.offload.test_adamw_kernel as t, torch;"
         " assert all(map(torch.equal, t.by_us(0.37, 10**6), t.by_torch(0.37)))"
     )
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.core.gpt import DTYPES
 from harness.core.job import gib
-from methods.streaming import adamw_kernel
+from methods.offload import adamw_kernel
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAGE_BYTES = 4096  # a file is read and written past the system's cache where memory and length are whole pages

@@ -1,5 +1,8 @@
-"""The host's own AdamW: _adam.cpp, compiled once; one pass where torch's kernels take several: in mixed precision,
-from one state into another, and by a gradient that is to be clipped."""
+"""The host's own AdamW: adamw_kernel.cpp, compiled once.
+
+It takes one pass where torch's kernels take several: in mixed precision, from one state into another, and by a gradient
+that is to be clipped.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from harness.core.method import ROOT
 from harness.core.native_build import Library
 
-PATHS = ("plain", "AVX2", "AVX-512")  # by their number in _adam.cpp, as the next
+PATHS = ("plain", "AVX2", "AVX-512")  # by their number in adamw_kernel.cpp, as the next
 FORMATS = ("fp32", "bf16", "fp16")
 LIBRARY = Library("the host's AdamW", 1, ROOT / ".venv" / "adam", (Path(__file__).with_name("adamw_kernel.cpp"),))
 # No operation is fused but where the source says so: its three paths and torch give the same bits.

@@ -6,9 +6,9 @@ and moments. The weight is the master rounded to nearest, ties to even, as torch
 the second moment, which is never negative. So no bit of the master is lost. An fp16 weight is no part of its master,
 which is kept whole: 14 bytes a parameter.
 
-These two are updated in one pass by the compiled kernel (_adam.py), and so is fp32 from one state into another and, in
-the host's threads, by a gradient to be clipped. Where there is no compiler, and fp32 elsewhere, torch's kernels take a
-block after the other, so that what is fp32 for a moment is small and stays in the cache.
+The compiled kernel (adamw_kernel.py) updates these two in one pass; also fp32 from one state into another and, in the
+host's threads, by a gradient that is to be clipped. Everywhere else, and without a compiler, torch's fused kernel
+updates one block after another, so that temporary fp32 copies are small and stay in the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
-from methods.streaming import adamw_kernel, torch_ops  # noqa: F401  registers the kernel
+from methods.offload import adamw_kernel, torch_ops  # noqa: F401  registers the kernel
 
 Factor = Tensor | float | None  # what a gradient is scaled by; None is 1
 VECTOR = 16  # elements: torch's kernel gives the same bits whether or not a tensor is cut at a multiple of this

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from harness.core.gpt import Layer, decays
 from harness.core.job import Workload
-from methods.streaming.adamw import Piece
+from methods.offload.adamw import Piece
 
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that every tensor of a slab starts where an allocation would
 
