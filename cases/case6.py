@@ -117,7 +117,7 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Row]
     scatters = [one.scatter for one in each if one.scatter is not None]
     return [replace(
         worst, value=statistics.median(values) if values else None, low=low, high=high, num_runs=len(values),
-        scatter=max(scatters, default=None), keys=tuple(key for one in each for key in one.keys),
+        values=tuple(values), scatter=max(scatters, default=None), keys=tuple(key for one in each for key in one.keys),
     )]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from harness.core.job import Budget, Workload, gib
 from harness.core.record import Record, read_all
-from harness.figures import ratio as noise
+from harness.figures import point as noise
 from harness.figures.point import Row, machine_of, row
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
@@ -46,7 +46,7 @@ class Comparison:
     b: list[Record]
     verdict: str
     why: str  # what the verdict rests on, or why there is none
-    ratio: noise.Ratio | None = None
+    ratio: noise.RatioInterval | None = None
 
     def to_dict(self) -> dict[str, Any]:
         ratio = self.ratio

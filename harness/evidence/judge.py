@@ -9,8 +9,7 @@ from typing import Any
 
 from harness.evidence.claims import PAPER_MACHINE, Claim, Exponent, Order, Plateau, Point, Ratio, Value
 from harness.figures import profile as scaled
-from harness.figures import ratio
-from harness.figures.point import CONFIDENCE, Row
+from harness.figures.point import CONFIDENCE, COUNTED, RatioInterval, Row, has_interval, has_number, ratio
 
 PASS, FAIL, XFAIL, XPASS = "PASS", "FAIL", "XFAIL", "XPASS"
 OPEN, NOT_TESTED, OTHER_MACHINE = "NOT DISTINGUISHABLE", "NOT TESTED", "N/A"
@@ -93,7 +92,7 @@ def _judge(claim: Claim, profile: str, rows: list[Row]) -> Finding:
         call = claim.command if ended else scaled.call(claim.case, profile)
         why = (ended or unjudged or [f"search not finished: {_some(searched)}"])[0]
         return Finding(claim, NOT_TESTED, note=f"{call} ({why})", profile=profile, rests_on=tuple(rows))
-    silent = [row for row in rows if not ratio.has_number(row)]
+    silent = [row for row in rows if not has_number(row)]
     numbers, seen, how = ("", "no number", "") if silent else EXAMINE[type(claim.expected)](claim.expected, rows)
     untrained = [row for row in rows if not row.valid or row in silent]
     if untrained:  # what did not train is not excused by an expected failure
@@ -112,7 +111,7 @@ def _choose(claim: Claim, rows: list[Row]) -> list[Row]:
     expected = claim.expected
     if isinstance(expected, Exponent | Plateau):
         return _series(expected, rows)
-    if claim.metric not in ratio.COUNTED and len(expected.points) > 1:
+    if claim.metric not in COUNTED and len(expected.points) > 1:
         rows = _of_one_size(expected.points, rows)
     return [_one(point, rows) for point in expected.points]
 
@@ -132,7 +131,7 @@ def _one(point: Point, rows: list[Row]) -> Row:
     found = _matching(point, rows)
     if not found:
         raise LookupError(f"no row of {point}")
-    if found[0].metric in ratio.COUNTED:  # the largest that ran; where none did, the largest that was tried
+    if found[0].metric in COUNTED:  # the largest that ran; where none did, the largest that was tried
         return max(found, key=lambda row: (row.status == "ok", row.value or 0))
     if len(found) > 1:
         raise LookupError(f"{len(found)} rows of {point}: {_some([label(row) for row in found])}")
@@ -178,7 +177,7 @@ def _order(expected: Order, rows: list[Row]) -> tuple[str, str, str]:
     for upper, lower in zip(expected.groups, expected.groups[1:], strict=False):
         for first in upper:
             for second in lower:
-                found = ratio.ratio(by_point[first], by_point[second])
+                found = ratio(by_point[first], by_point[second])
                 says.append(_decide(found.low, found.high, math.nextafter(1, 2), math.inf))
                 if says[-1] != HOLD:
                     note.append(f"{first} / {second} is {found.text}: {found.how}")
@@ -188,7 +187,7 @@ def _order(expected: Order, rows: list[Row]) -> tuple[str, str, str]:
 
 
 def _ratio(expected: Ratio, rows: list[Row]) -> tuple[str, str, str]:
-    found = ratio.ratio(*rows)
+    found = ratio(*rows)
     seen = f"{value_text(rows[0])} / {value_text(rows[1])} = {found.text}"
     return _decide(found.low, found.high, expected.least, expected.most), seen, found.how
 
@@ -213,7 +212,7 @@ def _plateau(expected: Plateau, rows: list[Row]) -> tuple[str, str, str]:
     """From which point on no larger one gains more; by intervals where all have them, else by the values: what may
     be gained is itself the margin."""
     bounds = {name: _flat_from(expected, rows, name) for name in ("low", "value", "high")}
-    if not all(ratio.has_interval(row) for row in rows):
+    if not all(has_interval(row) for row in rows):
         bounds = dict.fromkeys(bounds, bounds["value"])
     # Read by the smallest gains that the intervals allow, the plateau is longest.
     longest, shortest = (len(rows) - bounds[name] for name in ("low", "high"))
@@ -236,15 +235,15 @@ def _flat_from(expected: Plateau, rows: list[Row], bound: str) -> int:
     return len(rows) - 1
 
 
-def _gain(row: Row, later: Row) -> ratio.Ratio:
+def _gain(row: Row, later: Row) -> RatioInterval:
     """How many times better the later one is: shorter, where the metric is a time."""
-    return ratio.ratio(row, later) if row.metric == "step_seconds" else ratio.ratio(later, row)
+    return ratio(row, later) if row.metric == "step_seconds" else ratio(later, row)
 
 
 def _value(expected: Value, rows: list[Row]) -> tuple[str, str, str]:
     """By its interval where it has one; else by the value: the tolerance is itself the margin."""
     (row,) = rows
-    low, high = (row.low, row.high) if ratio.has_interval(row) else (row.value, row.value)
+    low, high = (row.low, row.high) if has_interval(row) else (row.value, row.value)
     assert low is not None and high is not None
     least, most = (expected.value * (1 + sign * expected.tolerance) for sign in (-1, 1))
     assert row.value is not None
@@ -271,7 +270,7 @@ def holds_there(claim: Claim, row: Row, is_emulated: bool = False) -> bool:
     if "gpu" in claim.machines and (row.clock == "cuda" or row.origin != "run"):
         return True
     is_paper = any(name in row.machine.lower() for name in ("v100", PAPER_MACHINE))
-    return PAPER_MACHINE in claim.machines and (is_paper or (is_emulated and row.metric in ratio.COUNTED))
+    return PAPER_MACHINE in claim.machines and (is_paper or (is_emulated and row.metric in COUNTED))
 
 
 def label(row: Row) -> str:

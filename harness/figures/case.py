@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = ROOT / "cases"
-COLUMNS = [field.name for field in dataclasses.fields(Row)]
+COLUMNS = [field.name for field in dataclasses.fields(Row) if field.name != "values"]
 
 
 class Case(Protocol):

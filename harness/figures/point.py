@@ -1,23 +1,31 @@
-"""Points of a table or figure: one number with its interval, what it is of, and whether it may be believed.
+"""One number of a table or figure, with its interval, what it measures, and whether its run passed the gate.
 
-A row is derived from the records of one job (its repeats), or is a published number. Figures, claims and reports read
-rows and nothing else.
+A row comes from the records of one job (its repeats), or is a published number. Figures, claims and reports read rows
+and nothing else.
+
+Two rows differ only if their ratio leaves its bounds. Processes are repeats; the steps of one process are not, because
+another program's load slows neighboring steps together. Below three processes on either side a margin replaces the
+interval: the median of a whole process is as uncertain as one step, whose scatter is known.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harness.core.record import Record
 
-FEWEST_FOR_INTERVAL = 3  # processes; below that there is no interval, and the row says so by having none
+FEWEST_FOR_INTERVAL = 3  # processes
 CONFIDENCE = 0.95
+LEAST_MARGIN = 0.05  # of a ratio, where a side has too few runs for an interval
+STANDARD_ERRORS = 2  # that a margin spans
+COUNTED = ("params",)  # metrics without noise: any difference counts
 Metric = Callable[[Record], float | None]
 
-# What a figure shows, read from one record. A largest size is its parameters; whether a larger one failed is another's.
+# What a figure shows, read from one record. A largest size is its parameters; a search tells if a larger one failed.
 METRICS: dict[str, Metric] = {
     "params": lambda record: float(record.job.workload.num_params),
     "samples_per_second": lambda record: (
@@ -29,8 +37,8 @@ METRICS: dict[str, Metric] = {
 
 @dataclass(frozen=True)
 class Row:
-    """`value` in the metric's unit: parameters, samples/s, seconds; `low` and `high` bound the mean of `num_runs`
-    processes with 95 % confidence (Student's t). `valid` is the gate's word; without it a number is only shown."""
+    """`value`: the median of `num_runs` processes in the metric's unit (parameters, samples/s, seconds); `low`, `high`:
+    the 95 % interval of their mean (Student's t), from three processes on; `valid`: all of them passed the gate."""
 
     metric: str
     method: str
@@ -54,10 +62,11 @@ class Row:
     series: str = ""  # which of several bars or lines of a method, where there are several
     group: str = ""  # what it stands at where that is no number: a model, a pair of sizes
     x: float | None = None  # and where it is one
+    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # of each process; not in tables
 
 
 def row(metric: str, repeats: Sequence[Record]) -> Row:
-    """The row of one job's repeats: the median over processes, and its interval from three on."""
+    """The row of one job's repeats."""
     last = repeats[-1]
     values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
     low, high = interval(values)
@@ -69,20 +78,22 @@ def row(metric: str, repeats: Sequence[Record]) -> Row:
         scatter(repeats), valid=failing is None, reason=reason, status=(failing or last).status, origin=last.origin,
         machine=machine_of(last), clock=last.clock,
         keys=tuple(record.key for record in repeats), is_judged=all(record.is_judged for record in repeats),
+        values=tuple(values),
     )  # fmt: skip
 
 
 def machine_of(record: Record) -> str:
-    """The name by which runs are told apart: what computes, and by how many cores its host steps."""
+    """The GPU, or else the CPU, and the number of cores: records of different names never mix."""
     name = str(record.machine.get("gpu") or record.machine.get("cpu") or "")
     cores = record.machine.get("cores")
     return f"{name}, {cores} cores" if name and cores else name
 
 
 def scatter(repeats: Sequence[Record]) -> float | None:
-    """How far the steps of the worst of these runs scatter, or the runs themselves, on logarithms; None where each
-    has timed one step. By the middle half of the values, which a hiccup does not move: of normal ones it is 1.349
-    standard deviations wide."""
+    """Relative standard deviation of the steps of the worst run, or of the runs; None where each timed one step.
+
+    From the interquartile range, robust to outliers: 1.349 standard deviations of a normal distribution.
+    """
     found = []
     for record in repeats:
         if len(record.timed_seconds) > 1 and min(record.timed_seconds) > 0:
@@ -95,7 +106,7 @@ def scatter(repeats: Sequence[Record]) -> float | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Bounds of the mean by Student's t; none below three values."""
+    """Student's t interval of the mean; none below three values."""
     if len(values) < FEWEST_FOR_INTERVAL:
         return None, None
     from scipy import stats
@@ -104,3 +115,62 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * error
     mean = statistics.fmean(values)
     return mean - half, mean + half
+
+
+@dataclass(frozen=True)
+class RatioInterval:
+    """The ratio of two rows; `how` names the source of its bounds."""
+
+    value: float
+    low: float
+    high: float
+    how: str
+    has_interval: bool
+
+    @property
+    def text(self) -> str:
+        if self.low == self.high == self.value:
+            return f"{self.value:.3g}"
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+def has_number(row: Row) -> bool:
+    return row.value is not None and math.isfinite(row.value) and row.value > 0
+
+
+def has_interval(row: Row) -> bool:
+    return row.num_runs >= FEWEST_FOR_INTERVAL and row.low is not None and row.high is not None
+
+
+def ratio(over: Row, under: Row) -> RatioInterval:
+    """The ratio of the medians, in Welch's interval on logarithms. Both rows must have numbers."""
+    assert over.value is not None and under.value is not None
+    value = over.value / under.value
+    if over.metric in COUNTED:
+        low = (over.low or over.value) / (under.high or under.value)
+        high = (over.high or over.value) / (under.low or under.value)
+        return RatioInterval(value, low, high, "counted", has_interval=True)
+    runs = f"{over.num_runs} and {under.num_runs} runs"
+    if has_interval(over) and has_interval(under):
+        low, high = _welch(over.values, under.values)
+        return RatioInterval(value, low, high, f"95 % interval, {runs}", has_interval=True)
+    factor = max(1 + LEAST_MARGIN, math.exp(STANDARD_ERRORS * math.hypot(over.scatter or 0, under.scatter or 0)))
+    known = [f"{row.scatter:.1%}" for row in (over, under) if row.scatter is not None]
+    steps = f" with steps that scatter by {' and '.join(known)}" if len(known) == 2 else ""
+    how = f"margin of {factor - 1:.0%}: {runs}{steps}, an interval needs {FEWEST_FOR_INTERVAL} each"
+    return RatioInterval(value, value / factor, value * factor, how, has_interval=False)
+
+
+def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
+    """Bounds of the ratio of means; the error of a logarithm is the relative error (delta method)."""
+    from scipy import stats
+
+    means = statistics.fmean(over), statistics.fmean(under)
+    center = means[0] / means[1]
+    if len({*over}) == len({*under}) == 1:
+        return center, center
+    relative = ([value / mean for value in values] for values, mean in zip((over, under), means, strict=True))
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of values that are nearly alike
+        found = stats.ttest_ind(*relative, equal_var=False).confidence_interval(CONFIDENCE)
+    factor = math.exp((found.high - found.low) / 2)
+    return center / factor, center * factor

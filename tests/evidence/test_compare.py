@@ -15,8 +15,7 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.evidence import compare
 from harness.evidence.compare import ALIKE, FASTER, NONE, SLOWER
-from harness.figures import ratio
-from harness.figures.point import row
+from harness.figures.point import ratio, row
 from tests.cli.test_main import run
 
 SMALL = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
@@ -70,7 +69,7 @@ def test_the_interval_holds_the_truth_in_95_of_100_cases() -> None:
             row("samples_per_second", [record(seconds=2 / speed) for speed in draw.normal(mean, spread * mean, size)])
             for mean, spread, size in ((1.5, 0.03, 3), (1.0, 0.06, 5))
         ]
-        found = ratio.ratio(*sides)
+        found = ratio(*sides)
         held += found.low <= 1.5 <= found.high
     assert 0.92 < held / 600 < 0.98
 

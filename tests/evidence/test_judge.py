@@ -13,8 +13,7 @@ from harness.evidence import claims, verify
 from harness.evidence import judge as verdicts
 from harness.evidence.claims import Claim, Exponent, Order, Plateau, Point, Ratio, Value
 from harness.evidence.judge import Finding
-from harness.figures import ratio
-from harness.figures.point import Row, interval
+from harness.figures.point import Row, interval, ratio
 
 FAST, SLOW = Point("stronghold"), Point("l2l")
 SPEEDS = {"metric": "samples_per_second", "valid": True, "clock": "cuda", "machine": "a GPU"}
@@ -29,7 +28,7 @@ def row(method: str, value: float | None, *, num_layers: int = 4, window_size: i
 
 def repeated(method: str, *values: float) -> Row:
     low, high = interval(values)
-    return row(method, sorted(values)[len(values) // 2], low=low, high=high, num_runs=len(values))
+    return row(method, sorted(values)[len(values) // 2], low=low, high=high, num_runs=len(values), values=values)
 
 
 def claim(expected: claims.Expected, **other: Any) -> Claim:
@@ -70,7 +69,7 @@ def test_one_run_each_is_decided_where_a_margin_of_5_percent_separates(
 
 def test_three_runs_each_are_decided_by_their_interval() -> None:
     """Equal spread of 1 % on both sides: an error of sqrt(2 / 3) %, 4 degrees of freedom, t = 2.776."""
-    found = ratio.ratio(repeated("stronghold", 2.97, 3.0, 3.03), repeated("l2l", 0.99, 1.0, 1.01))
+    found = ratio(repeated("stronghold", 2.97, 3.0, 3.03), repeated("l2l", 0.99, 1.0, 1.01))
     half = 2.776445 * 0.01 * math.sqrt(2 / 3)
     assert (found.value, found.low, found.high) == pytest.approx((3, 3 * math.exp(-half), 3 * math.exp(half)), rel=1e-6)
     assert "95 % interval, 3 and 3 runs" in found.how
