@@ -21,43 +21,37 @@ SHARED = tuple(
 def source_hash(path: Path) -> str:
     """Of the method in this file; blind to comments and layout of Python. 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for source in closure(path):
-        text = source.read_bytes()
-        tree = _parsed(source)
-        digest.update(text if tree is None else ast.dump(tree).encode())
+    for source, tree in sorted(closure(path).items()):
+        digest.update(source.read_bytes() if tree is None else ast.dump(tree).encode())
     return digest.hexdigest()[:16]
 
 
-def closure(path: Path) -> list[Path]:
-    """The method's file and every file that it depends on, sorted. Modules of `methods` are looked for beside the file,
-    too."""
-    found: set[Path] = set()
+def closure(path: Path) -> dict[Path, ast.AST | None]:
+    """The method's file and every file that it depends on, parsed where it is Python that parses. Modules of `methods`
+    are looked for beside the file, too."""
+    found: dict[Path, ast.AST | None] = {}
     waiting = [path.resolve(), *SHARED]
     while waiting:
         source = waiting.pop()
         if source not in found:
-            found.add(source)
-            waiting.extend(_needed(source, path.resolve().parent))
-    return sorted(found)
+            found[source] = tree = _parsed(source)
+            if tree is not None:
+                waiting.extend(_needed(source, tree, path.resolve().parent))
+    return found
 
 
-def _needed(source: Path, beside: Path) -> Iterator[Path]:
-    tree = _parsed(source)
-    if tree is None:  # a C++ file; or one that does not load, which only concerns who imports it
-        return
+def _needed(source: Path, tree: ast.AST, beside: Path) -> Iterator[Path]:
     for name in _imported(tree):
         top, *rest = name.split(".")
-        bases = {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}.get(top, [])
-        for base in bases:
-            file = base.joinpath(*rest).with_suffix(".py") if rest else base / "__init__.py"
-            package = base.joinpath(*rest, "__init__.py")
-            for there in (file, package):
-                if there.is_file():
-                    yield there.resolve()
+        for base in {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}.get(top, []):
+            module = base.joinpath(*rest)
+            for file in (module.with_suffix(".py"), module / "__init__.py"):
+                if file.is_file():
+                    yield file.resolve()
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith((".cpp", ".h")):
-            named = source.with_name(node.value) if "/" not in node.value else None
-            if named and named.is_file():
+            named = source.with_name(Path(node.value).name)
+            if named.is_file():
                 yield named
 
 

@@ -1,0 +1,80 @@
+"""A method's identity follows what its file imports, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.core import source_hash
+from harness.core.method import ROOT
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the sources to edit."""
+    copy = tmp_path_factory.mktemp("sources")
+    for folder in ("harness", "methods"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source_hash, "ROOT", copy)
+        patch.setattr(source_hash, "SHARED", tuple(copy / path.relative_to(ROOT) for path in source_hash.SHARED))
+        yield copy
+
+
+def changes(tree: Path, method: str, file: str) -> bool:
+    """Whether a method's hash is another one after an edit of the file."""
+    path = tree / file
+    before = source_hash.source_hash(tree / "methods" / method)
+    text = path.read_text()
+    path.write_text(text + ("\n// edited\n" if path.suffix == ".cpp" else "\nEDITED = True\n"))
+    after = source_hash.source_hash(tree / "methods" / method)
+    path.write_text(text)
+    return after != before
+
+
+@pytest.mark.parametrize("file", ["methods/sharding/dispatch.py", "methods/engines/megatron.py", "methods/hydra.py"])
+def test_an_edit_of_another_methods_library_leaves_stronghold_fresh(tree: Path, file: str) -> None:
+    assert not changes(tree, "stronghold.py", file)
+
+
+@pytest.mark.parametrize("file", ["methods/streaming/slot.py", "methods/stronghold.py", "harness/core/gpt.py"])
+def test_an_edit_of_what_stronghold_imports_makes_it_stale(tree: Path, file: str) -> None:
+    assert changes(tree, "stronghold.py", file)
+
+
+def test_an_edit_of_the_dispatcher_makes_hydra_stale(tree: Path) -> None:
+    assert changes(tree, "hydra.py", "methods/sharding/dispatch.py")
+
+
+def test_the_kernels_cpp_belongs_to_who_calls_it(tree: Path) -> None:
+    (kernel,) = (path.relative_to(tree) for path in (tree / "methods").rglob("adamw_kernel.cpp"))
+    assert changes(tree, "stronghold.py", str(kernel))
+    assert not changes(tree, "resident.py", str(kernel))
+
+
+def test_the_batches_of_all_belong_to_every_method(tree: Path) -> None:
+    assert changes(tree, "resident.py", "harness/core/data.py")
+
+
+@pytest.mark.parametrize("file", ["harness/report/page.py", "harness/cli/main.py", "harness/jobs/gate.py"])
+def test_what_only_reads_records_makes_none_stale(tree: Path, file: str) -> None:
+    assert not changes(tree, "stronghold.py", file)
+
+
+def test_an_import_for_types_alone_does_not_count(tree: Path) -> None:
+    path = tree / "methods" / "mine.py"
+    path.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from methods.streaming import slot\n")
+    assert not changes(tree, "mine.py", "methods/streaming/slot.py")
+
+
+def test_a_library_beside_an_outside_method_counts(tree: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "_mine.py").write_text("RATE = 1\n")
+    (folder / "mine.py").write_text("from methods import _mine\n")
+    before = source_hash.source_hash(folder / "mine.py")
+    (folder / "_mine.py").write_text("RATE = 2\n")
+    assert source_hash.source_hash(folder / "mine.py") != before
