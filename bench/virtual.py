@@ -1,8 +1,6 @@
 """STRONGHOLD's schedule under the virtual clock, beside its bound: the table results/virtual.md.
 
-    .venv/bin/python -m bench.virtual [--machine NAME ...] [--layers 16,32,48,78,100] [--out FILE.md]
-
-Timelines of the same points: `python -m harness.simulation.schedule --traces DIR`.
+.venv/bin/python -m bench.virtual [--machine NAME ...] [--layers 16,32,48,78,100] [--out FILE.md]
 """
 
 from __future__ import annotations

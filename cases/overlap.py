@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.core import method
-from harness.core.method import ROOT
+from harness.core.child_process import ask
 from harness.core.record import Record, read_all
 from harness.figures import plot
 from harness.figures.point import machine_of
 from harness.figures.profile import Profile, call
 from harness.jobs.sweep import Sweep, resolve
-from harness.run.launch import worker_environment
 from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
 
 if TYPE_CHECKING:
@@ -82,13 +80,11 @@ def run(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) 
     missing = [name for name in MACHINES if not _is_current(_virtual(folder, used.name, name))]
     if missing:
         report({"event": "build", "text": f"virtual time: {', '.join(missing)}, {RUNS[used.kind]} layers"})
-        words = [word for name in missing for word in ("--machine", name)]
-        words += ["--layers", str(RUNS[used.kind]), "--clipping", CLIPPING, "--traces", str(folder)]
-        command = [sys.executable, "-W", "ignore", "-m", "harness.simulation.schedule", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=worker_environment())
-        if done.returncode:
-            line = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            report({"event": "warning", "text": f"no virtual timelines: {line}"})
+        arguments = {"machines": missing, "num_layers": RUNS[used.kind], "clipping": CLIPPING, "folder": str(folder)}
+        try:
+            ask("harness.simulation.schedule", arguments)
+        except ValueError as error:
+            report({"event": "warning", "text": f"no virtual timelines: {error}"})
     return finished
 
 

@@ -27,7 +27,7 @@ from methods.shared.memory_needs import describe
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that the norm of a gradient takes on a device; and what else is as small
 NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
 MOST_TURNS = 2000  # of the last ones a record tells which model had which device, from when to when
-SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; held against the twin
+SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; held against a memory rehearsal
 
 
 def __getattr__(name: str) -> object:
@@ -54,7 +54,7 @@ class Hydra:
     label = "Hydra"
     color = "#2E8B57"
     paper = "Nagrecha and Kumar 2021, arXiv:2110.08633"
-    has_twin = True
+    can_rehearse = True
 
     @property
     def bit_exact(self) -> bool:

@@ -21,7 +21,7 @@ class L2L:
     color = "#E7D6EF"
     paper = "Pudipeddi et al. 2020, arXiv:2002.05645"
     bit_exact = True
-    has_twin = True
+    can_rehearse = True
     accumulates = True
     scales_loss = True
 

@@ -22,7 +22,7 @@ class MegatronLM:
     label = "Megatron-LM"
     color = "#E7D6EF"
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
-    has_twin = True
+    can_rehearse = True
     scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:

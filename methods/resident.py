@@ -21,7 +21,7 @@ class Resident:
     color = "#8A8A8A"
     paper = "PyTorch, with activation recompute (Chen et al. 2016)"
     bit_exact = True
-    has_twin = True
+    can_rehearse = True
     is_reference = True
     accumulates = True
     scales_loss = True

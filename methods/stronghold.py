@@ -48,7 +48,7 @@ class Stronghold:
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
     bit_exact = True
-    has_twin = True
+    can_rehearse = True
     accumulates = True
     scales_loss = True
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any
 import click
 
 from harness.core import method, native_build
+from harness.core.child_process import ask
 from harness.core.job import Job, Workload, gib
 from harness.devices import machine, sim
 from harness.devices.device_lock import turn
-from harness.run.launch import worker_environment
 
 NOTHING_RUNS = 7
 GB = 1e9
@@ -98,16 +96,9 @@ def measure(workload: Workload, device: str, results: Path) -> None:
     """Calibrate in a process of its own, while no job runs on the device, and keep what it found."""
     results.mkdir(parents=True, exist_ok=True)
     print("calibrating", flush=True)
-    order = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
+    arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
     with turn(Job("calibration", workload, device=device), lambda event: print(event["text"], flush=True)):
-        done = subprocess.run(
-            [sys.executable, "-m", "methods.streaming.calibrate"],
-            input=json.dumps(order), capture_output=True, text=True, env=worker_environment(),
-        )  # fmt: skip
-    if done.returncode:
-        line = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ValueError(f"the calibration failed: {line}")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+        found = ask("methods.streaming.calibrate", arguments)
     entry = {"device": device, "dtype": workload.dtype, "forward_flops": machine.forward_flops(workload)}
     day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     load = machine.surroundings(device).get("load_average")

@@ -145,7 +145,7 @@ class Workload:
 
     @property
     def working_bytes(self) -> int:
-        """Largest transient of a step beside what is kept of every layer. Held against twin.py's predictions."""
+        """Largest transient of a step beside what is kept of every layer. Held against memory rehearsals."""
         waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # what others leave and get
         return max(self.head_bytes, self.layer_bytes + waiting)
 

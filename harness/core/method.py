@@ -73,10 +73,15 @@ Training = Generator[Step, None, Trained]
 
 
 class Method(Protocol):
-    """label, color (hex) and paper are for figures; bit_exact promises the reference's very bits on CPU in fp32;
-    is_exact = False says that the method trains otherwise by design; is_reference is set by one method only; has_twin
-    says that train() runs on tensors without memory (harness/devices/memory_rehearsal.py); accumulates, that it trains
-    on micro-batches; scales_loss, that it trains in fp16, by the rule of methods/shared/loss_scale.py.
+    """What every method offers. Optional, see DEFAULTS: all but label, plan() and train().
+
+    label, color (hex), paper   for figures
+    bit_exact                   promises the reference's bits on CPU in fp32
+    is_exact                    False: trains differently by design
+    is_reference                True for exactly one method
+    can_rehearse                train() runs on tensors without memory (harness/devices/memory_rehearsal.py)
+    accumulates                 trains on micro-batches
+    scales_loss                 trains in fp16, by the rule of methods/shared/loss_scale.py
 
     A method that trains in several processes has an option world_size, 1 by default: then each runs train() under
     torchrun's variables, on the whole batch of which it takes its part, yields the loss of all, and rank 0 returns the
@@ -88,7 +93,7 @@ class Method(Protocol):
     bit_exact: ClassVar[bool]
     is_exact: ClassVar[bool]
     is_reference: ClassVar[bool]
-    has_twin: ClassVar[bool]
+    can_rehearse: ClassVar[bool]
     accumulates: ClassVar[bool]
     scales_loss: ClassVar[bool]
 
@@ -130,7 +135,7 @@ DEFAULTS: dict[str, Any] = {
     "bit_exact": False,
     "is_exact": True,
     "is_reference": False,
-    "has_twin": False,
+    "can_rehearse": False,
     "missing": lambda self, device: None,
     "accumulates": False,
     "scales_loss": False,

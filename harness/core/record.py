@@ -7,13 +7,13 @@ import json
 import math
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.core.job import Job
+from harness.core.whole_file import write_whole
 
 SCHEMA_VERSION = 1
 STATUSES = (
@@ -169,19 +169,7 @@ class Record:
             raise ValueError(f"not a record: {error}") from error
 
     def write(self, path: Path) -> None:
-        """Whole or not at all, whatever kills this process."""
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, json.dumps(self.to_dict(), indent=1, allow_nan=False))
 
     @staticmethod
     def read(path: Path) -> Record:

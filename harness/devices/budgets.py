@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from harness.core.child_process import ask
 from harness.core.job import Budget, Job, gib
-from harness.core.method import ROOT
 from harness.devices import cgroup, machine, sim
 
 MIB = 2**20
@@ -53,18 +53,11 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
 
 @functools.cache
 def baseline_bytes(device: str) -> int:
-    """Anonymous memory of a worker that has imported all it needs and trained nothing, measured in a process; 0 where
-    the system does not tell. The first optimizer imports as much again as half of torch."""
-    code = (
-        "import torch; from harness import limits, worker; torch.optim.AdamW([torch.zeros(1, device={!r})], fused=True)"
-    )
-    code = f"{code.format(device)}; print(limits.baseline_here())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    return int(done.stdout) if done.returncode == 0 else 0
-
-
-def baseline_here() -> int:
-    return _sizes().get("RssAnon", 0)
+    """Anonymous memory of a process that has imported what a worker needs and trained nothing, measured in one; 0 where
+    the system does not tell."""
+    with contextlib.suppress(ValueError):  # a run without torch has a record that says so
+        return ask("harness.devices.budgets", device)
+    return 0
 
 
 def enforce(job: Job) -> dict[str, str]:
@@ -192,3 +185,15 @@ def _sizes() -> dict[str, int]:
         lines = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}
     return {}
+
+
+def main() -> None:
+    """For child_process.ask(): of a device, baseline_bytes(). The first optimizer imports half as much as torch."""
+    import torch
+
+    torch.optim.AdamW([torch.zeros(1, device=json.load(sys.stdin))], fused=True)
+    print(_sizes().get("RssAnon", 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ import psutil
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import ROOT
 from harness.core.rates import Rates
+from harness.core.whole_file import write_whole
 from harness.devices import cgroup
 
 CUDA_CONTEXT_BYTES = 600 * 2**20  # driver and library memory outside torch's allocator: an upper estimate
@@ -196,18 +197,12 @@ def calibrations() -> list[dict[str, Any]]:
 
 
 def keep_calibration(entry: dict[str, Any]) -> None:
-    """Write an entry beside those of other devices, dtypes and sizes, in place of its own last one; whole or not at
-    all."""
+    """Write an entry beside those of other devices, dtypes and sizes, in place of its own last one."""
     names = ("device", "dtype", "forward_flops")
     others = [old for old in calibrations() if any(old[name] != entry[name] for name in names)]
     text = json.dumps({"machine": _calibrated_facts(), "entries": [*others, entry]}, indent=1)
     CALIBRATION.parent.mkdir(parents=True, exist_ok=True)
-    temporary = CALIBRATION.with_name(f".{CALIBRATION.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, CALIBRATION)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(CALIBRATION, text)
 
 
 def forward_flops(workload: Workload) -> float:

@@ -4,7 +4,7 @@ Every tensor lies in the host's memory; what is tracked is where it would lie. A
 storage as "device" or "host" and unbooks it when the storage dies: an operation with an input on the device makes
 outputs on the device, and so does a factory that is asked for device="sim". While a Tracker is active, tensors booked
 to the device say that their device is sim, and .to() copies between the two. Works on real tensors and, for predictions
-without memory, under FakeTensorMode (twin.py).
+without memory, under FakeTensorMode (memory_rehearsal.py).
 
 Source of the idea: torch.distributed._tools.MemTracker; this one knows two memories. It costs 10 us an
 operation (2-core EPYC), beside 2 of a small one itself.

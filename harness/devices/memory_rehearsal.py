@@ -49,8 +49,8 @@ class _Ledger(Tracker):
 def predict(method: Method, workload: Workload, steps: int = STEPS) -> Prediction:
     """Train without memory; `steps` is how many batches lie on the device. Raises Unavailable for a method whose engine
     does not run so."""
-    if not method.has_twin:
-        raise Unavailable(f"{method.label} has no twin: its engine does not run on tensors without memory")
+    if not method.can_rehearse:
+        raise Unavailable(f"{method.label} has no memory rehearsal: its engine does not run on tensors without memory")
     with timed() as seconds, without_memory() as tracker:
         size = (steps, workload.batch_size, workload.seq_len + 1)
         tokens = torch.empty(size, dtype=torch.int64, device=NAME)
@@ -123,10 +123,10 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def main() -> None:
-    """A job and folders of methods on standard input, a prediction on standard output: for who imports no torch."""
-    order = json.loads(sys.stdin.readline())
-    job = Job.from_dict(order["job"])
-    method = create(job.method, job.options, tuple(Path(folder) for folder in order["folders"]))
+    """For child_process.ask(): of a job and folders of methods, a Prediction or {unavailable}."""
+    arguments = json.load(sys.stdin)
+    job = Job.from_dict(arguments["job"])
+    method = create(job.method, job.options, tuple(map(Path, arguments["folders"])))
     try:
         print(json.dumps(predict(method, job.workload, job.steps)._asdict()))
     except Unavailable as error:

@@ -4,8 +4,6 @@ memory binds, and the largest depth that should fit. Arithmetic alone; no torch 
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.core import method
+from harness.core.child_process import ask
 from harness.core.job import KINDS, Budget, Job, Plan, Workload, gib
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import machine
 from harness.jobs import published_laws
 from harness.jobs.sweep import largest, one_pool, resolve
-from harness.run.launch import worker_environment
 
 MEMORIES = ("device", "host", "disk")
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # a parameter: two moments, in mixed precision a master, too
@@ -95,16 +93,12 @@ def _passes(plan: Plan, budget: Budget, memory: str) -> bool:
 
 
 def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """The twin's prediction, by a process of its own: {device_bytes, host_bytes, seconds} or {unavailable}."""
-    order = {"job": job.to_dict(), "folders": [str(folder) for folder in folders]}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "harness.devices.memory_rehearsal"],
-        input=json.dumps(order) + "\n", capture_output=True, text=True, env=worker_environment(),
-    )  # fmt: skip
-    if done.returncode:
-        line = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return {"unavailable": f"the twin of {job.method} failed: {line}"}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    """The peaks of a memory rehearsal: {device_bytes, host_bytes, seconds} or {unavailable}."""
+    arguments = {"job": job.to_dict(), "folders": [str(folder) for folder in folders]}
+    try:
+        return ask("harness.devices.memory_rehearsal", arguments)
+    except ValueError as error:
+        return {"unavailable": f"{job.method}: {error}"}
 
 
 def published_rows(budget: Budget) -> list[dict[str, Any]]:

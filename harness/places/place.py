@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.core import failures, log_lines
+from harness.core.child_process import ENVIRONMENT
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import machine
-from harness.run.launch import ENVIRONMENT, launch
+from harness.run.launch import launch
 from harness.run.prepare import prepare
 
 # What decides how fast a job is, and in which order its sums are taken: the same there as here.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import os
 import re
 import sys
 import tarfile
@@ -20,6 +19,7 @@ from typing import Any
 
 from harness.core import method
 from harness.core.record import STATUSES, VERDICTS, Record, read_all
+from harness.core.whole_file import write_whole
 from harness.devices import named_machines
 from harness.devices.machine import PACKAGES
 from harness.evidence import verify
@@ -60,7 +60,7 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
         packed = _packed(stage, [Path(MANIFEST), *paths])
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
-        _replace(archive, packed)
+        write_whole(archive, packed)
     except OSError as error:
         raise ValueError(f"cannot write {archive}: {error.strerror}; name another file with --out") from error
     return archive
@@ -141,16 +141,3 @@ def _packed(stage: Path, paths: Iterable[Path]) -> bytes:
             entry.size, entry.mode = len(data), 0o644
             tar.addfile(entry, io.BytesIO(data))
     return buffer.getvalue()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".bundle-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

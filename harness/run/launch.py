@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from harness.core import failures, log_lines
+from harness.core.child_process import child_environment
 from harness.core.job import Job
-from harness.core.method import ROOT
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, cgroup, machine
 from harness.devices.device_lock import turn
@@ -35,8 +35,6 @@ GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
 AFTER_TRAINING = ("drain", "inspect", "done")  # memory then is not the method's
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
-# Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
-ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -74,11 +72,6 @@ def launch(
     return path
 
 
-def worker_environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
-
-
 class Watch:
     """One worker process, its events, its memory and its end."""
 
@@ -109,7 +102,7 @@ class Watch:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True, text=True,
-            env=worker_environment(),
+            env=child_environment(),
         )  # fmt: skip
         os.close(writer)
         self.events = os.fdopen(reader, "rb", buffering=0)

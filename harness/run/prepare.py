@@ -1,23 +1,20 @@
-"""Compiles what a job still needs, in processes of their own, outside of any run."""
+"""Compiles what a job's method or device still needs: in a process of its own, never in a run that is timed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 from harness.core import log_lines, method
+from harness.core.child_process import run_logged
 from harness.core.job import Job
 from harness.devices import cgroup, sim
-from harness.run.launch import Report, worker_environment
+from harness.run.launch import Report
 
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
-    """Compile what the job's method or device still needs; announced, once, outside of any run."""
+    """Compile what is missing, and report it. If that fails, the run itself says what it lacks."""
     missing = method.create(job.method, job.options, folders).to_build()
     if missing:
         report({"event": "build", "text": f"building {missing}"})
@@ -35,29 +32,22 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
 
 
 def build(job: Job, results: Path, folders: tuple[Path, ...]) -> None:
-    """Let the method compile what it needs, in a process of its own, to the end; the log lies beside the records.
-
-    Where it fails, the method's own run says so.
-    """
-    order = {"method": job.method, "options": job.options, "folders": [str(folder) for folder in folders]}
-    _run("harness.run.build", results / log_lines.BUILD_LOG.format(job.method), json.dumps(order))
+    """Let the method compile what it needs; the log lies beside the records."""
+    arguments = {"method": job.method, "options": job.options, "folders": [str(folder) for folder in folders]}
+    run_logged("harness.run.prepare", arguments, results / log_lines.BUILD_LOG.format(job.method))
 
 
 def build_sim(results: Path) -> None:
-    """Compile the device sim in a process of its own; where that fails, the run counts bytes in Python, and says so."""
-    _run("harness.devices.sim", results / log_lines.BUILD_LOG.format("sim"), "")
+    """Compile the device sim; if that fails, runs count its bytes in Python."""
+    run_logged("harness.devices.sim", None, results / log_lines.BUILD_LOG.format("sim"))
 
 
-def _run(module: str, log_path: Path, order: str) -> None:
-    """In a session of its own: no compiler outlives an interrupted call."""
-    with open(log_path, "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
-            env=worker_environment(), start_new_session=True,
-        )  # fmt: skip
-        try:
-            process.communicate(order)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def main() -> None:
+    """For run_logged(): build() of a method with options."""
+    arguments = json.load(sys.stdin)
+    folders = tuple(map(Path, arguments["folders"]))
+    method.create(arguments["method"], arguments["options"], folders).build()
+
+
+if __name__ == "__main__":
+    main()

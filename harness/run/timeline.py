@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from harness.core.whole_file import write_whole
 
 TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # in the order of a timeline
 KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # what may hide behind compute
@@ -71,9 +72,7 @@ def write(timeline: Timeline, path: Path) -> None:
         })  # fmt: skip
     lines = ",\n".join(json.dumps(event) for event in events)
     about = json.dumps(timeline.about)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
-    os.replace(temporary, path)
+    write_whole(path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
 
 
 def read(path: Path) -> Timeline:

@@ -1,7 +1,5 @@
 """The schedule of STRONGHOLD under the virtual clock, beside the bound of its placement, on machines by name.
 
-    python -m harness.simulation.schedule --machine v100-vm --layers 32 --clipping deferred --traces DIR
-
 The published shape (hidden 2048, 16 heads, sequence 1024, batch 4). The method's own code trains a scale model; every
 op is charged by the machine's rates (virtual_clock.py). Nothing here was measured: clock: virtual.
 """
@@ -9,12 +7,11 @@ op is charged by the machine's rates (virtual_clock.py). Nothing here was measur
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
-
-import click
 
 from harness.core import method
 from harness.core.job import Plan, Workload
@@ -82,15 +79,11 @@ def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> 
     print(path)
 
 
-@click.command()
-@click.option("--machine", "machines", multiple=True, type=click.Choice(list(DTYPES)), default=list(DTYPES))
-@click.option("--layers", default="16,32,48,78,100")
-@click.option("--clipping", "clippings", multiple=True, type=click.Choice(["none", "deferred", "speculate"]))
-@click.option("--traces", type=click.Path(path_type=Path, file_okay=False), required=True)
-def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], traces: Path) -> None:
-    wanted = [clipping for clipping in CLIP_NORMS if not clippings or (clipping or "none") in clippings]
-    for name, num_layers, clipping in itertools.product(machines, map(int, layers.split(",")), wanted):
-        trace(name, num_layers, clipping, traces)
+def main() -> None:
+    arguments = json.load(sys.stdin)
+    for name in arguments["machines"]:
+        trace(name, arguments["num_layers"], arguments["clipping"], Path(arguments["folder"]))
+    print("null")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ SIZES: list[Any] = [
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("method", "options"), OURS)
-def test_the_twin_is_a_real_runs_device_peak_to_the_byte(method: str, options: dict, dtype: str) -> None:
+def test_the_rehearsal_is_a_real_runs_device_peak_to_the_byte(method: str, options: dict, dtype: str) -> None:
     workload, steps = tiny(num_layers=3, dtype=dtype), 3
     with Tracker() as tracker:
         tokens = torch.from_numpy(batches(workload, steps)).to("sim")
@@ -53,7 +53,7 @@ def test_the_twin_is_a_real_runs_device_peak_to_the_byte(method: str, options: d
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("method", "options"), OURS)
-def test_the_plan_is_within_a_tenth_of_the_twin(method: str, options: dict, size: dict, dtype: str) -> None:
+def test_the_plan_is_within_a_tenth_of_the_rehearsal(method: str, options: dict, size: dict, dtype: str) -> None:
     workload = Workload(**size, dtype=dtype)
     trained = create(method, options)
     assert trained.plan(workload, Budget()).device_bytes == pytest.approx(
@@ -63,7 +63,7 @@ def test_the_plan_is_within_a_tenth_of_the_twin(method: str, options: dict, size
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", SIZES[::2])
-def test_the_plan_of_megatron_core_is_within_a_tenth_of_the_twin(size: dict, dtype: str) -> None:
+def test_the_plan_of_megatron_core_is_within_a_tenth_of_the_rehearsal(size: dict, dtype: str) -> None:
     workload, trained = Workload(**size, dtype=dtype), create("megatron-lm", {})
     assert trained.plan(workload, Budget()).device_bytes == pytest.approx(
         predict(trained, workload).device_bytes, rel=0.1
@@ -102,6 +102,6 @@ def test_a_prediction_takes_no_memory() -> None:
     assert psutil.Process().memory_info().rss - before < 0.5 * 2**30
 
 
-def test_a_method_without_a_twin_says_so() -> None:
-    with pytest.raises(Unavailable, match="has no twin"):
+def test_a_method_without_a_rehearsal_says_so() -> None:
+    with pytest.raises(Unavailable, match="has no memory rehearsal"):
         predict(create("zero-offload", {}), tiny())

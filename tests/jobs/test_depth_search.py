@@ -121,7 +121,7 @@ def test_trials_are_bounded() -> None:
 
 
 def test_two_small_runs_tell_the_published_peak_of_32_layers() -> None:
-    """Published log, Megatron-LM, 32 layers: 29775.17 MiB; a twin's peaks at 4 and 8 layers: 7343.8 and 10545.4."""
+    """Published log, Megatron-LM, 32 layers: 29775.17 MiB; peaks rehearsed at 4 and 8 layers: 7343.8 and 10545.4."""
     assert extrapolate([(8, {"run": 10545}), (4, {"run": 7344})], 32) == pytest.approx(29775, rel=1e-3)
 
 

@@ -72,10 +72,10 @@ def test_a_size_that_cannot_be_has_its_reason(capsys, monkeypatch) -> None:
     assert "window 9 is beyond the 4 layers" in row["error"]
 
 
-def test_the_exact_device_peak_comes_with_it_where_a_method_has_a_twin(capsys, monkeypatch) -> None:
+def test_the_exact_device_peak_comes_with_it_where_a_method_can_rehearse(capsys, monkeypatch) -> None:
     ours, engine = plan(capsys, monkeypatch, "-m", "l2l,zero-offload", *SMALL, "--exact")
     assert ours["exact"]["device_bytes"] == pytest.approx(ours["device_bytes"], rel=0.1)
-    assert "has no twin" in engine["exact"]["unavailable"]
+    assert "has no memory rehearsal" in engine["exact"]["unavailable"]
 
 
 def test_where_nothing_can_be_planned_one_line_says_why(capsys, monkeypatch) -> None:

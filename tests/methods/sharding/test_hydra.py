@@ -117,7 +117,7 @@ def test_a_missing_wait_is_found_though_losses_do_not_show_it(bug: Bug) -> None:
 
 
 @pytest.mark.parametrize(("options", "dtype"), [({"shard_layers": 3}, "bf16"), ({"intermediates": "saved"}, "fp32")])
-def test_the_plan_is_within_a_tenth_of_the_twin(options: dict, dtype: str) -> None:
+def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str) -> None:
     workload = Workload(hidden_size=128, num_layers=3, seq_len=256, vocab_size=512, dtype=dtype)
     method = create("hydra", options)
     plan, found = method.plan(workload, Budget()), predict(method, workload)
@@ -144,7 +144,7 @@ def test_a_budget_is_filled_by_the_longest_shards_that_fit(gib: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> None:
-    """The budget is drawn from one layer a shard to the whole model; the training's own peak is the twin's."""
+    """The budget is drawn from one layer a shard to the whole model; the training's own peak is the rehearsal's."""
     rng = random.Random(seed)
     workload = tiny(num_layers=3, vocab_size=rng.choice([64, 1500]), dtype=rng.choice(["fp32", "bf16"]))
     choice = {"num_models": 1 + seed % 2, "double_buffer": seed > 0}

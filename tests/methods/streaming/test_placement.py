@@ -155,7 +155,7 @@ UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), (
 
 @pytest.mark.parametrize(("dtype", "clipping"), UPDATES)
 @pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
-def test_the_plan_is_within_a_tenth_of_the_twin_in_both_memories(
+def test_the_plan_is_within_a_tenth_of_the_rehearsal_in_both_memories(
     placement: str, dtype: str, clipping: str | None
 ) -> None:
     clip_norm = 1.0 if clipping else 0.0

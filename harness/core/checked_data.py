@@ -1,0 +1,52 @@
+"""Checks data from a file against a type: a dataclass, a TypedDict or any other that pydantic knows.
+
+pydantic is imported when the first file is read: the start of the command line does not pay for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+# As `__pydantic_config__` of a dataclass: a field that it does not have is an error.
+NO_OTHER_FIELDS = {"extra": "forbid"}
+
+
+def checked(kind: type[T], data: Any) -> T:
+    """The data as a value of this type. Raises ValueError, one line that names every field that is wrong."""
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(kind).validate_python(data)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ValueError(one_line(error)) from error
+
+
+def one_line(error: ValidationError) -> str:
+    """What pydantic complains about: `field: expected X, got Y`, joined by semicolons."""
+    return "; ".join(dict.fromkeys(_complaint(detail) for detail in error.errors(include_url=False)))
+
+
+def _complaint(detail: Any) -> str:
+    where = ".".join(map(str, detail["loc"]))
+    kind, text = detail["type"], detail["msg"]
+    if kind == "missing":
+        return f"{where} is missing"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown field {where}"
+    if kind in ("value_error", "assertion_error"):
+        return f"{where}: {detail['ctx']['error']}" if where else str(detail["ctx"]["error"])
+    expected = text.partition(", unable to ")[0].removeprefix("Input should be ")
+    expected = expected.partition(" or an instance of ")[0]
+    return f"{where}: expected {expected}, got {detail['input']!r:.80}".removeprefix(": ")
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
