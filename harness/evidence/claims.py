@@ -1,40 +1,78 @@
-"""The papers' claims as data: what claims/*.yaml may say, checked on load; one line names file, claim and what is
-allowed.
+"""The papers' claims, read from claims/*.yaml and checked: an error names file, claim and field in one line.
 
-Every scalar is read as text and parsed here, so that YAML guesses no types.
+YAML yields text, lists and mappings only; pydantic converts and checks each field by the types below.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from harness.core import method
-from harness.evidence import fields
 from harness.figures.point import METRICS
 
 FOLDER = method.ROOT / "claims"
 PAPER_MACHINE = "v100-vm"
-MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim is said to hold
+MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim holds
 CASES = range(1, 7)  # cases/caseN.py
 AXES = ("num_layers", "window_size")
 EXTREMES = ("largest", "smallest")  # of the windows measured
+LONGEST_QUOTE = 60  # characters of a wrong value in an error
+IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 
 
-@dataclass(frozen=True)
+def expect(text: str, holds: Callable[[Any], Any]) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(f"expected {text}")
+        return value
+
+    return AfterValidator(check)
+
+
+def one_of(choices: Collection) -> AfterValidator:
+    return expect(f"one of {', '.join(map(str, choices))}", choices.__contains__)
+
+
+def _window(value: Any) -> Any:
+    if value is None or value in EXTREMES:
+        return value
+    if not re.fullmatch("[1-9][0-9]{0,8}", str(value)):
+        raise ValueError(f"expected a positive integer, {' or '.join(EXTREMES)}")
+    return int(value)
+
+
+Text = Annotated[str, expect("text", str.strip), AfterValidator(lambda text: " ".join(text.split()))]
+Count = Annotated[int, Field(gt=0, lt=10**9)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[Finite, Field(gt=0)]
+Axis = Annotated[str, one_of(AXES)]
+ASCENDING = expect("a range [low, high] with low < high", lambda pair: pair[0] < pair[1])
+STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, config=STRICT)
 class Point:
-    """Which row of a case's table; None is whatever the table has."""
+    """Selects a row of a case's table; a field that is None matches any value."""
 
-    method: str
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    window_size: int | str | None = None
-    series: str = ""
+    method: Annotated[str, one_of(method.names())]
+    num_layers: Count | None = None
+    hidden_size: Count | None = None
+    window_size: Annotated[int | str | None, BeforeValidator(_window)] = None
+    series: Text = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_name(cls, given: Any) -> Any:
+        return {"method": given} if isinstance(given, str) else given
 
     def __str__(self) -> str:
         size = f" at {self.num_layers} layers" if self.num_layers else ""
@@ -42,231 +80,205 @@ class Point:
         return f"{self.method}{size}" + (f", window {self.window_size}" if self.window_size else "") + series
 
 
-@dataclass(frozen=True)
-class Order:
-    """Values fall from group to group; within a group nothing is claimed."""
+AS_LIST = BeforeValidator(lambda given: given if isinstance(given, list | tuple) else [given])
+Group = Annotated[tuple[Point, ...], AS_LIST, Field(min_length=1)]
 
-    groups: tuple[tuple[Point, ...], ...]
+
+@dataclass(frozen=True, config=STRICT)
+class Order:
+    """Values fall from group to group; within a group no order is claimed."""
+
+    points: Annotated[tuple[Group, ...], expect("two or more points, highest first", lambda groups: len(groups) > 1)]
+    kind: Literal["order"] = dataclasses.field(default="order", kw_only=True)
 
     @property
-    def points(self) -> tuple[Point, ...]:
-        return tuple(point for group in self.groups for point in group)
+    def named(self) -> tuple[Point, ...]:
+        return tuple(point for group in self.points for point in group)
 
     @property
     def text(self) -> str:
-        return " > ".join(" or ".join(str(point) for point in group) for group in self.groups)
+        return " > ".join(" or ".join(map(str, group)) for group in self.points)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Ratio:
     over: Point
     under: Point
-    least: float
-    most: float
+    at_least: Positive | None = None
+    at_most: Positive | None = None
+    within: Annotated[tuple[Positive, Positive], ASCENDING] | None = None
+    kind: Literal["ratio"] = dataclasses.field(default="ratio", kw_only=True)
+
+    @model_validator(mode="after")
+    def _has_one_bound(self) -> Ratio:
+        return _with_one_of(self, "at_least", "at_most", "within")
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def named(self) -> tuple[Point, ...]:
         return self.over, self.under
 
     @property
-    def text(self) -> str:
-        return f"{self.over} / {self.under} {_range_text(self.least, self.most)}"
-
-
-@dataclass(frozen=True)
-class Exponent:
-    """Values grow as a power of the axis; at least four points are fitted."""
-
-    point: Point
-    axis: str
-    least: float
-    most: float
-    fewest = 4
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        return (self.point,)
+    def bounds(self) -> tuple[float, float]:
+        return self.within or (self.at_least or 0.0, self.at_most or math.inf)
 
     @property
     def text(self) -> str:
-        return f"exponent of {self.axis} {_range_text(self.least, self.most)}"
+        return f"{self.over} / {self.under} {_range_text(*self.bounds)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Plateau:
-    """From some point on, `num_points` points and the last among them, no larger one gains more than `gain`."""
+    gain: Positive
+    num_points: Annotated[int, Field(gt=1, lt=10**9)]
 
-    point: Point
-    axis: str
-    gain: float
-    num_points: int
+
+@dataclass(frozen=True, config=STRICT)
+class Shape:
+    """Values along an axis grow as a power of it, fitted to at least four points; or they reach a plateau: at least
+    `num_points` points at the end, from the first of which no larger one gains more than `gain`."""
+
+    of: Point
+    against: Axis
+    exponent: Annotated[tuple[Finite, Finite], ASCENDING] | None = None
+    plateau: Plateau | None = None
+    kind: Literal["shape"] = dataclasses.field(default="shape", kw_only=True)
+
+    @model_validator(mode="after")
+    def _has_one_shape(self) -> Shape:
+        return _with_one_of(self, "exponent", "plateau")
 
     @property
-    def points(self) -> tuple[Point, ...]:
-        return (self.point,)
+    def named(self) -> tuple[Point, ...]:
+        return (self.of,)
+
+    @property
+    def fewest(self) -> int:
+        return self.plateau.num_points if self.plateau else 4
 
     @property
     def text(self) -> str:
-        return f"the last {self.num_points} or more of {self.axis} gain at most {self.gain:.0%}"
+        if self.exponent:
+            return f"exponent of {self.against} {_range_text(*self.exponent)}"
+        assert self.plateau
+        return f"the last {self.fewest} or more of {self.against} gain at most {self.plateau.gain:.0%}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Value:
-    point: Point
-    value: float
-    tolerance: float
+    of: Point
+    value: Positive
+    tolerance: Positive
+    kind: Literal["value"] = dataclasses.field(default="value", kw_only=True)
 
     @property
-    def points(self) -> tuple[Point, ...]:
-        return (self.point,)
+    def named(self) -> tuple[Point, ...]:
+        return (self.of,)
 
     @property
     def text(self) -> str:
         return f"{self.value:.4g} within {self.tolerance:.0%}"
 
 
-Expected = Order | Ratio | Exponent | Plateau | Value
+Expected = Order | Ratio | Shape | Value
+KINDS: dict[str, Any] = {"order": Order, "ratio": Ratio, "shape": Shape, "value": Value}
+SAID = {"dataclass_type": "expected a mapping of fields", "tuple_type": "expected a list"}  # of errors by pydantic
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Claim:
-    id: str
-    text: str
-    source: str  # figure, table or page
-    case: int
-    metric: str
-    machines: tuple[str, ...]
-    expected: Expected
-    xfail: str = ""  # why we know that it does not hold
+    id: Annotated[str, expect("small letters, digits, dots and dashes such as size-order", IDENTIFIER.fullmatch)]
+    text: Text
+    source: Text  # figure, table or page
+    case: Annotated[int, one_of(CASES)]
+    metric: Annotated[str, one_of(METRICS)]
+    machines: Annotated[tuple[Annotated[str, one_of(MACHINES)], ...], Field(min_length=1)]
+    expected: Annotated[Expected, Field(discriminator="kind")]
+    xfail: Text = ""  # the known reason why it does not hold
+
+    @model_validator(mode="after")
+    def _has_its_machine(self) -> Claim:
+        if isinstance(self.expected, Value) and self.machines != (PAPER_MACHINE,):
+            raise ValueError(f"machines: expected [{PAPER_MACHINE}], the only machine on which a value is judged")
+        return self
 
     @property
     def command(self) -> str:
-        """What would test it: one about the paper's machine needs that machine and its sizes."""
+        """The command that would test it; a claim about the paper's machine alone needs that machine's sizes."""
         if self.machines == (PAPER_MACHINE,):
             return f"./run.sh case {self.case} --profile paper --machine {PAPER_MACHINE}"
         return f"./run.sh case {self.case} --profile {'demo' if 'any' in self.machines else 'quick'}"
 
 
+CLAIM = TypeAdapter(Claim)
+COMMON = {"id", "text", "source", "case", "metric", "machines", "xfail"}  # fields of a claim; the others are `expected`
+
+
 def load(folder: Path = FOLDER) -> list[Claim]:
-    """The claims of every file of a folder. Raises ValueError, one line, where one says what it may not."""
+    """The claims of every file of a folder. Raises ValueError, one line, for an invalid file."""
     paths = sorted(folder.glob("*.yaml"))
     if not paths:
-        raise ValueError(f"{folder} holds no claims: *.yaml files, as {FOLDER.name}/stronghold.yaml of this project")
-    claims = [claim for path in paths for claim in load_file(path)]
-    twice = [claim.id for index, claim in enumerate(claims) if claim.id in {other.id for other in claims[:index]}]
-    if twice:
-        raise ValueError(f"{folder}: claim {twice[0]}: the id is taken twice: each claim has its own")
-    return claims
+        raise ValueError(f"{folder} holds no claims: expected *.yaml files such as {FOLDER.name}/stronghold.yaml")
+    claims: dict[str, Claim] = {}
+    for claim in (claim for path in paths for claim in load_file(path)):
+        if claim.id in claims:
+            raise ValueError(f"{folder}: claim {claim.id}: the id is taken; try another")
+        claims[claim.id] = claim
+    return list(claims.values())
 
 
 def load_file(path: Path) -> list[Claim]:
     try:
-        # BaseLoader makes text, lists and mappings of it, and nothing else.
         data = yaml.load(path.read_bytes(), Loader=yaml.BaseLoader)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a file of claims: {fields.one_line(error)}") from error
+        raise ValueError(f"{path} is not a file of claims: {' '.join(str(error).split())}") from error
     if not (isinstance(data, dict) and set(data) == {"claims"} and isinstance(data["claims"], list)):
-        raise ValueError(f"{path} is not a file of claims: it has one key, claims, a list")
+        raise ValueError(f"{path} is not a file of claims: expected one key, claims, with a list")
     return [_claim(path, number, item) for number, item in enumerate(data["claims"], start=1)]
 
 
 def _claim(path: Path, number: int, item: Any) -> Claim:
     name = str(number)
     try:
-        given = fields.mapping(item)
-        name = fields.identifier(given.get("id"))
-        kind = given.pop("kind", None)
-        common = {key: given.pop(key) for key in list(given) if key in COMMON}
-        missing = set(COMMON) - {"xfail"} - set(common)
-        if missing:
-            raise ValueError(f"{', '.join(sorted(missing))} missing")
-        parsed = {key: fields.within_key(key, COMMON[key], value) for key, value in common.items()}
-        expected = KINDS[fields.choose("kind", kind, KINDS)](given)
-        claim = Claim(**parsed, expected=expected)
-        if isinstance(expected, Value) and claim.machines != (PAPER_MACHINE,):
-            raise ValueError(f"machines: a value is judged on {PAPER_MACHINE} alone: [{PAPER_MACHINE}]")
-        return claim
+        if not isinstance(item, dict):
+            raise ValueError(f"expected a mapping of fields, got {_quote(item)}")
+        name = item["id"] if IDENTIFIER.fullmatch(str(item.get("id"))) else name
+        expected = {key: value for key, value in item.items() if key not in COMMON}
+        return CLAIM.validate_python({key: item[key] for key in COMMON if key in item} | {"expected": expected})
     except ValueError as error:
-        raise ValueError(f"{path}: claim {name}: {fields.one_line(error)}") from error
+        told = _told(error) if isinstance(error, ValidationError) else str(error)
+        raise ValueError(f"{path}: claim {name}: {' '.join(told.split())}") from error
 
 
-def _order(given: dict[str, Any]) -> Order:
-    found = fields.take(given, required={"points": fields.some})["points"]
-    groups = tuple(
-        tuple(fields.within_key("points", _point, one) for one in (group if isinstance(group, list) else [group]))
-        for group in found
-    )
-    if len(groups) < 2 or not all(groups):
-        raise ValueError("points: two or more, highest first; those in a list of their own are not compared")
-    return Order(groups)
+def _told(error: ValidationError) -> str:
+    """The first error, as "field: expected X, got Y"."""
+    first = error.errors(include_url=False)[0]
+    kind, given, text = first["type"], first["input"], first["msg"].removeprefix("Value error, ")
+    place = "".join(f"{part}: " for part in first["loc"] if part not in ("expected", *KINDS))
+    if kind.startswith("union_tag"):
+        return f"kind: expected one of {', '.join(KINDS)}, got {_quote(given.get('kind'))}"
+    if kind == "missing":
+        return f"{place}expected a value, got none"
+    if kind == "unexpected_keyword_argument":
+        takes = dataclasses.fields({**KINDS, "plateau": Plateau}.get(str(first["loc"][-2]), Point))
+        return f"{place}expected one of the fields {', '.join(field.name for field in takes if field.name != 'kind')}"
+    text = SAID.get(kind, text.partition(", unable")[0])
+    text = re.sub("^Input should be (?=greater|less)", "expected a number ", text)
+    text = re.sub("^(Input|Tuple|Value) should (be|have)", "expected", text)
+    return f"{place}{text}" + ("" if isinstance(given, dict) else f", got {_quote(given)}")
 
 
-def _ratio(given: dict[str, Any]) -> Ratio:
-    found = fields.take(
-        given,
-        required={"over": _point, "under": _point},
-        one_of={"at_least": fields.positive, "at_most": fields.positive, "within": fields.positive_pair},
-    )
-    least, most = found.get("within") or (found.get("at_least", 0.0), found.get("at_most", math.inf))
-    return Ratio(found["over"], found["under"], least, most)
+def _quote(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE - 3]}..."
 
 
-def _shape(given: dict[str, Any]) -> Exponent | Plateau:
-    found = fields.take(
-        given, required={"of": _point, "against": _axis}, one_of={"exponent": fields.pair, "plateau": _plateau}
-    )
-    if "exponent" in found:
-        return Exponent(found["of"], found["against"], *found["exponent"])
-    return Plateau(found["of"], found["against"], **found["plateau"])
-
-
-def _plateau(value: Any) -> dict[str, Any]:
-    return fields.take(fields.mapping(value), required={"gain": fields.positive, "num_points": fields.from_two})
-
-
-def _value(given: dict[str, Any]) -> Value:
-    found = fields.take(given, required={"of": _point, "value": fields.positive, "tolerance": fields.positive})
-    return Value(found["of"], found["value"], found["tolerance"])
-
-
-def _point(value: Any) -> Point:
-    given = {"method": value} if isinstance(value, str) else fields.mapping(value)
-    sizes = {"num_layers": fields.count, "hidden_size": fields.count, "window_size": _window, "series": fields.sentence}
-    return Point(**fields.take(given, required={"method": _method}, optional=sizes))
-
-
-def _method(value: Any) -> str:
-    return fields.choose("method", value, method.names())
-
-
-def _window(value: Any) -> int | str:
-    return value if value in EXTREMES else fields.count(value, f" or {' or '.join(EXTREMES)}")
-
-
-def _axis(value: Any) -> str:
-    return fields.choose("axis", value, AXES)
-
-
-def _case(value: Any) -> int:
-    return int(fields.choose("case", value, [str(number) for number in CASES]))
-
-
-def _metric(value: Any) -> str:
-    return fields.choose("metric", value, METRICS)
-
-
-def _machines(value: Any) -> tuple[str, ...]:
-    return tuple(fields.choose("machine", one, MACHINES) for one in fields.some(value))
+def _with_one_of(expected: Any, *names: str) -> Any:
+    if sum(getattr(expected, name) is not None for name in names) != 1:
+        raise ValueError(f"expected one of {', '.join(names)}")
+    return expected
 
 
 def _range_text(least: float, most: float) -> str:
     if math.isinf(most):
         return f">= {least:.3g}"
     return f"<= {most:.3g}" if least == 0 else f"from {least:.3g} to {most:.3g}"
-
-
-COMMON: dict[str, Callable] = {
-    "id": fields.identifier, "text": fields.sentence, "source": fields.sentence, "case": _case,
-    "metric": _metric, "machines": _machines, "xfail": fields.sentence,
-}  # fmt: skip
-KINDS: dict[str, Callable] = {"order": _order, "ratio": _ratio, "shape": _shape, "value": _value}

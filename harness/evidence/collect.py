@@ -121,7 +121,7 @@ class Campaign:
     ) -> None:
         resolved, plan, _ = resolve(job)
         about = sum(
-            claim.case == number and any(point.method == job.method for point in claim.expected.points)
+            claim.case == number and any(point.method == job.method for point in claim.expected.named)
             for claim in self.told
         )
         same = next((point for point in found if point.job == resolved and point.is_search == is_search), None)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from harness.core import method
 from harness.core.record import Record, read_all
 from harness.devices import named_machines
-from harness.evidence import fairness, judge, verify
+from harness.evidence import examine, fairness, judge, verify
 from harness.evidence.judge import Finding
 from harness.figures import case, plot
 from harness.figures import profile as scaled
@@ -116,7 +116,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
 WORDS = {
     judge.PASS: "it holds", judge.FAIL: "it does not hold, or rests on a run that did not train",
     judge.XFAIL: "it does not hold, and we know why", judge.XPASS: "it holds although we expected otherwise",
-    judge.OPEN: "the noise is larger than the difference", judge.NOT_TESTED: "no run here tests it",
+    examine.OPEN: "the noise is larger than the difference", judge.NOT_TESTED: "no run here tests it",
     judge.OTHER_MACHINE: "it is said of another machine",
 }  # fmt: skip
 

@@ -11,14 +11,15 @@ from typing import Any
 
 from harness.core.job import gib, params_text
 from harness.core.record import Record
-from harness.evidence import judge, verify
+from harness.evidence import examine, judge, verify
+from harness.evidence.examine import value_text
 from harness.evidence.judge import Finding
 from harness.figures.point import METRICS, Row
 from harness.jobs.command import command
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
 LOOKS = {
-    judge.PASS: GOOD, judge.FAIL: BAD, judge.XPASS: BAD, judge.XFAIL: OPEN, judge.OPEN: OPEN,
+    judge.PASS: GOOD, judge.FAIL: BAD, judge.XPASS: BAD, judge.XFAIL: OPEN, examine.OPEN: OPEN,
     judge.NOT_TESTED: OPEN, judge.OTHER_MACHINE: OPEN,
 }  # fmt: skip
 TENSORS, FAILED = "tensors", "failed"
@@ -187,7 +188,7 @@ def row_table(caption: str, rows: Sequence[Row], entries: Sequence[Entry]) -> Ta
 def _row(row: Row, entries: Sequence[Entry]) -> list[Cell]:
     bounds = "" if row.low is None or row.high is None else f"{row.low:.4g} to {row.high:.4g}"
     has_ended = row.status != "ok"
-    size = f"failed at {judge.value_text(row)}" if row.metric == "params" and row.value else ""
+    size = f"failed at {value_text(row)}" if row.metric == "params" and row.value else ""
     judged = "passed" if row.valid else "FAILED THE GATE" if row.is_judged else "not judged yet"
     word = f"ended: {row.status}" if has_ended else judged
     searched = "" if row.is_final else "search not finished"
@@ -196,7 +197,7 @@ def _row(row: Row, entries: Sequence[Entry]) -> list[Cell]:
         Cell(str(row.num_layers), row.num_layers),
         Cell(str(row.hidden_size), row.hidden_size),
         Cell(str(row.window_size or ""), row.window_size),
-        Cell(size if has_ended else judge.value_text(row), row.value, look="" if row.valid else DOUBT, more=searched),
+        Cell(size if has_ended else value_text(row), row.value, look="" if row.valid else DOUBT, more=searched),
         Cell(bounds, row.low),
         Cell(str(row.num_runs), row.num_runs),
         Cell(word, look=OPEN if has_ended or not row.is_judged else GOOD if row.valid else BAD),
@@ -234,7 +235,7 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
 
 def why(finding: Finding) -> str:
     """The note, with the profile that it rests on, and what the numbers alone would say of a run that did not train."""
-    alone = finding.numbers if finding.note.startswith(judge.UNTRAINED) else ""
+    alone = finding.numbers if finding.is_untrained else ""
     measured = finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED)
     parts = [f"profile {finding.profile}" if measured else "", finding.note,
              f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""]  # fmt: skip

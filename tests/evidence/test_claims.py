@@ -47,7 +47,7 @@ def test_every_claim_of_this_project_has_its_source_and_every_case_has_claims() 
 def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
     point = "{method: stronghold, num_layers: 32, window_size: largest}"
     (claim,) = load(tmp_path, HEAD + RATIO.replace("over: stronghold", f"over: {point}"))
-    expected = claims.Ratio(claims.Point("stronghold", 32, None, "largest"), claims.Point("l2l"), 2.0, float("inf"))
+    expected = claims.Ratio(claims.Point("stronghold", 32, None, "largest"), claims.Point("l2l"), at_least=2.0)
     assert (claim.id, claim.case, claim.machines, claim.expected) == ("one", 3, ("gpu",), expected)
 
 
@@ -57,30 +57,39 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
         ("", "one key, claims"),
         ("claims: {}", "one key, claims"),
         ("claims: [", "is not a file of claims"),
-        ("claims: [3]", "claim 1: '3' is no mapping of fields"),
-        ("claims: [{}]", "claim 1: id: nothing is none: small letters"),
-        (HEAD, "claim one: no kind nothing: choose one of order, ratio, shape, value"),
-        (HEAD + "    kind: ratios", "no kind 'ratios': choose one of order, ratio, shape, value"),
-        (HEAD.replace("id: one", "id: One") + RATIO, "id: 'One' is none"),
-        (HEAD.replace("    source: Figure 0\n", "") + RATIO, "claim one: source missing"),
-        (HEAD.replace("case: 3", "case: 9") + RATIO, "case: no case '9': choose one of 1, 2, 3, 4, 5, 6"),
-        (HEAD.replace("[gpu]", "[h200]") + RATIO, "no machine 'h200': choose one of any, gpu, several-gpus, v100-vm"),
-        (HEAD.replace("samples_per_second", "speed") + RATIO, "no metric 'speed': choose one of params"),
-        (HEAD + RATIO.replace("l2l", "l3l"), "under: method: no method 'l3l': choose one of"),
-        (HEAD + RATIO + "    at_most: 3\n", "it takes one of at_least, at_most, within"),
-        (HEAD + RATIO.replace("at_least: 2", "within: [2, 1]"), "within: ['2', '1'] is no range: [low, high]"),
-        (HEAD + RATIO.replace("at_least: 2", "at_least: two"), "at_least: 'two' is no number"),
-        (HEAD + RATIO.replace("at_least: 2", "at_least: -2"), "at_least: '-2' is not positive"),
-        (HEAD + RATIO.replace("at_least: 2", "at_least: .nan"), "is no number"),
-        (HEAD + RATIO + "    xfail: ''\n", "xfail: '' is no text"),
-        (HEAD + RATIO + "    tolerance: 0.1\n", "'tolerance' is no field here: it takes over, under, at_least"),
-        (HEAD + RATIO.replace("over: stronghold", "over: {method: l2l, window_size: 0}"), "from 1 on or largest"),
-        (HEAD + "    kind: order\n    points: [l2l]\n", "points: two or more, highest first"),
-        (HEAD + "    kind: order\n    points: [l2l, []]\n", "points: two or more, highest first"),
-        (HEAD + SHAPE, "it takes one of exponent, plateau"),
-        (HEAD + SHAPE + "    plateau: {gain: 0.1, num_points: 1}\n", "plateau: num_points: 2 or more"),
-        (HEAD + "    kind: value\n    of: l2l\n    value: 3\n    tolerance: 0.1\n", "judged on v100-vm alone"),
-        (HEAD + RATIO + HEAD.replace("\nclaims:\n", "") + RATIO, "claim one: the id is taken twice"),
+        ("claims: [3]", "claim 1: expected a mapping of fields, got '3'"),
+        ("claims: [{}]", "claim 1: id: expected a value, got none"),
+        (HEAD, "claim one: kind: expected one of order, ratio, shape, value, got None"),
+        (HEAD + "    kind: ratios", "kind: expected one of order, ratio, shape, value, got 'ratios'"),
+        (HEAD.replace("id: one", "id: One") + RATIO, "claim 1: id: expected small letters, digits, dots and dashes"),
+        (HEAD.replace("    source: Figure 0\n", "") + RATIO, "claim one: source: expected a value, got none"),
+        (HEAD.replace("case: 3", "case: 9") + RATIO, "case: expected one of 1, 2, 3, 4, 5, 6, got '9'"),
+        (HEAD.replace("[gpu]", "[h200]") + RATIO, "expected one of any, gpu, several-gpus, v100-vm, got 'h200'"),
+        (HEAD.replace("samples_per_second", "speed") + RATIO, "metric: expected one of params"),
+        (HEAD + RATIO.replace("l2l", "l3l"), "under: method: expected one of"),
+        (HEAD + RATIO + "    at_most: 3\n", "expected one of at_least, at_most, within"),
+        (
+            HEAD + RATIO.replace("at_least: 2", "within: [2, 1]"),
+            "within: expected a range [low, high] with low < high, got ['2', '1']",
+        ),
+        (HEAD + RATIO.replace("at_least: 2", "at_least: two"), "at_least: expected a valid number, got 'two'"),
+        (HEAD + RATIO.replace("at_least: 2", "at_least: -2"), "at_least: expected a number greater than 0, got '-2'"),
+        (HEAD + RATIO.replace("at_least: 2", "at_least: .nan"), "expected a valid number, got '.nan'"),
+        (HEAD + RATIO + "    xfail: ''\n", "xfail: expected text, got ''"),
+        (HEAD + RATIO + "    tolerance: 0.1\n", "tolerance: expected one of the fields over, under, at_least"),
+        (
+            HEAD + RATIO.replace("over: stronghold", "over: {method: l2l, window_size: 0}"),
+            "expected a positive integer, largest or smallest",
+        ),
+        (HEAD + "    kind: order\n    points: [l2l]\n", "points: expected two or more points, highest first"),
+        (HEAD + "    kind: order\n    points: [l2l, []]\n", "points: 1: expected at least 1 item"),
+        (HEAD + SHAPE, "expected one of exponent, plateau"),
+        (
+            HEAD + SHAPE + "    plateau: {gain: 0.1, num_points: 1}\n",
+            "plateau: num_points: expected a number greater than 1, got '1'",
+        ),
+        (HEAD + "    kind: value\n    of: l2l\n    value: 3\n    tolerance: 0.1\n", "machines: expected [v100-vm]"),
+        (HEAD + RATIO + HEAD.replace("\nclaims:\n", "") + RATIO, "claim one: the id is taken"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_file_claim_and_what_is_allowed(tmp_path: Path, text: str, told: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from harness.evidence import claims, verify
+from harness.evidence import claims, examine, verify
 from harness.evidence import judge as verdicts
-from harness.evidence.claims import Claim, Exponent, Order, Plateau, Point, Ratio, Value
+from harness.evidence.claims import Claim, Order, Plateau, Point, Ratio, Shape, Value
 from harness.evidence.judge import Finding
 from harness.figures.point import Row, interval, ratio
 
@@ -40,7 +40,7 @@ def judge(expected: claims.Expected, rows: list[Row], **other: Any) -> Finding:
     return verdicts.judge(claim(expected, **other), {"quick": rows}, verdicts.holds_there)
 
 
-TWICE = Ratio(FAST, SLOW, 2.0, math.inf)
+TWICE = Ratio(FAST, SLOW, at_least=2.0)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ TWICE = Ratio(FAST, SLOW, 2.0, math.inf)
         (TWICE, 2.2, "PASS"),  # 2.2 / 1.05 = 2.095
         (TWICE, 2.05, "NOT DISTINGUISHABLE"),  # 2.05 / 1.05 = 1.95 and 2.05 * 1.05 = 2.15
         (TWICE, 1.8, "FAIL"),  # 1.8 * 1.05 = 1.89
-        (Ratio(FAST, SLOW, 0.0, 2.0), 1.8, "PASS"),
-        (Ratio(FAST, SLOW, 1.5, 2.0), 1.75, "PASS"),
-        (Ratio(FAST, SLOW, 1.5, 2.0), 1.45, "NOT DISTINGUISHABLE"),
-        (Ratio(FAST, SLOW, 1.5, 2.0), 2.2, "FAIL"),
+        (Ratio(FAST, SLOW, at_most=2.0), 1.8, "PASS"),
+        (Ratio(FAST, SLOW, within=(1.5, 2.0)), 1.75, "PASS"),
+        (Ratio(FAST, SLOW, within=(1.5, 2.0)), 1.45, "NOT DISTINGUISHABLE"),
+        (Ratio(FAST, SLOW, within=(1.5, 2.0)), 2.2, "FAIL"),
         (Order(((FAST,), (SLOW,))), 1.1, "PASS"),
         (Order(((FAST,), (SLOW,))), 1.04, "NOT DISTINGUISHABLE"),
         (Order(((FAST,), (SLOW,))), 0.9, "FAIL"),
@@ -192,11 +192,13 @@ def test_budgets_stand_for_the_papers_machine_where_sizes_are_counted_not_where_
 
 @pytest.mark.parametrize(("seen", "verdict"), [(0.74, "PASS"), (0.7, "FAIL"), (0.8, "FAIL")])
 def test_a_value_holds_within_its_tolerance(seen: float, verdict: str) -> None:
-    assert judge(Value(FAST, 0.75, 0.05), [row("stronghold", seen)]).verdict == verdict
+    rows = [row("stronghold", seen, machine="V100")]
+    assert judge(Value(FAST, 0.75, 0.05), rows, machines=("v100-vm",)).verdict == verdict
 
 
 def test_a_value_whose_interval_crosses_its_tolerance_is_open() -> None:
-    assert judge(Value(FAST, 1.0, 0.05), [repeated("stronghold", 1.0, 1.04, 1.08)]).verdict == "NOT DISTINGUISHABLE"
+    rows = [dataclasses.replace(repeated("stronghold", 1.0, 1.04, 1.08), machine="V100")]
+    assert judge(Value(FAST, 1.0, 0.05), rows, machines=("v100-vm",)).verdict == "NOT DISTINGUISHABLE"
 
 
 def series(axis: str, values: dict[int, float]) -> list[Row]:
@@ -208,13 +210,13 @@ def series(axis: str, values: dict[int, float]) -> list[Row]:
 )
 def test_an_exponent_is_that_of_a_power_law(power: float, bounds: tuple[float, float], verdict: str) -> None:
     rows = series("num_layers", {depth: 0.5 * depth**power for depth in (2, 4, 8, 16)})
-    found = judge(Exponent(FAST, "num_layers", *bounds), rows, metric="step_seconds")
+    found = judge(Shape(FAST, "num_layers", exponent=bounds), rows, metric="step_seconds")
     assert found.verdict == verdict and f"exponent {power:.2f}" in found.seen and "residual 0.0%" in found.seen
 
 
 def test_an_exponent_that_scatters_around_its_bound_is_open_and_three_points_have_none() -> None:
     rows = series("num_layers", {2: 2.0, 4: 4.4, 8: 8.0, 16: 17.0})
-    shape = Exponent(FAST, "num_layers", 0.99, 1.01)
+    shape = Shape(FAST, "num_layers", exponent=(0.99, 1.01))
     assert judge(shape, rows, metric="step_seconds").verdict == "NOT DISTINGUISHABLE"
     assert "3 of at least 4 points" in judge(shape, rows[:3], metric="step_seconds").note
 
@@ -231,7 +233,7 @@ def test_a_plateau_is_three_windows_of_which_none_gains_5_percent(
     seconds: tuple[float, ...], verdict: str, seen: str
 ) -> None:
     rows = series("window_size", dict(zip((2, 4, 6, 8, 10), seconds, strict=True)))
-    found = judge(Plateau(FAST, "window_size", 0.05, 3), rows, metric="step_seconds")
+    found = judge(Shape(FAST, "window_size", plateau=Plateau(0.05, 3)), rows, metric="step_seconds")
     assert (found.verdict, found.seen) == (verdict, seen)
 
 
@@ -259,13 +261,13 @@ def test_of_the_published_claims_those_about_runs_that_trained_hold(published: d
 
 def test_the_published_scaling_is_no_linear_one(published: dict[str, Finding]) -> None:
     """Least squares on the logarithms of the nine published medians: 1.198, standard error 0.0135."""
-    assert published["8b.linear"].numbers == verdicts.BROKEN
+    assert published["8b.linear"].numbers == examine.BROKEN
     assert published["8b.linear"].seen == "exponent 1.20 (1.17 to 1.23), residual 2.2%"
 
 
 def test_the_published_window_has_no_plateau(published: dict[str, Finding]) -> None:
     """6390.3 ms at window 14, 5977.4 ms at 15: 6.9 % gained by the last step."""
-    assert published["9.plateau"].numbers == verdicts.BROKEN
+    assert published["9.plateau"].numbers == examine.BROKEN
     assert published["9.plateau"].seen == "no plateau: the last step, to 15, still gains 6.9%"
 
 
@@ -279,4 +281,4 @@ def test_the_published_ratios_are_those_of_its_logs(published: dict[str, Finding
 
 
 def test_the_published_speed_beside_megatron_fails_by_its_numbers_too(published: dict[str, Finding]) -> None:
-    assert published["7a.faster-than-megatron"].numbers == verdicts.BROKEN
+    assert published["7a.faster-than-megatron"].numbers == examine.BROKEN

@@ -1,0 +1,120 @@
+"""What the numbers of a claim's rows say by themselves: the claim holds, does not hold, or noise leaves it open."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from harness.evidence.claims import Expected, Order, Plateau, Ratio, Shape, Value
+from harness.figures.point import CONFIDENCE, RatioInterval, Row, has_interval, ratio
+
+HOLD, BROKEN, OPEN = "hold", "do not hold", "NOT DISTINGUISHABLE"
+
+
+class Answer(NamedTuple):
+    numbers: str  # HOLD, BROKEN or OPEN
+    seen: str
+    how: str = ""  # how the bounds were obtained
+
+
+def examine(expected: Expected, rows: list[Row]) -> Answer:
+    """`rows` are those that the claim names, in its order, or the series of a shape; each has a number."""
+    match expected:
+        case Order():
+            return _order(expected, rows)
+        case Ratio():
+            found = ratio(*rows)
+            seen = f"{value_text(rows[0])} / {value_text(rows[1])} = {found.text}"
+            return Answer(_decide(found.low, found.high, *expected.bounds), seen, found.how)
+        case Value():
+            return _value(expected, rows[0])
+        case Shape():
+            return _plateau(expected, expected.plateau, rows) if expected.plateau else _exponent(expected, rows)
+
+
+def value_text(row: Row) -> str:
+    """A row's value with the unit of its metric."""
+    if row.value is None:
+        return "none"
+    if row.metric == "params":
+        return f"{row.value / 1e9:.3f} B" if row.value >= 1e8 else f"{row.value / 1e6:.3g} M"
+    return f"{row.value:.4g} {'samples/s' if row.metric == 'samples_per_second' else 's'}"
+
+
+def shortened(texts: list[str]) -> str:
+    return "; ".join(texts[:2]) + (f"; and {len(texts) - 2} more" if len(texts) > 2 else "")
+
+
+def _decide(low: float, high: float, least: float, most: float) -> str:
+    if least <= low and high <= most:
+        return HOLD
+    return BROKEN if high < least or most < low else OPEN
+
+
+def _order(expected: Order, rows: list[Row]) -> Answer:
+    """Each point against each of the next group; a broken pair decides before an open one."""
+    by_point = dict(zip(expected.named, rows, strict=True))
+    numbers, notes = [], []
+    for upper, lower in zip(expected.points, expected.points[1:], strict=False):
+        for first, second in ((first, second) for first in upper for second in lower):
+            found = ratio(by_point[first], by_point[second])
+            numbers.append(_decide(found.low, found.high, math.nextafter(1, 2), math.inf))
+            if numbers[-1] != HOLD:
+                notes.append(f"{first} / {second} is {found.text}: {found.how}")
+    seen = ", ".join(f"{point} {value_text(row)}" for point, row in by_point.items())
+    return Answer(next((one for one in (BROKEN, OPEN) if one in numbers), HOLD), seen, shortened(notes))
+
+
+def _value(expected: Value, row: Row) -> Answer:
+    """By its interval; without one by the value, because the tolerance is itself a margin."""
+    low, high = (row.low, row.high) if has_interval(row) else (row.value, row.value)
+    assert low is not None and high is not None and row.value is not None
+    least, most = (expected.value * (1 + sign * expected.tolerance) for sign in (-1, 1))
+    seen = f"{value_text(row)}, {round(row.value / expected.value - 1, 3) + 0.0:+.1%}"
+    return Answer(_decide(low, high, least, most), seen)
+
+
+def _exponent(expected: Shape, rows: list[Row]) -> Answer:
+    """Least squares on logarithms, with Student's interval from the residuals."""
+    import numpy as np
+    from scipy import stats
+
+    assert expected.exponent
+    places = np.log([getattr(row, expected.against) for row in rows])
+    values = np.log([row.value or 1 for row in rows])
+    fit = stats.linregress(places, values)
+    freedom = len(rows) - 2
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * fit.stderr
+    low, high = float(fit.slope - half), float(fit.slope + half)
+    residual = math.sqrt(sum((values - fit.intercept - fit.slope * places) ** 2) / freedom)
+    seen = f"exponent {fit.slope:.2f} ({low:.2f} to {high:.2f}), residual {residual:.1%}"
+    return Answer(_decide(low, high, *expected.exponent), seen, f"{len(rows)} points, least squares on logarithms")
+
+
+def _plateau(expected: Shape, plateau: Plateau, rows: list[Row]) -> Answer:
+    """By intervals where all rows have them; else by the values, because the allowed gain is itself a margin."""
+
+    def flat_from(bound: str) -> int:
+        """Index of the first row beyond which no row gains more than the plateau allows."""
+        for index, row in enumerate(rows):
+            if all(getattr(_gain(row, later), bound) <= 1 + plateau.gain for later in rows[index + 1 :]):
+                return index
+        raise AssertionError("nothing lies beyond the last row")
+
+    index = flat_from("value")
+    # The plateau is longest if every gain is the least that its interval allows.
+    longest, shortest = (len(rows) - (flat_from(bound) if all(map(has_interval, rows)) else index)
+                         for bound in ("low", "high"))  # fmt: skip
+    numbers = HOLD if shortest >= plateau.num_points else BROKEN if longest < plateau.num_points else OPEN
+    place, last = (getattr(rows[at], expected.against) for at in (index, -1))
+    if index == len(rows) - 1:
+        gain = _gain(rows[-2], rows[-1]).value - 1
+        seen = f"no plateau: the last step, to {last}, still gains {gain:.1%}"
+    else:
+        seen = f"flat from {place} to {last}, {len(rows) - index} points"
+    return Answer(numbers, seen, f"{len(rows)} points of {expected.against}")
+
+
+def _gain(row: Row, later: Row) -> RatioInterval:
+    """How many times better the later row is; a shorter time is better."""
+    return ratio(row, later) if row.metric == "step_seconds" else ratio(later, row)
