@@ -1,6 +1,15 @@
 #!/usr/bin/env bash
-# The tests: sets up .venv with the test extra if need be, then runs pytest with the arguments given, two at once:
-# most of a test is the start of a process.
+# The tests; sets up .venv if needed, with the test extra. Two test processes: most of a test is the start of a process.
+#   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: under 5 minutes; installs and starts nothing
+#   ./test.sh --all [PYTEST'S ARGUMENTS]   all of them: under 20 minutes
 set -u
+if [ "${1:-}" = --all ]; then
+    cat >&2 <<'END'
+All tests. As root on Debian this installs docker.io, mmdebstrap, slurmctld, slurmd, slurm-client, slurmdbd, munge,
+mariadb-server, runc, libaio-dev and chromium where they are missing; elsewhere the tests that need them are skipped.
+It starts a container engine and Slurm clusters of its own, and stops them; compiles DeepSpeed's kernels (minutes,
+once); sets up a second .venv in a temporary folder. Without: ./test.sh
+END
+fi
 . "$(dirname "${BASH_SOURCE[0]}")/venv.sh" test
 cd "$root" && exec "$python" -m pytest -n 2 --dist worksteal "$@"

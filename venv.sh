@@ -1,9 +1,11 @@
 # Sourced by run.sh and test.sh with an extra of pyproject.toml or "": makes .venv from the pinned dependencies
 # where it is missing or stale, and sets $root and $python. An interrupted set-up leaves no stamp, so it is done again.
+# Prints one line a phase; what uv or pip prints goes to .venv.log.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$root/.venv/bin/python
 extra=$1
+log=$root/.venv.log
 
 base_python() {
     local candidate
@@ -17,19 +19,40 @@ base_python() {
     return 2
 }
 
-stamp_is() {  # whether what is installed are the present pins, with at least this extra
-    local pins
-    pins=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
-    [ "$(cat "$root/.venv/.stamp" 2>/dev/null)" = "$pins $1" ]
+pins() {
+    cat "$root/pyproject.toml" "$root/constraints.txt" | cksum
+}
+
+stamp_is() {  # true if the present pins are installed, with at least this extra
+    [ "$(cat "$root/.venv/.stamp" 2>/dev/null)" = "$(pins) $1" ]
+}
+
+failed() {
+    echo "error: set-up failed while $1; the whole output is in $log, its end is:" >&2
+    tail -n 5 "$log" >&2
+    echo "try again: the same call continues" >&2
+    return 2
+}
+
+install() {  # installs with uv where it is installed; with pip otherwise, or where uv fails (uv reads no pip.conf)
+    local count=$#
+    if command -v uv > /dev/null; then
+        echo "Installing $count packages and their dependencies with uv ..." >&2
+        uv pip install --python "$python" -c "$root/constraints.txt" "$@" >> "$log" 2>&1 && return
+        echo "uv failed (see $log)." >&2
+    fi
+    echo "Installing $count packages and their dependencies with pip (minutes; 1.6 GB without CUDA) ..." >&2
+    "$python" -m pip install --disable-pip-version-check -c "$root/constraints.txt" "$@" >> "$log" 2>&1
 }
 
 set_up() {
     local base dependencies
     base=$(base_python) || return 2
-    echo "Setting up .venv with $base: once, some minutes, 1.6 GB without CUDA." >&2
     rm -f "$root/.venv/.stamp"
-    if ! "$python" -m pip --version >/dev/null 2>&1; then
-        "$base" -m venv --clear "$root/.venv" >&2 || return 2
+    : > "$log"
+    if ! "$python" -m pip --version > /dev/null 2>&1; then
+        echo "Making .venv with $base ..." >&2
+        "$base" -m venv --clear "$root/.venv" >> "$log" 2>&1 || failed "making .venv" || return
     fi
     dependencies=$("$python" - "$root/pyproject.toml" "$extra" <<'END'
 import sys, tomllib
@@ -38,18 +61,18 @@ print("\n".join(project["dependencies"] + (project["optional-dependencies"][sys.
 END
     ) || return 2
     # shellcheck disable=SC2086
-    if ! "$python" -m pip install --disable-pip-version-check -c "$root/constraints.txt" $dependencies >&2; then
-        echo "error: set-up did not finish; the lines above say why, and the same call tries again" >&2
-        return 2
-    fi
-    echo "$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $extra" > "$root/.venv/.stamp"
+    install $dependencies || failed "installing packages" || return
+    echo "$(pins) $extra" > "$root/.venv/.stamp"
+    echo "Set-up is done." >&2
 }
 
 if ! stamp_is "$extra" && ! stamp_is test; then
     exec 9> "$root/.venv.lock"
-    if command -v flock > /dev/null; then flock 9; fi  # two calls at once set up once
+    if command -v flock > /dev/null; then
+        flock -n 9 || { echo "Waiting for another set-up of .venv ..." >&2; flock 9; }  # two calls at once set up once
+    fi
     if ! stamp_is "$extra" && ! stamp_is test; then
-        trap 'echo "error: set-up interrupted; the same call goes on" >&2; exit 130' INT TERM
+        trap 'echo "error: set-up interrupted; try again: the same call continues" >&2; exit 130' INT TERM
         set_up || exit 2
         trap - INT TERM
     fi

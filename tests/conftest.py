@@ -23,7 +23,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the heavy tests, too; install and compile what they need")
     parser.addoption("--methods", action="append", default=[], help="another folder of methods to put to the contract")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the heavy tests out unless --all or an expression of -m asks for them."""
+    if config.getoption("--all") or config.getoption("-m"):
+        return
+    heavy = [item for item in items if item.get_closest_marker("heavy")]
+    config.hook.pytest_deselected(items=heavy)
+    items[:] = [item for item in items if item not in heavy]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

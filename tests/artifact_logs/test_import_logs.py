@@ -11,8 +11,6 @@ import dataclasses
 import math
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,11 +20,11 @@ from hypothesis import strategies as st
 from harness.artifact_logs.import_logs import import_logs, line
 from harness.core.job import Budget, Job, Workload
 from harness.core.log_lines import BUILD_LOG
-from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.evidence import claims, fairness, verify
 from harness.jobs.sweep import Sweep, resolve
 from harness.run.launch import launch
+from tests.support.cli import run
 from tests.support.logs import (
     PUBLISHED,
     deepspeed_lines,
@@ -78,18 +76,13 @@ def test_the_raw_logs_have_the_published_medians_parameters_and_memory(tmp_path:
         assert record.job.options.get("window_size", int(row["window"])) == int(row["window"])
 
 
-def run(*words: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "harness", "import", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 def test_what_is_no_log_is_named_and_skipped(tmp_path: Path) -> None:
     (logs := tmp_path / "logs").mkdir()
     write_published(logs, "megatron-lm 32 4")
     (logs / "notes.txt").write_text("loss 3.0")
     (logs / name_of("l2l", 2, 64)).write_bytes(bytes(range(256)) * 100)
     (logs / "table.csv").write_text("not even looked at")
-    done = run(logs, "--results", tmp_path / "results")
+    done = run("import", logs, "--results", tmp_path / "results")
     assert done.returncode == 1
     assert [text.split(":")[0].rsplit("/")[-1] for text in done.stderr.splitlines()] == [
         name_of("l2l", 2, 64), "notes.txt",
@@ -120,9 +113,9 @@ def test_importing_twice_writes_nothing_new_and_leaves_the_logs_alone(tmp_path: 
     for name in ("megatron-lm 32 4", "stronghold 16 15", "l2l 78 4"):
         write_published(tmp_path / "logs", name)
     before = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
-    assert run(tmp_path / "logs", "--results", tmp_path / "results").returncode == 0
+    assert run("import", tmp_path / "logs", "--results", tmp_path / "results").returncode == 0
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").iterdir()}
-    done = run(tmp_path / "logs", *before, "--results", tmp_path / "results")
+    done = run("import", tmp_path / "logs", *before, "--results", tmp_path / "results")
     assert [text.endswith("[recorded before]") for text in done.stdout.splitlines()] == [True] * 3
     assert times == {path: path.stat().st_mtime_ns for path in (tmp_path / "results").iterdir()}
     assert before == {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
@@ -130,18 +123,18 @@ def test_importing_twice_writes_nothing_new_and_leaves_the_logs_alone(tmp_path: 
 
 @pytest.mark.parametrize("words", [["/nowhere/log.txt"], []])
 def test_a_call_without_a_log_is_a_mistake_in_one_line(tmp_path: Path, words: list[str]) -> None:
-    done = run(*words, "--results", tmp_path)
+    done = run("import", *words, "--results", tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
 def test_a_reference_that_no_log_is_of_is_a_mistake_that_names_those_there_are(tmp_path: Path) -> None:
     write_published(tmp_path, "megatron-lm 32 4")
-    done = run(tmp_path, "--results", tmp_path, "--reference", "l2l")
+    done = run("import", tmp_path, "--results", tmp_path, "--reference", "l2l")
     assert (done.returncode, done.stderr) == (2, "error: no log is of 'l2l': --reference takes megatron-lm\n")
 
 
 def test_an_empty_folder_is_a_mistake(tmp_path: Path) -> None:
-    done = run(tmp_path, "--results", tmp_path / "results")
+    done = run("import", tmp_path, "--results", tmp_path / "results")
     assert (done.returncode, done.stderr.startswith("error: no log in")) == (2, True)
 
 

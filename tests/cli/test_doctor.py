@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.cli.main import main
 from harness.core import method
 from harness.core.job import Budget, Workload
 from harness.core.rates import NEEDED, Rates, of_facts
 from harness.devices import machine
+from tests.support.cli import run
 
 SMALL = Workload(num_layers=1, hidden_size=64, num_heads=2, seq_len=32, batch_size=2, vocab_size=128)
 # What a calibration might have found, in round numbers.
@@ -31,30 +30,23 @@ FOUND: dict[str, Any] = {
 }
 
 
-def doctor(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.sh", "doctor", *words])
-    main()
-
-
 def entry(workload: Workload, flops_per_second: float) -> dict[str, Any]:
     rates = dataclasses.asdict(Rates(flops_per_second))
     flops = machine.forward_flops(workload)
     return {"device": "cpu", "dtype": workload.dtype, "forward_flops": flops, "rates": rates}
 
 
-def test_doctor_tells_of_the_machine_and_of_every_method(capsys, monkeypatch) -> None:
-    doctor(monkeypatch, "--device", "cpu")
-    lines = {line[:20].strip(): line[20:] for line in capsys.readouterr().out.splitlines()}
+def test_doctor_tells_of_the_machine_and_of_every_method() -> None:
+    told = run("doctor", "--device", "cpu").stdout
+    lines = {line[:20].strip(): line[20:] for line in told.splitlines()}
     assert {"cpu", "gpu", "disk", "compiler", *method.names()} <= set(lines)
     assert "NVIDIA GPUs only" in lines["superoffload"] and lines["resident"] == "ready on cpu"
     assert "./run.sh doctor --calibrate" in lines["calibration"]
 
 
-def test_doctor_ends_with_exit_code_7_where_nothing_can_run(capsys, monkeypatch) -> None:
+def test_doctor_ends_with_exit_code_7_where_nothing_can_run(monkeypatch) -> None:
     monkeypatch.setattr(method, "names", lambda folders=(): ["superoffload"])
-    with pytest.raises(SystemExit) as end:
-        doctor(monkeypatch, "--device", "cpu")
-    assert end.value.code == 7
+    assert run("doctor", "--device", "cpu").returncode == 7
 
 
 def test_rates_of_a_calibration_by_hand() -> None:
@@ -72,7 +64,7 @@ def test_rates_of_a_calibration_by_hand() -> None:
     assert (rates.ahead_cost, rates.disk_duplex_share, rates.disk_read_bytes_per_second) == (1.6, 0.5, 2e9)
 
 
-def test_a_real_calibration_makes_rates_and_is_shown(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path) -> None:
     """The measuring code itself, on less: in this process, with few bytes and little time."""
     from methods.streaming import calibrate
 
@@ -91,8 +83,7 @@ def test_a_real_calibration_makes_rates_and_is_shown(capsys, monkeypatch, tmp_pa
         "computed": computed,
     }
     machine.keep_calibration({**entry(SMALL, 1), **sizes, "measured": found, "rates": dataclasses.asdict(rates)})
-    doctor(monkeypatch, "--device", "cpu")
-    told = capsys.readouterr().out
+    told = run("doctor", "--device", "cpu").stdout
     assert "64 wide, 2 x 32 tokens" in told and "the machine was busy" in told
     assert machine.budget(Budget(), "sim", SMALL).rates == rates
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,16 +13,11 @@ from harness.cli import main
 from harness.cli.job_options import Bytes, Numbers, make_jobs
 from harness.cli.main import exit_code
 from harness.core.job import GIB, Budget, Job, Workload
-from harness.core.method import ROOT
 from harness.core.record import Gate, Record
 from harness.jobs.command import command
+from tests.support.cli import run
 
 SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
-
-
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "harness", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from harness.core.method import ROOT
 from harness.core.record import Record
 from harness.evidence.fairness import COLUMNS
 from harness.jobs.sweep import Sweep, resolve
+from tests.support.cli import run
 
 TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
 
@@ -76,29 +77,25 @@ def test_a_file_that_does_not_load_is_named_and_stops_no_other_method(tmp_path: 
     (added / "half_done.py").write_text("class HalfDone:\n    def train(self, ")
     (added / "exits.py").write_text("raise SystemExit(1)")
     words = [*"-l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --methods".split(), str(added)]
-    done = door("-m", "plain-loop", *words, "--results", str(tmp_path / "results"))
+    done = run("-m", "plain-loop", *words, "--results", str(tmp_path / "results"))
     assert done.returncode == 0, done.stderr
-    every = door("plan", "-m", "all", *words)
+    every = run("plan", "-m", "all", *words)
     assert every.returncode == 0 and "plain-loop" in every.stdout
     assert [text.split(" does not load: ")[0] for text in every.stderr.splitlines()] == [
         f"left out: exits: {added}/exits.py", f"left out: half-done: {added}/half_done.py",
     ]  # fmt: skip
-    one = door("-m", "half-done", *words)
+    one = run("-m", "half-done", *words)
     assert (one.returncode, len(one.stderr.splitlines())) == (2, 1) and "half_done.py does not load" in one.stderr
     for words in (("--help", "--methods", str(added)), ("--methods", str(added), "--help")):
-        told = door(*words)
+        told = run(*words)
         assert told.returncode == 0 and "plain-loop" in told.stdout and "unavailable: " in told.stdout
 
 
 def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) -> None:
     (tmp_path / "half_done.py").write_text(ONE_FILE.replace("16 * workload.num_params", "workload.number"))
-    done = door("plan", "-m", "resident,half-done", "-l", "2", "--methods", str(tmp_path))
+    done = run("plan", "-m", "resident,half-done", "-l", "2", "--methods", str(tmp_path))
     assert done.returncode == 0 and "resident" in done.stdout
     assert "plan() of half-done fails: AttributeError" in done.stdout
-
-
-def door(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "harness", *words], cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
@@ -160,32 +157,27 @@ def test_a_method_is_one_file_in_any_folder(added: Path) -> None:
     assert method.load("plain-loop", (added,)).label == "Plain"
 
 
-def run(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
-
-
 def test_an_added_method_runs_by_its_name_and_is_gated(added: Path, tmp_path: Path) -> None:
     sizes = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
-    done = run("harness", "-m", "plain-loop", *sizes, "--methods", str(added), "--results", str(tmp_path / "out"))
+    done = run("-m", "plain-loop", *sizes, "--methods", str(added), "--results", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr + done.stdout
     assert "gate passed" in done.stdout
 
 
 def test_an_added_method_appears_in_help(added: Path) -> None:
-    assert "plain-loop" in run("harness", "run", "--methods", str(added), "--help").stdout
+    assert "plain-loop" in run("run", "--methods", str(added), "--help").stdout
 
 
 def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path) -> None:
     words = ["plan", "-m", "plain-loop", "-l", "2", "-h", "64", "--heads", "4"]
-    before, after = (
-        run("harness", *each) for each in (["--methods", str(added), *words], [*words, "--methods", str(added)])
-    )
+    before, after = (run(*each) for each in (["--methods", str(added), *words], [*words, "--methods", str(added)]))
     assert before.returncode == 0 and before.stdout == after.stdout
 
 
 @pytest.mark.heavy
 def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
-    done = run("pytest", "-q", "tests/core/test_method.py", "-k", "plain-loop and not unasked", "--methods", str(added))
+    words = ["-q", "tests/core/test_method.py", "-k", "plain-loop and not unasked", "--methods", str(added)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
     assert "7 passed" in done.stdout, done.stdout
 
 

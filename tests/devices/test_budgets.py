@@ -16,21 +16,17 @@ from harness.core.job import Budget, Job
 from harness.core.method import ROOT
 from harness.core.record import read_all
 from harness.devices import budgets, cgroup, device_lock, machine
+from tests.support.cli import run
 from tests.support.tiny import TINY, WORDS
 
 MIB = 2**20
-
-
-def harness(*words: str, **arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "harness", *WORDS, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **arguments)
 
 
 @pytest.mark.parametrize(
     ("words", "told"), [("--host-memory 64MiB", "the smallest budget is "), ("--host-memory 64TiB", "at most ")]
 )
 def test_a_budget_that_no_run_could_keep_is_one_line_and_exit_2(tmp_path: Path, words: str, told: str) -> None:
-    done = harness(*words.split(), "--device", "cpu", "--results", str(tmp_path / "new"))
+    done = run(*WORDS, *words.split(), "--device", "cpu", "--results", str(tmp_path / "new"))
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and told in done.stderr
     assert not (tmp_path / "new").exists()
@@ -38,9 +34,9 @@ def test_a_budget_that_no_run_could_keep_is_one_line_and_exit_2(tmp_path: Path, 
 
 @pytest.mark.heavy
 def test_the_smallest_budget_that_is_named_suffices_for_a_small_run(tmp_path: Path) -> None:
-    refused = harness("--host-memory", "1MiB", "--device", "cpu")
+    refused = run(*WORDS, "--host-memory", "1MiB", "--device", "cpu")
     smallest = refused.stderr.rpartition(" ")[2].strip()
-    done = harness("--host-memory", smallest, "--device", "cpu", "--steps", "3", "--results", str(tmp_path))
+    done = run(*WORDS, "--host-memory", smallest, "--device", "cpu", "--steps", "3", "--results", str(tmp_path))
     assert done.returncode == 0, done.stdout
     (record,) = read_all(tmp_path)[0].values()
     assert record.host_peak_bytes <= int(smallest.removesuffix("MiB")) * MIB
@@ -155,7 +151,7 @@ def test_a_reader_that_goes_away_interrupts_the_run(tmp_path: Path) -> None:
 
 
 def test_what_went_on_beside_a_run_is_on_record(tmp_path: Path) -> None:
-    assert harness("--steps", "3", "--results", str(tmp_path)).returncode == 0
+    assert run(*WORDS, "--steps", "3", "--results", str(tmp_path)).returncode == 0
     (path,) = tmp_path.glob("*.json")
     assert json.loads(path.read_text())["machine"]["load_average"] >= 0
 

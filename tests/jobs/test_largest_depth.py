@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.core.job import Budget, Job, Plan, Workload
-from harness.core.method import ROOT, create
+from harness.core.method import create
 from harness.core.record import read_all
 from harness.jobs.largest_depth import Probes, find, texts
 from harness.jobs.sweep import Sweep, resolve
 from methods.streaming.placement import placed_plan
+from tests.support.cli import run
 
 TINY = Workload(num_layers=1, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 SMALL = Workload(hidden_size=128, seq_len=64, vocab_size=512)
@@ -123,15 +122,11 @@ def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path) 
     assert probes(events) == [2] and (found["largest"], found["fails_at"]) == (0, 2)
 
 
-def run(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "harness", "search", "largest", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
     (with_wall(tmp_path) / "absent.py").write_text(WALL.replace("import torch", "import no_such_engine"))
     sizes = "-h 32 -b 2 --heads 2 --seq 16 --vocab 97 --option wall=1 --device-memory 1MiB --json".split()
-    done = run("-m", "wall,absent", *sizes, "--methods", str(tmp_path / "methods"), "--results", str(tmp_path / "r"))
+    words = ["-m", "wall,absent", *sizes, "--methods", tmp_path / "methods", "--results", tmp_path / "r"]
+    done = run("search", "largest", *words)
     assert done.returncode == 0, done.stderr
     rows = {row["method"]: row for row in map(json.loads, done.stdout.splitlines()) if row["event"] == "answer"}
     assert (rows["wall"]["largest"], rows["wall"]["fails_at"]) == (1, 2)
@@ -149,7 +144,7 @@ def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:
-    done = run("-m", "stronghold", *words.split(), "--results", str(tmp_path / "new"))
+    done = run("search", "largest", "-m", "stronghold", *words.split(), "--results", str(tmp_path / "new"))
     assert (done.returncode, done.stdout) == (2, "") and told in done.stderr
     assert not (tmp_path / "new").exists()
 

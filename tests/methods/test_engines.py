@@ -16,6 +16,7 @@ from harness.core.method import ROOT, Unavailable, create
 from harness.core.record import Record
 from harness.jobs.sweep import Sweep, resolve
 from methods.engines import deepspeed, deepspeed_config
+from tests.support import cli
 
 # Large enough that parameters really leave memory: at 4 layers x 256 the wrong gradients below do not show.
 LARGE = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=64, batch_size=2, vocab_size=8192)
@@ -133,7 +134,7 @@ def test_nvme_needs_less_host_memory_than_zero_infinity(shared_results: Path, li
 
 def test_no_folder_for_nvme_is_one_line_and_exit_2(tmp_path: Path) -> None:
     words = ["-m", "zero-infinity-nvme", "-l", "2", "--disk", str(tmp_path / "none"), "--results", str(tmp_path / "r")]
-    done = subprocess.run([sys.executable, "-m", "harness", *words], cwd=ROOT, capture_output=True, text=True)
+    done = cli.run(*words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "name another with --disk DIR" in done.stderr and not (tmp_path / "r").exists()
 

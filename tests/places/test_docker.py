@@ -6,20 +6,18 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from harness.core.job import Budget, Job
-from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Report, Sweep, resolve
 from harness.places import docker as container
 from harness.places.docker import Docker
+from tests.support import cli
 from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
 from tests.support.packages import need, still_running
 from tests.support.tiny import TINY, WORDS, write_compiling, write_ending
@@ -32,11 +30,6 @@ def engine(docker_engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
     container.engine.cache_clear()
     monkeypatch.setenv("DOCKER_HOST", docker_engine)
     return docker_engine
-
-
-def call(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "harness", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def run_there(tmp_path: Path, line: str, budget: Budget | None = None, report: Report | None = None) -> Record:
@@ -101,8 +94,7 @@ def test_a_container_killed_from_outside_is_not_out_of_memory(engine: str, tmp_p
 
 def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_path: Path) -> None:
     words = [*WORDS, "--on", "docker", "--image", IMAGE, "--steps", "30000", "--results", str(tmp_path)]
-    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    run = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, preexec_fn=default)
+    run = cli.start(*words)
     wait_for_steps(tmp_path)
     run.send_signal(signal.SIGINT)
     assert run.wait(60) == 130
@@ -113,7 +105,7 @@ def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_pa
 
 def test_a_container_ends_with_whoever_started_it(engine: str, tmp_path: Path) -> None:
     words = [*WORDS, "--on", "docker", "--image", IMAGE, "--steps", "30000", "--results", str(tmp_path)]
-    run = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT)
+    run = cli.start(*words)
     wait_for_steps(tmp_path)
     run.kill()
     run.wait()
@@ -126,7 +118,7 @@ def test_a_container_ends_with_whoever_started_it(engine: str, tmp_path: Path) -
 
 def test_without_the_gpus_runtime_a_gpu_is_unavailable_in_one_line(engine: str, tmp_path: Path) -> None:
     words = [*WORDS, "--on", "docker", "--image", IMAGE, "--device", "cuda", "--device-memory", "1GiB"]
-    done = call(*words, "--results", str(tmp_path))
+    done = cli.run(*words, "--results", str(tmp_path))
     assert done.returncode == 7 and "NVIDIA container toolkit" in done.stdout.splitlines()[-1]
 
 
@@ -134,14 +126,14 @@ def test_an_image_that_is_not_there_or_cannot_be_built_is_one_line(engine: str, 
     missing = [*WORDS, "--on", "docker", "--image", "not:there"]
     no_package = ["image", "build", "--image", "tests/bad:1", "--base", BASE, "--build-arg", "PACKAGES=no-such"]
     for words in (missing, ["image", "build", "--base", "not/there:1"], no_package):
-        done = call(*words)
+        done = cli.run(*words)
         assert done.returncode == 7 and len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 def test_no_engine_and_an_unknown_place_are_one_line() -> None:
-    done = call(*WORDS, "--on", "docker", DOCKER_HOST="unix:///no/such/socket")
+    done = cli.run(*WORDS, "--on", "docker", DOCKER_HOST="unix:///no/such/socket")
     assert done.returncode == 7 and "start docker" in done.stderr and len(done.stderr.splitlines()) == 1
-    done = call(*WORDS, "--on", "moon")
+    done = cli.run(*WORDS, "--on", "moon")
     assert done.returncode == 2 and "'local', 'docker'" in done.stderr and len(done.stderr.splitlines()) == 1
 
 

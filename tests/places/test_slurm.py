@@ -6,11 +6,9 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from harness.places.docker import PYTHON
 from harness.places.place import order
 from harness.places.slurm import Slurm, State, named, options_of
 from tests.run.test_ranks import MEETING, SHARDED, processes, wait_for_steps
-from tests.support import tiny
+from tests.support import cli, tiny
 from tests.support.packages import still_running
 from tests.support.slurm import cluster
 from tests.support.tiny import TINY, write_ending
@@ -46,11 +44,6 @@ def place(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("SLURM_CONF", str(slurm))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     return Slurm({"partition": "tests"})
-
-
-def call(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "harness", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def test_twelve_jobs_have_twelve_records_and_the_same_call_runs_those_without_a_result(
@@ -92,8 +85,7 @@ def test_the_same_job_here_and_on_a_node_trains_to_the_same_bits(place: Slurm, t
 
 def test_an_interrupt_cancels_what_was_submitted(place: Slurm, tmp_path: Path) -> None:
     words = [*WORDS, "--steps", "30000", "--results", str(tmp_path)]
-    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    run = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, preexec_fn=default)
+    run = cli.start(*words)
     wait_for_steps(tmp_path)
     run.send_signal(signal.SIGINT)
     assert run.wait(120) == 130
@@ -156,7 +148,7 @@ def test_a_container_is_srun_s_to_start(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_slurm_without_containers_says_so_in_one_line(place: Slurm, tmp_path: Path) -> None:
-    done = call(*WORDS, "--slurm", "container_image=harness", "--results", str(tmp_path))
+    done = cli.run(*WORDS, "--slurm", "container_image=harness", "--results", str(tmp_path))
     assert done.returncode == 7 and "knows no --container-image" in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -171,7 +163,7 @@ def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_partition_that_does_not_exist_is_one_line(place: Slurm, tmp_path: Path) -> None:
-    done = call(*WORDS, "--slurm", "partition=no-such", "--results", str(tmp_path))
+    done = cli.run(*WORDS, "--slurm", "partition=no-such", "--results", str(tmp_path))
     assert done.returncode == 2 and "invalid partition" in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -180,21 +172,21 @@ def test_a_partition_that_does_not_exist_is_one_line(place: Slurm, tmp_path: Pat
 def test_a_slurm_that_does_not_answer_is_unavailable(slurm: Path, tmp_path: Path) -> None:
     (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=nowhere(127.0.0.1)\nSlurmctldPort=1\n"
                                          "AuthType=auth/none\nMessageTimeout=2\nNodeName=n1\n")  # fmt: skip
-    done = call(*WORDS, "--results", str(tmp_path / "r"), SLURM_CONF=str(tmp_path / "slurm.conf"))
+    done = cli.run(*WORDS, "--results", str(tmp_path / "r"), SLURM_CONF=str(tmp_path / "slurm.conf"))
     assert done.returncode == 7 and "no Slurm answers" in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_without_slurm_and_with_unknown_options_one_line_says_so(tmp_path: Path) -> None:
-    done = call(*WORDS, PATH=str(tmp_path))
+    done = cli.run(*WORDS, PATH=str(tmp_path))
     assert done.returncode == 7 and "no sbatch here" in done.stderr and len(done.stderr.splitlines()) == 1
     for text in ("no=such", "no/such.yaml"):
-        done = call(*WORDS, "--slurm", text)
+        done = cli.run(*WORDS, "--slurm", text)
         assert done.returncode in (2, 7) and len(done.stderr.splitlines()) == 1
 
 
 def test_ranks_spread_evenly_over_a_number_of_nodes(tmp_path: Path) -> None:
-    done = call(*WORDS, "--slurm", "nodes=none")
+    done = cli.run(*WORDS, "--slurm", "nodes=none")
     assert done.returncode == 2 and "nodes takes a number from 1 on, not 'none'" in done.stderr, done.stderr
 
 

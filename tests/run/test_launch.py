@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,7 @@ from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
 from harness.run.launch import launch
-from tests.support import tiny
+from tests.support import cli, tiny
 from tests.support.tiny import TINY, write_compiling
 
 KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
@@ -90,7 +89,7 @@ launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
 def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp_path: Path) -> None:
     folder = write_compiling(tmp_path, COMPILER.format(folder=tmp_path))
     words = ["-m", "compiling", *tiny.WORDS[2:], "--methods", str(folder), "--results", str(tmp_path)]
-    call = subprocess.Popen([sys.executable, "-m", "harness", *words], cwd=ROOT, stderr=subprocess.DEVNULL)
+    call = cli.start(*words, stderr=subprocess.DEVNULL)
     compiler = wait_for(lambda: (file := tmp_path / "pid").exists() and psutil.Process(int(file.read_text())))
     call.send_signal(signal.SIGTERM)
     assert call.wait(30) == 130
@@ -98,12 +97,8 @@ def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp
 
 
 def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "harness", *tiny.WORDS, "--steps", "30000", "--results", str(tmp_path)]
-    # A shell that puts the tests in the background lets them ignore Ctrl-C, and all that they start.
-    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    run = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default
-    )
+    words = [*tiny.WORDS, "--results", tmp_path, "--steps"]
+    run = cli.start(*words, 30000, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
         run.send_signal(signal.SIGINT)
@@ -112,8 +107,7 @@ def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path
         run.kill()
     assert run.returncode == 130 and len(errors.strip().splitlines()) == 1, errors
     assert [record.status for record in read_all(tmp_path)[0].values()] == ["interrupted"]
-    again = subprocess.run([*command[:-4], "--steps", "3", "--results", str(tmp_path)], cwd=ROOT)
-    assert again.returncode == 0
+    assert cli.run(*words, 3).returncode == 0
 
 
 @pytest.mark.heavy

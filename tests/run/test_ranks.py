@@ -7,20 +7,19 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harness.core.job import Budget, Job, Workload
-from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
 from harness.run.ranks import first_to_fail
+from tests.support import cli
+from tests.support.cli import start
 from tests.support.tiny import TINY
 
 SHARDED = Job("fsdp2-offload", TINY, {"world_size": 2}, steps=8, warmup=2)
@@ -60,12 +59,6 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
     yield [*found, "--methods", str(tmp_path / "methods"), "--results", str(tmp_path)]
     assert processes(str(tmp_path)) == []
     assert not list(tmp_path.glob(".ranks-*"))
-
-
-def start(words: list[str]) -> subprocess.Popen:
-    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    command = [sys.executable, "-m", "harness", *words]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=default)
 
 
 def processes(told: str) -> list[psutil.Process]:
@@ -108,7 +101,7 @@ def test_two_ranks_train_as_the_reference_does(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_ends_the_job_at_once_and_is_named(words: list[str], tmp_path: Path) -> None:
-    run = start(words)
+    run = start(*words, stderr=subprocess.PIPE)
     ranks = training_ranks(tmp_path)
     assert set(ranks) == {0, 1}
     ranks[1].kill()
@@ -121,7 +114,7 @@ def test_a_killed_rank_ends_the_job_at_once_and_is_named(words: list[str], tmp_p
 
 
 def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(words: list[str], tmp_path: Path) -> None:
-    run = start(words)
+    run = start(*words)
     training_ranks(tmp_path)
     run.send_signal(signal.SIGINT)
     assert run.wait(60) == 130
@@ -132,7 +125,7 @@ def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(words: list[str
 @pytest.mark.heavy
 @pytest.mark.parametrize("who", ["caller", "agent", "both"])
 def test_ranks_end_with_who_started_them(words: list[str], tmp_path: Path, who: str) -> None:
-    run = start(words)
+    run = start(*words)
     ranks = training_ranks(tmp_path)
     agent = ranks[0].parent()
     assert agent
@@ -213,7 +206,6 @@ def test_a_host_must_hold_all_ranks() -> None:
     ],
 )
 def test_ranks_that_cannot_be_are_one_line(words_: str, told: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "harness", *words_.split(), *"-l 2 -h 32 -b 2 --heads 2 --seq 16".split()]
-    done = subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    done = cli.run(*words_.split(), *"-l 2 -h 32 -b 2 --heads 2 --seq 16 --results".split(), tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and told in done.stderr, done.stderr
     assert os.listdir(tmp_path) == []

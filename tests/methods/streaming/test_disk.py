@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from harness.cli.main import exit_code
 from harness.core.job import Budget, Job, Workload
-from harness.core.method import ROOT, create
+from harness.core.method import create
 from harness.core.record import Record, read_all
 from harness.devices.streams import Device
 from harness.jobs.sweep import Sweep, resolve
@@ -28,6 +27,7 @@ from methods.offload.layout import new_layer
 from methods.shared.memory_needs import NUM_BUFFERS
 from methods.streaming.disk import Disk, File, shelves
 from methods.streaming.layer_state import Home
+from tests.support.cli import run
 from tests.support.training import tiny
 
 NUM_LAYERS = 5
@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_ro
 def test_no_room_for_results_is_one_line_and_exit_4(small_disk: Path) -> None:
     fill(small_disk)
     words = f"-m resident -l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --results {small_disk}"
-    done = subprocess.run([sys.executable, "-m", "harness", *words.split()], cwd=ROOT, capture_output=True, text=True)
+    done = run(*words.split())
     assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
     assert done.stderr.startswith("error: no room left on the disk")
 
@@ -195,8 +195,7 @@ def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp
     host_kib = 16 * 12 * layer_params * 2 // 3 // 1024
     words = f"-m stronghold -l 12 -h 128 -b 2 --heads 4 --seq 32 --vocab 128 --steps 4 --warmup 1 --disk {tmp_path}"
     budgets = f"--device-memory 16MiB --host-memory {host_kib}KiB --option resident_layers=0 --results {tmp_path}"
-    call = [sys.executable, "-m", "harness", *words.split(), *budgets.split()]
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    done = run(*words.split(), *budgets.split())
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = (record for record in read_all(tmp_path)[0].values() if record.job.method == "stronghold")
     assert record.gate.verdict == "exact" and "D" in record.job.options["placement"]

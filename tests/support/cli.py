@@ -1,0 +1,44 @@
+"""The command line as the tests call it: run() in this process, start() in one of its own, to send signals to."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from unittest import mock
+
+from harness.cli import main as door
+from harness.core.method import ROOT
+from harness.places import docker
+
+
+def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """./run.sh with these words and variables, in this process; what it prints, and how it exits."""
+    command = ["./run.sh", *map(str, words)]
+    out, error = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
+    docker.engine.cache_clear()  # of another DOCKER_HOST
+    with (
+        mock.patch.object(sys, "argv", command), mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(out), contextlib.redirect_stderr(error),
+    ):  # fmt: skip
+        try:
+            door.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            docker.engine.cache_clear()
+    return subprocess.CompletedProcess(command, code, out.getvalue(), error.getvalue())
+
+
+def start(*words: object, **streams: int) -> subprocess.Popen[str]:
+    """The same in a process of its own, which takes Ctrl-C even where the tests run in a shell's background."""
+    command = [sys.executable, "-m", "harness", *map(str, words)]
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=default, **streams)
