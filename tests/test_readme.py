@@ -1,4 +1,4 @@
-"""README.md says what is there: the tree, the methods, commands that the door takes; and stays short."""
+"""README and its pages say what is there: paths, links, methods, the order of imports, commands that the door takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import contextlib
 import re
 import shlex
+from pathlib import Path
 
 import click
 import pytest
@@ -15,39 +16,110 @@ from harness.cli.job_options import make_jobs
 from harness.core import method
 from harness.core.method import ROOT
 from harness.jobs.sweep import resolve
+from tests.test_packages import ORDER, SEEN_BY_METHODS
 
-README = (ROOT / "README.md").read_text()
-TREE = README.split("## The tree")[1].split("## ")[0]
-IN_BLOCKS = [re.split(r"  +", line.strip())[0] for line in README.splitlines() if line.startswith("    ./run.sh")]
-IN_TEXT = re.findall(r"`(\./run\.sh [^`]+)`", " ".join(README.split()))
-PLACEHOLDERS = {"DIR": str(ROOT), "LOGS...": str(ROOT / "README.md")}
-COMMANDS = dict.fromkeys(IN_BLOCKS + IN_TEXT)
+PAGES = {
+    path: path.read_text()
+    for path in (
+        *(ROOT / name for name in ("README.md", "ARTIFACT.md", "CONTRIBUTING.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
+README = PAGES[ROOT / "README.md"]
+PLACEHOLDERS = {"DIR": str(ROOT), "LOGS...": str(ROOT / "README.md"), "N": "1"}
+FOLDERS = "harness|methods|cases|claims|tests|docs|bench|examples|notebooks|docker"
+NOT_THERE_YET = {"methods/my_method.py", "methods/pipeline", "harness/places/kubernetes.py"}
+
+
+def section(title: str) -> str:
+    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def commands() -> list[str]:
+    found = []
+    for text in PAGES.values():
+        found += [re.split(r"  +", line.strip())[0] for line in text.splitlines() if line.startswith("    ./run.sh")]
+        found += re.findall(r"`(\./run\.sh [^`]+)`", " ".join(text.split()))
+    return list(dict.fromkeys(found))
+
+
+def anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_path_of_the_tree_exists() -> None:
-    folder = ROOT
-    for indent, names in re.findall(r"^    (  )?((?:[\w.]+/?(?:, )?)+)", TREE, flags=re.MULTILINE):
-        folder = folder if indent else ROOT / names
+    parent, shown = ROOT, set()
+    for indent, names, text in re.findall(
+        r"^    ( *)([^\s,]+(?:, [^\s,]+)*)  +(.*)$", section("The tree"), flags=re.MULTILINE
+    ):
+        parent = parent if indent else ROOT
         for name in names.split(", "):
-            assert ((folder / name) if indent else (ROOT / name)).exists(), name
+            assert (parent / name).exists(), name
+            shown.add((parent / name).relative_to(ROOT).as_posix())
+        folder = parent / names if names.endswith("/") else ROOT
+        for name in re.findall(r"(?<!/)\b\w+\.(?:py|yaml|csv|sh|md|txt|ipynb)\b|Dockerfile", text):
+            assert "caseN" in name or (folder / name).exists(), f"{folder}: {name}"
+        parent = parent if indent else folder
+    packages = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*/__init__.py")}
+    assert {name for name in packages if not name.startswith("tests/")} <= shown
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "results" / "LOG.md"], ids=lambda path: path.name)
+def test_every_path_in_a_page_exists(path: Path) -> None:
+    named = set(re.findall(rf"`((?:{FOLDERS})/[\w./]+)`", path.read_text()))
+    assert not [name for name in sorted(named - NOT_THERE_YET) if "caseN" not in name and not (ROOT / name).exists()]
 
 
 def test_every_file_begins_with_what_it_is() -> None:
     for folder in ("harness", "methods", "cases", "bench", "tests", "examples"):
-        for path in (ROOT / folder).glob("*.py"):
+        paths = list((ROOT / folder).rglob("*.py"))
+        assert paths, folder
+        for path in paths:
             text = path.read_text()
             assert not text or ast.get_docstring(ast.parse(text)), path
 
 
-def test_every_link_has_its_heading() -> None:
-    headings = re.findall(r"^## (.*)$", README, flags=re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([\w-]+)\)", README)) <= anchors
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[path]):
+        name, _, anchor = target.partition("#")
+        found = (path.parent / name) if name else path
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_readme_leads_to_every_page() -> None:
+    linked = {(ROOT / name).resolve() for name in re.findall(r"\]\(([\w./-]+)", README)}
+    assert not [path.name for path in PAGES if path not in linked and path.name != "README.md"]
 
 
 def test_every_method_has_its_row() -> None:
-    rows = set(re.findall(r"^\| `([\w-]+)` \|", README, flags=re.MULTILINE))
+    rows = set(re.findall(r"^\| `([\w-]+)` \|", section("Methods"), flags=re.MULTILINE))
     assert rows == set(method.names())
+
+
+def test_the_import_order_is_the_one_that_is_checked() -> None:
+    text = section("Imports")
+    shown = [
+        name for line in re.findall(r"^    (.*)$", text, flags=re.MULTILINE) for name in re.findall(r"[\w/]+", line)
+    ]
+    assert shown == [name for name in ORDER if name not in ("harness", "bench", "tests")]
+    prose = text.rsplit("\n\n", 1)[1]
+    assert all(f"`{name}`" in prose for name in SEEN_BY_METHODS)
+
+
+def test_the_afternoon_path_is_read_in_an_afternoon() -> None:
+    steps = re.findall(r"^\d+\. .*$", section("The afternoon path"), flags=re.MULTILINE)
+    paths = [name for step in steps for name in re.findall(r"`([\w/]+\.py)`", step)]
+    assert len(paths) == len(set(paths)) > 10
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in paths) < 5000
+
+
+def test_the_glossary_has_each_word_once() -> None:
+    rows = re.findall(r"^\| ([\w, ]+) \|", PAGES[ROOT / "docs" / "glossary.md"], flags=re.MULTILINE)
+    words = [word for row in rows[1:] for word in row.split(", ")]
+    assert len(words) == len(set(words)) > 15
 
 
 def test_help_names_the_options_of_every_method() -> None:
@@ -58,7 +130,7 @@ def test_help_names_the_options_of_every_method() -> None:
         assert not options or f"(options: {', '.join(options)})" in text, name
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", commands())
 def test_the_door_takes_every_command(line: str) -> None:
     """Up to where it would begin to train."""
     command: click.Command = main.door
@@ -77,6 +149,9 @@ def test_the_door_takes_every_command(line: str) -> None:
                 resolve(job)
 
 
-def test_it_is_read_in_one_sitting_on_any_screen() -> None:
-    lines = README.splitlines()
-    assert len(lines) <= 305 and max(map(len, lines)) <= 120
+def test_pages_are_short_and_fit_any_screen() -> None:
+    assert len(README.splitlines()) <= 200
+    for path, text in PAGES.items():
+        rows = [line for line in text.splitlines() if not line.startswith("|")]
+        assert max(map(len, rows)) <= 120, path.name
+    assert (ROOT / "docs" / "figure.png").stat().st_size < 150_000
