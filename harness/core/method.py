@@ -187,7 +187,7 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
         if isinstance(item, type) and item.__module__ == module.__name__ and hasattr(item, "train")
     ]
     if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):
-        raise ValueError(f"{files[name]} must hold one frozen dataclass with plan() and train(); see README")
+        raise ValueError(f"{files[name]} must hold one frozen dataclass with plan() and train(); see CONTRIBUTING.md")
     for attribute, value in {"label": name, **DEFAULTS}.items():
         if not hasattr(classes[0], attribute):
             setattr(classes[0], attribute, value)
