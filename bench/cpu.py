@@ -19,8 +19,8 @@ import click
 import torch
 
 from harness.core import data
-from harness.core.gpt import build, decays
-from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Job, Workload
+from harness.core.gpt import adamw, build
+from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.run import worker
 from harness.run.launch import launch
@@ -33,15 +33,7 @@ def bare_step_seconds(workload: Workload, steps: int) -> list[float]:
     """A loop as anyone would write it, without the harness around it."""
     tokens = torch.from_numpy(data.batches(workload, steps))
     model = build(workload)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if decays(p)], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in model.parameters() if not decays(p)], "weight_decay": 0.0},
-        ],
-        betas=BETAS,
-        eps=EPSILON,
-        fused=True,
-    )
+    optimizer = adamw(model.parameters())
     seconds = []
     for step, batch in enumerate(tokens, start=1):
         began = time.perf_counter()

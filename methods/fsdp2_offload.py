@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.core.job import Budget, Plan, Workload
 from harness.core.method import TensorState, Trained, Training
 from methods.shared.memory_needs import describe
 
@@ -55,7 +55,7 @@ class Fsdp2Offload:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        from harness.core.gpt import DTYPES, GPT, decays, initial, initialize
+        from harness.core.gpt import DTYPES, GPT, adamw, initial, initialize
         from harness.devices.streams import require_device
         from methods.shared.loss_scale import LossScale
 
@@ -86,15 +86,7 @@ class Fsdp2Offload:
             for name, p in parameters if num_ranks > 1 else ():
                 for part in initial(name, p.shape, workload).chunk(num_ranks)[rank : rank + 1]:
                     p.to_local().detach().copy_(part)
-            optimizer = torch.optim.AdamW(
-                [
-                    {"params": [p for p in model.parameters() if decays(p)], "weight_decay": WEIGHT_DECAY},
-                    {"params": [p for p in model.parameters() if not decays(p)], "weight_decay": 0.0},
-                ],
-                betas=BETAS,
-                eps=EPSILON,
-                fused=True,
-            )
+            optimizer = adamw(model.parameters())
             scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 loss = model(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale.value)

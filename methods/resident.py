@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.core.job import Budget, Plan, Workload
 from harness.core.method import TensorState, Trained, Training
 from methods.shared.memory_needs import describe, resident_plan
 
@@ -35,7 +35,7 @@ class Resident:
     def train(self, workload: Workload, batches, device: str) -> Training:
         import torch
 
-        from harness.core.gpt import build, decays, initialize
+        from harness.core.gpt import adamw, build, initialize
         from methods.shared.loss_scale import LossScale
 
         model = build(workload, device)
@@ -45,15 +45,7 @@ class Resident:
         if mixed:
             masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
             initialize(zip(names, masters, strict=True), workload)
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in masters if decays(p)], "weight_decay": WEIGHT_DECAY},
-                {"params": [p for p in masters if not decays(p)], "weight_decay": 0.0},
-            ],
-            betas=BETAS,
-            eps=EPSILON,
-            fused=True,
-        )
+        optimizer = adamw(masters)
         scale = LossScale(workload)
         for step, (inputs, targets) in enumerate(batches, start=1):
             if workload.micro_batches == 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.job import NUM_LOGITS, Workload
+from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INIT_STD = 0.02
@@ -208,6 +208,19 @@ def _distribution(name: str, ndim: int, workload: Workload) -> Callable[[Tensor]
     return lambda tensor: tensor.normal_(0.0, std, generator=generator)
 
 
-def decays(parameter: Tensor) -> bool:
-    """Whether weight decay applies: matrices only, neither biases nor norms."""
-    return parameter.ndim > 1
+def is_decayed(shape: Sequence[int]) -> bool:
+    """Whether weight decay applies to a parameter: matrices only, neither biases nor norms."""
+    return len(shape) > 1
+
+
+def adamw_groups(parameters: Iterable[nn.Parameter], shape_of: Callable[[Any], Any] = Tensor.size) -> list[dict]:
+    """The parameter groups of torch's AdamW, by weight decay."""
+    groups: dict[float, list] = {WEIGHT_DECAY: [], 0.0: []}
+    for parameter in parameters:
+        groups[WEIGHT_DECAY if is_decayed(shape_of(parameter)) else 0.0].append(parameter)
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items() if params]
+
+
+def adamw(parameters: Iterable[nn.Parameter], **words: Any) -> torch.optim.AdamW:
+    """The optimizer of the published runs."""
+    return torch.optim.AdamW(adamw_groups(parameters, **words), betas=BETAS, eps=EPSILON, fused=True)

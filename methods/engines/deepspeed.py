@@ -177,7 +177,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     import torch
     from deepspeed.utils import safe_set_full_fp32_param
 
-    from harness.core.gpt import DTYPES, GPT, initial
+    from harness.core.gpt import DTYPES, GPT, adamw_groups, initial
 
     class ReentrantGPT(GPT):
         def forward(self, inputs, targets, scale=1.0):
@@ -199,14 +199,8 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
         assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned):
             parameter.data.copy_(initial(name, parameter.shape, workload))
-    by_decay: dict[bool, list] = {True: [], False: []}
-    for parameter in model.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        by_decay[len(shape) > 1].append(parameter)
-    groups = [
-        {"params": by_decay[True], "weight_decay": WEIGHT_DECAY},
-        {"params": by_decay[False], "weight_decay": 0.0},
-    ]
+    # What stage 3 partitions is empty here, and knows its shape.
+    groups = adamw_groups(model.parameters(), lambda parameter: getattr(parameter, "ds_shape", parameter.shape))
     optimizer = None
     if adam == "fused":
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)

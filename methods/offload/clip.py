@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,23 @@ import torch
 from torch import Tensor
 
 from harness.devices.streams import Device
+from methods.offload.transfer import queue
 from methods.shared.loss_scale import LossScale
+
+
+def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each gradient, fp32, on its device."""
+    return list(torch._foreach_norm([*grads], 2, dtype=torch.float32)) if grads else []
+
+
+def global_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients by the norm of each: the bits of torch.nn.utils.clip_grad_norm_ in the same order."""
+    return torch.linalg.vector_norm(torch.stack([*norms])) if norms else torch.zeros(())
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """As torch.nn.utils.clip_grad_norm_ scales gradients of this norm."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 class Clip:
@@ -47,11 +63,11 @@ class Clip:
 
     def finish(self) -> None:
         """The norm of all that was added, in the order of the model, as torch.nn.utils.clip_grad_norm_."""
-        self.total = torch.linalg.vector_norm(torch.stack([*chain.from_iterable(reversed(self.norms))]))
+        self.total = global_norm([*chain.from_iterable(reversed(self.norms))])
         if self.unclipped is not None:
             self.total = self.total * self.unclipped  # powers of two: no bit is lost
         if self.max_norm:
-            self.factor = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
+            self.factor = clip_factor(self.total, self.max_norm)
         if self.unclipped is not None:
             factor = torch.ones_like(self.total) if self.factor is None else self.factor
             # No number where the gradient is none: no update comes of it.
@@ -78,9 +94,5 @@ class Clip:
         return self.unclipped is not None and math.isnan(float(self.on_host()))  # type: ignore[arg-type]
 
     def _send(self, value: Tensor) -> tuple[Tensor, Any]:
-        device, done = self.device, self.device.compute.record_event()
-        with device.streams.use(device.outbound):
-            device.outbound.wait_event(done)
-            with device.span("outbound", "norm", ""):
-                here = value.to("cpu", non_blocking=True)
-            return here, device.outbound.record_event()
+        done = self.device.compute.record_event()
+        return queue(self.device, "outbound", "norm", "", [done], lambda: value.to("cpu", non_blocking=True))

@@ -1,41 +1,69 @@
-"""Where each parameter lies in a flat slab."""
+"""Where tensors lie in flat slabs."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from harness.core.gpt import Layer, decays
+from harness.core.gpt import Layer, is_decayed
 from harness.core.job import Workload
 from methods.offload.adamw import Piece
+from methods.shared.memory_needs import ALIGNMENT, aligned
 
-ALIGNMENT = 16  # elements: 64 bytes of fp32, so that every tensor of a slab starts where an allocation would
+
+class Place(NamedTuple):
+    """Elements [start, stop) of a slab, or its bytes where the tensor has a dtype of its own."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+    dtype: torch.dtype | None
 
 
 class Layout:
-    """Where each parameter of a module lies in a flat slab."""
+    """Where each of some named tensors lies in a flat slab. Without dtypes of their own they take the slab's; with
+    them, the slab is of bytes (uint8)."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.names, self.shapes, self.starts, self.decays = [], [], [], []
-        self.numel = 0
-        for name, parameter in module.named_parameters():
-            self.names.append(name)
-            self.shapes.append(parameter.shape)
-            self.starts.append(self.numel)
-            self.decays.append(decays(parameter))
-            self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+    def __init__(self, tensors: Iterable[tuple[str, torch.Size, torch.dtype | None]]) -> None:
+        self.places: dict[str, Place] = {}
+        self.numel = 0  # elements of the slab
+        for name, shape, dtype in tensors:
+            size, unit = (shape.numel() * dtype.itemsize, 1) if dtype else (shape.numel(), 4)
+            self.places[name] = Place(self.numel, self.numel + size, shape, dtype)
+            self.numel += aligned(size, ALIGNMENT // unit)  # starts as an allocation in fp32 would
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.places)
 
     def pieces(self) -> list[Piece]:
-        ends = (start + shape.numel() for start, shape in zip(self.starts, self.shapes, strict=True))
-        return [Piece(*piece) for piece in zip(self.starts, ends, self.decays, strict=True)]
+        """What AdamW updates: every tensor whole."""
+        return [Piece(start, stop, is_decayed(shape)) for start, stop, shape, _ in self.places.values()]
+
+    def view(self, slab: Tensor, name: str) -> Tensor:
+        start, stop, shape, dtype = self.places[name]
+        part = slab[start:stop]
+        return (part.view(dtype) if dtype else part).view(shape)
 
     def views(self, slab: Tensor) -> list[Tensor]:
-        starts_shapes = zip(self.starts, self.shapes, strict=True)
-        return [slab[start : start + shape.numel()].view(shape) for start, shape in starts_shapes]
+        return [self.view(slab, name) for name in self.places]
+
+
+def layout_of(module: nn.Module) -> Layout:
+    return Layout((name, parameter.shape, None) for name, parameter in module.named_parameters())
+
+
+def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Make this the module's parameter of that name, which may have dots."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, parameter)
 
 
 def kept_dtypes(workload: Workload, *, host: bool) -> list[torch.dtype]:
-    """Of what AdamW keeps besides the weights: the master (none in fp32, half of it in bf16), two moments."""
+    """Dtypes of AdamW's state besides the weights: the master (none in fp32, half of it in bf16), two moments."""
     master = [] if workload.dtype == "fp32" else [torch.int16 if host and workload.dtype == "bf16" else torch.float32]
     return [*master, torch.float32, torch.float32]
 

@@ -65,7 +65,7 @@ class Worker:
         if slot is self.busy:
             parts = parts & {"states"} if slot.holds(shard, unit.version) else set()
         if parts:
-            self.device.moved_bytes += slot.prefetch(shard, unit.version, parts)
+            slot.prefetch(shard, unit.version, parts)
 
     def run(self, unit: Unit, following: Unit | None = None) -> Result:
         """Do a unit; what follows it, as far as is known, is fetched meanwhile."""

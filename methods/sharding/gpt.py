@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.core.gpt import DTYPES, Ends, Layer, decays, initialize
-from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
+from harness.core.gpt import DTYPES, Ends, Layer, adamw, initialize
+from harness.core.job import Workload
 from harness.core.method import OtherModel, Step, TensorState, Unavailable
 from harness.devices.streams import Device
 from methods.sharding.optimizer import MASTER
@@ -63,14 +63,6 @@ def names(workload: Workload) -> list[str]:
     found = [f"ends.{name}" for name, _ in ends.named_parameters()]
     inner = [name for name, _ in layer.named_parameters()]
     return found + [f"layers.{index}.{name}" for index in range(workload.num_layers) for name in inner]
-
-
-def adamw(parameters: list[nn.Parameter]) -> Any:
-    """The published runs' optimizer: no decay on biases and norms."""
-    decayed = [parameter for parameter in parameters if decays(parameter)]
-    others = [parameter for parameter in parameters if not decays(parameter)]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=True)
 
 
 def at_home(

@@ -18,8 +18,8 @@ def split(shards: list[Shard], index: int) -> None:
     whole = shards[index]
     sizes = [0] * len(whole.layers)
     for name in whole.own:
-        start, end = whole.weights_at.spans[name]
-        sizes[whole.sites[name][0][0]] += end - start
+        place = whole.weights_at.places[name]
+        sizes[whole.sites[name][0][0]] += place.stop - place.start
     at = min(range(1, len(sizes)), key=lambda place: max(sum(sizes[:place]), sum(sizes[place:])))
     left = _part(whole, whole.named[:at], {})
     right = _part(whole, whole.named[at:], dict.fromkeys(left.own, left))

@@ -10,14 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from harness.core.job import Workload, gib
+from methods.shared.memory_needs import ALIGNMENT, aligned
 
 Sizes = dict[str, int]
-ALIGNMENT = 64  # bytes, of every tensor in a slab
 MOMENTS = 2  # of AdamW, fp32; beside them it counts its steps
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def longest_runs(layers: Sequence[Sizes], room: int, names: Sequence[str] = ()) -> list[int]:

@@ -1,14 +1,13 @@
 """A model cut into shards: flat slabs at home, room on a device for one shard, and how a shard travels between them.
 
-A shard is a run of layers. Its weights lie in one slab of bytes, so do its gradients and the states of its optimizer,
-whichever it is; each travels by one copy. A parameter of several shards (a tied embedding) lives in the first of them:
-the others borrow its weights and send their share of its gradient there, and the last backward pass that touches it
-comes before its update.
+A shard is a run of layers. Its weights, its gradients and the states of its optimizer lie in one slab of bytes each,
+and each slab travels by one copy. A parameter of several shards (a tied embedding) lives in the first of them: the
+others borrow its weights and add their share of its gradient there; its update comes after the last of these backward
+passes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,49 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from harness.devices.streams import Device
-from methods.sharding.optimizer import MakeOptimizer, state_tensors
+from methods.offload.layout import Layout, install
+from methods.offload.transfer import Pair, copy
+from methods.sharding import optimizer
+from methods.sharding.optimizer import MASTER, MakeOptimizer, States, state_tensors
+from methods.shared.memory_needs import ALIGNMENT
 
-ALIGNMENT = 64  # bytes: every tensor of a slab starts where an allocation would
-PARTS = ("weights", "grads", "states")  # of what is a shard's own; "borrowed" are the weights that live elsewhere
+PARTS = ("weights", "grads", "states")  # of what is a shard's own; "borrowed" are weights that live in other shards
 
 Room = Callable[[int], Tensor]  # a zeroed slab of so many bytes at home
 
 
 class Version(NamedTuple):
-    """How often a shard's own weights were updated, and those that it borrows."""
+    """Number of updates of a shard's own weights, and of those that it borrows."""
 
     own: int
     borrowed: int
 
 
 class NamedLayer(NamedTuple):
-    """A layer, and what the model calls each of its parameters: the same name twice is one parameter."""
+    """A layer, and the model's names for its parameters: the same name twice is one parameter."""
 
     module: nn.Module
     names: dict[str, str]
 
 
-class Places:
-    """Where tensors of any shape and dtype lie in a slab of bytes."""
-
-    def __init__(self, tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
-        self.num_bytes = 0
-        self.spans: dict[str, tuple[int, int]] = {}
-        self.kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        for name, shape, dtype in tensors:
-            size = shape.numel() * dtype.itemsize
-            self.spans[name] = (self.num_bytes, self.num_bytes + size)
-            self.kinds[name] = (shape, dtype)
-            self.num_bytes += math.ceil(size / ALIGNMENT) * ALIGNMENT
-
-    def view(self, slab: Tensor, name: str) -> Tensor:
-        shape, dtype = self.kinds[name]
-        start, end = self.spans[name]
-        return slab[start:end].view(dtype).view(shape)
-
-
 class Shard:
-    """A run of layers at home. `lenders` maps the names that live in another shard to it."""
+    """A run of layers at home. `lenders` maps each borrowed name to the shard where it lives."""
 
     def __init__(
         self, layers: Sequence[NamedLayer], lenders: dict[str, Shard], make_optimizer: MakeOptimizer, *, mixed: bool
@@ -66,7 +49,7 @@ class Shard:
         self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.name = ""
-        self.sites: dict[str, list[tuple[int, str]]] = {}  # layers and their names for a parameter
+        self.sites: dict[str, list[tuple[int, str]]] = {}  # by parameter: its layers, and their names for it
         found: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
             for local, name in layer.names.items():
@@ -77,42 +60,39 @@ class Shard:
         self.frozen = {name for name, parameter in found.items() if not parameter.requires_grad}
         # What is borrowed comes last: what is its own travels in one piece.
         columns = [(name, found[name].shape, found[name].dtype) for name in (*self.own, *lenders)]
-        self.weights_at, self.own_bytes = Places(columns), Places(columns[: len(self.own)]).num_bytes
+        self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.own)]).numel
         kept = state_tensors(make_optimizer, [found[name] for name in self.trained], mixed=mixed)
         self.states_of = {name: list(states) for name, states in zip(self.trained, kept, strict=True)}
-        self.states_at = Places(
+        self.states_at = Layout(
             (f"{name} {key}", state.shape, state.dtype)
             for name, states in zip(self.trained, kept, strict=True)
             for key, state in states.items()
         )
-        self.sums: set[str] = set()  # names whose gradient has come home from a later shard when this one's is computed
+        self.sums: set[str] = set()  # names of which later shards have sent home a share of the gradient
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self.landed: Any = None  # when what was last sent home is there
-        self.fetched: Any = None  # when what was last fetched has been read
+        self.landed: Any = None  # the last copy home has ended
+        self.fetched: Any = None  # the last copy to a device has ended
 
     def num_bytes(self, part: str) -> int:
-        """On a device; at home what is borrowed takes nothing."""
-        return self.states_at.num_bytes if part == "states" else self.weights_at.num_bytes
+        """On a device: at home what is borrowed takes nothing."""
+        return self.states_at.numel if part == "states" else self.weights_at.numel
 
     def own_size(self, part: str) -> int:
-        return self.states_at.num_bytes if part == "states" else self.own_bytes
+        return self.states_at.numel if part == "states" else self.own_bytes
 
     def settle(self, room: Room, *, in_halves: bool = False) -> None:
-        """Take memory at home; where batches are in halves, for a second gradient, too."""
-        self.slabs = {"weights": room(max(ALIGNMENT, self.own_bytes)), "grads": room(max(ALIGNMENT, self.own_bytes))}
-        self.slabs["states"] = room(max(ALIGNMENT, self.states_at.num_bytes))
-        if in_halves:
-            self.slabs["seconds"] = room(max(ALIGNMENT, self.own_bytes))
+        """Take memory at home; for batches in halves also for a second gradient."""
+        parts = {part: part for part in PARTS} | ({"seconds": "grads"} if in_halves else {})
+        self.slabs = {name: room(max(ALIGNMENT, self.own_size(part))) for name, part in parts.items()}
 
     def at_home(self, name: str, part: str = "weights") -> Tensor:
-        """A parameter's weight or gradient at home, wherever it lives."""
+        """A parameter's weight or gradient at home, in this shard or its lender."""
         home = self.lenders.get(name, self)
         return home.weights_at.view(home.slabs[part], name)
 
-    def states(self, slab: Tensor, name: str) -> dict[str, Tensor]:
-        """The optimizer's tensors of a parameter in a slab of states, by its keys for them."""
+    def states(self, slab: Tensor, name: str) -> States:
         return {key: self.states_at.view(slab, f"{name} {key}") for key in self.states_of[name]}
 
     def bind(self, slab: Tensor, grads: Tensor) -> None:
@@ -128,14 +108,40 @@ class Shard:
     def _place(self, name: str, parameter: nn.Parameter) -> None:
         self.parameters[name] = parameter
         for index, local in self.sites[name]:
-            owner, _, leaf = local.rpartition(".")
-            setattr(self.layers[index].get_submodule(owner), leaf, parameter)
+            install(self.layers[index], local, parameter)
 
     def release(self) -> None:
         """Leave the layers without memory, as they were before bind() gave them slabs of a device."""
         for name, parameter in list(self.parameters.items()):
             self._place(name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
         self.parameters, self.masters, self.optimizer = {}, [], None
+
+    def step(self, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool) -> None:
+        """One optimizer step of the shard bound to its slot, by its gradients times the factor; `slab`: its states.
+
+        torch's own optimizer steps on parameters shaped as the model's, to the same bits.
+        """
+        states = [self.states(slab, name) for name in self.trained]
+        weights = [self.parameters[name] for name in self.trained]
+        stepped = weights
+        if self.mixed:
+            masters = [each.pop(MASTER) for each in states]
+            stepped = self.masters = self.masters or [nn.Parameter(master) for master in masters]
+            for parameter, master, weight in zip(stepped, masters, weights, strict=True):
+                assert weight.grad is not None
+                parameter.data, parameter.grad = master, weight.grad.float()
+        if factor is not None:
+            torch._foreach_mul_([parameter.grad for parameter in stepped if parameter.grad is not None], factor)
+        self.optimizer = self.optimizer or self.make_optimizer(stepped)
+        if learning_rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+        optimizer.step(self.optimizer, stepped, states, is_first=is_first)
+        if self.mixed:
+            with torch.no_grad():
+                torch._foreach_copy_([*weights], [*stepped])
+                for parameter in stepped:
+                    parameter.grad = None
 
 
 def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool) -> list:
@@ -173,7 +179,7 @@ def settle_shared(shards: Sequence[Shard], *, in_halves: bool = False) -> None:
 
 
 class ShardSlot:
-    """Room on a device for one shard, whichever it is: slabs as large as the largest needs."""
+    """Room on a device for any one shard: slabs as large as the largest needs."""
 
     def __init__(self, device: Device, shards: Sequence[Shard]) -> None:
         self.device = device
@@ -182,48 +188,44 @@ class ShardSlot:
         self.shard: Shard | None = None
         self.version = Version(-1, -1)
         self.valid: set[str] = set()  # the parts that are here as they are at home, or newer
-        self.arrived: Any = None
-        self.drained: Any = None
+        self.arrived: Any = None  # the last copy to here has ended
+        self.drained: Any = None  # the last copy from here has ended
 
     def holds(self, shard: Shard, version: Version) -> bool:
         return self.shard is shard and self.version.own == version.own
 
-    def prefetch(self, shard: Shard, version: Version, parts: set[str]) -> int:
-        """Queue copies of what is missing here of a shard's parts, after the slot's last use; the bytes they move."""
+    def prefetch(self, shard: Shard, version: Version, parts: set[str]) -> None:
+        """Queue copies of those parts of a shard that are missing here, after the slot's last use."""
         if not self.holds(shard, version):
             self.shard, self.version, self.valid = shard, version, set()
         if self.version.borrowed != version.borrowed:
             self.version, self.valid = version, self.valid - {"borrowed"}
         missing = parts - self.valid
         if not missing:
-            return 0
-        device, used, moved = self.device, self.device.compute.record_event(), 0
-        with device.streams.use(device.inbound):
-            for event in (used, self.drained, *(home.landed for home in (shard, *shard.lenders.values()))):
-                if event is not None:
-                    device.inbound.wait_event(event)
-            with device.span("inbound", ", ".join(sorted(missing)), shard.name):
-                for part in PARTS:
-                    if part in missing:
-                        size = shard.own_size(part)
-                        self.slabs[part][:size].copy_(shard.slabs[part][:size], non_blocking=True)
-                        moved += size
-                for name in shard.lenders if "borrowed" in missing else ():
-                    self.view(name).copy_(shard.at_home(name), non_blocking=True)
-                    moved += self.view(name).nbytes
-            self.arrived = device.inbound.record_event()
-        for home in (shard, *shard.lenders.values()):
+            return
+        used, homes = self.device.compute.record_event(), (shard, *shard.lenders.values())
+        after = (used, self.drained, *(home.landed for home in homes))
+        pairs = [self._own(part, part) for part in PARTS if part in missing]
+        if "borrowed" in missing:
+            pairs += [(self.view(name), shard.at_home(name)) for name in shard.lenders]
+        self.arrived = copy(self.device, "inbound", ", ".join(sorted(missing)), shard.name, after, pairs)
+        for home in homes:
             home.fetched = self.arrived
         self.valid |= missing
-        return moved
+
+    def _own(self, part: str, home_part: str) -> Pair:
+        """A part of what is the shard's own: here, and at home."""
+        assert self.shard is not None
+        size = self.shard.own_size(part)
+        return self.slabs[part][:size], self.shard.slabs[home_part][:size]
 
     def view(self, name: str, part: str = "weights") -> Tensor:
         assert self.shard is not None
         return self.shard.weights_at.view(self.slabs[part], name)
 
     def arrive(self, *, to_write: bool) -> Shard:
-        """Let compute wait for what was fetched and, where it will write here, for what is still going home; bind the
-        layers to this slot."""
+        """Let compute wait for the copies to here and, if it will write here, for those from here; bind the layers to
+        this slot."""
         assert self.shard is not None
         for event in (self.arrived, self.drained if to_write else None):
             if event is not None:
@@ -231,27 +233,17 @@ class ShardSlot:
         self.shard.bind(self.slabs["weights"], self.slabs["grads"])
         return self.shard
 
-    def offload(self, parts: Iterable[str], names: Iterable[str] = (), grads: str = "grads") -> int:
-        """Queue copies home: of what is the shard's own in these parts, and of the gradients of borrowed names. `grads`
-        says to which slab gradients go."""
-        device, shard, done, moved = self.device, self.shard, self.device.compute.record_event(), 0
+    def offload(self, parts: Iterable[str], names: Iterable[str] = (), grads: str = "grads") -> None:
+        """Queue copies home: of these parts of what is the shard's own, and of the gradients of borrowed names.
+        `grads`: the slab at home for gradients."""
+        shard, done = self.shard, self.device.compute.record_event()
         assert shard is not None
-        homes = [shard, *shard.lenders.values()]
-        with device.streams.use(device.outbound):
-            # A copy that was fetched too early, and is of no use any more, may still be reading there.
-            for event in (done, *(home.fetched for home in homes)):
-                if event is not None:
-                    device.outbound.wait_event(event)
-            with device.span("outbound", "home", shard.name):
-                for part in parts:
-                    size = shard.own_size(part)
-                    home_slab = shard.slabs[grads if part == "grads" else part]
-                    home_slab[:size].copy_(self.slabs[part][:size], non_blocking=True)
-                    moved += size
-                for name in names:
-                    shard.at_home(name, grads).copy_(self.view(name, "grads"), non_blocking=True)
-                    moved += self.view(name, "grads").nbytes
-            self.drained = device.outbound.record_event()
+        homes = (shard, *shard.lenders.values())
+        # A copy that was fetched too early, and is of no use any more, may still be reading there.
+        after = (done, *(home.fetched for home in homes))
+        own = [self._own(part, grads if part == "grads" else part) for part in parts]
+        borrowed = [(self.view(name, "grads"), shard.at_home(name, grads)) for name in names]
+        pairs = [(there, here) for here, there in (*own, *borrowed)]
+        self.drained = copy(self.device, "outbound", "home", shard.name, after, pairs)
         for home in homes:
             home.landed = self.drained
-        return moved

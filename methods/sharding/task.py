@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from harness.core.method import Step
+from methods.offload.clip import clip_factor, global_norm
 from methods.sharding.halve import split
-from methods.sharding.optimizer import clip_factor
 from methods.sharding.shard import Shard, Version
 from methods.sharding.unit import BACKWARD, FORWARD, LOSS, UPDATE, Result, Unit
 
@@ -149,8 +148,7 @@ class Task:
 
     def norm(self, norms: dict[str, Tensor]) -> Tensor:
         """The global gradient norm, of each parameter's in the model's order."""
-        ordered = [norms[name] for name in self.names if name in norms]
-        return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
+        return global_norm([norms[name] for name in self.names if name in norms])
 
 
 def training(task: Task) -> Coroutine:

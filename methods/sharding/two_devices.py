@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from methods.offload.clip import norms_of
 from methods.sharding.task import Coroutine, Task, passes, updates
 
 
@@ -112,5 +113,5 @@ def join(task: Task) -> dict[str, Tensor]:
         if shard.trained:
             grads = [shard.at_home(name, "grads") for name in shard.trained]
             torch._foreach_add_(grads, [shard.at_home(name, "seconds") for name in shard.trained])
-            norms |= zip(shard.trained, torch._foreach_norm(grads, 2, dtype=torch.float32), strict=True)
+            norms |= zip(shard.trained, norms_of(grads), strict=True)
     return norms

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from methods.sharding.optimizer import clip_factor
-from methods.sharding.optimizer_step import step
+from methods.offload.clip import clip_factor, global_norm, norms_of
+from methods.offload.transfer import copy_all, num_bytes
 from methods.sharding.shard import Shard, ShardSlot
 from methods.sharding.unit import Kept, Result, Tensors, Unit, map_tensor
 
@@ -100,14 +100,13 @@ class Turn:
             homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
             for event in {id(home.landed): home.landed for home in homes if home.landed is not None}.values():
                 self.worker.device.compute.wait_event(event)
-            for name in self.shard.sums:
-                self.slot.view(name, "grads").copy_(self.shard.at_home(name, self.home), non_blocking=True)
-                self.worker.device.moved_bytes += self.slot.view(name, "grads").nbytes
+            pairs = [(self.slot.view(name, "grads"), self.shard.at_home(name, self.home)) for name in self.shard.sums]
+            copy_all(pairs)
+            self.worker.device.moved_bytes += num_bytes(pairs)
 
     def _end(self, dy: Tensors) -> Result:
         """The gradients are complete: send them home, or use them at once."""
-        grads = [self.slot.view(name, "grads") for name in self.shard.trained]
-        norms = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
+        norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
             if self.unit.part is None:
@@ -115,9 +114,7 @@ class Turn:
         else:
             factor = None
             if self.unit.update == "clipped" and norms:
-                factor = clip_factor(
-                    torch.linalg.vector_norm(torch.stack(norms)), self.worker.max_norms[self.unit.model]
-                )
+                factor = clip_factor(global_norm(norms), self.worker.max_norms[self.unit.model])
             self._step(factor)
             if self.shard.lenders:
                 self._offload([], self.shard.lenders)
@@ -125,7 +122,7 @@ class Turn:
 
     def _offload(self, parts: Sequence[str], names: Iterable[str] = ()) -> None:
         if not self.unit.rehearses:
-            self.worker.device.moved_bytes += self.slot.offload(parts, names, self.home)
+            self.slot.offload(parts, names, self.home)
 
     def _step(self, factor: Tensor | None) -> None:
         """One step of the optimizer on the shard's own parameters; the weights and its states go home."""
@@ -134,7 +131,8 @@ class Turn:
             if factor is not None:
                 (factor,) = self.worker.to_device((factor,))
             with self._span("update"):
-                step(shard, slot.slabs["states"], factor, self.unit.learning_rate, is_first=self.unit.version.own == 0)
+                is_first = self.unit.version.own == 0
+                shard.step(slot.slabs["states"], factor, self.unit.learning_rate, is_first=is_first)
             self._offload(["weights", "states"])
         slot.version = slot.version._replace(own=self.unit.version.own + 1)
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}

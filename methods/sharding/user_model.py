@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from methods.sharding.shard import ALIGNMENT, NamedLayer, Shard, settle_shared
+from methods.sharding.shard import NamedLayer, Shard, settle_shared
+from methods.shared.memory_needs import aligned
 
 
 class WithLoss(nn.Module):
@@ -78,10 +79,7 @@ def shard_sizes(shard: Shard) -> dict[str, int]:
     """Bytes in a slot by name: weight, gradient, states."""
     found = {}
     for name in shard.sites:
-        start, end = shard.weights_at.spans[name]
-        size = -(-(end - start) // ALIGNMENT) * ALIGNMENT * 2
-        for key in shard.states_of.get(name, ()):
-            start, end = shard.states_at.spans[f"{name} {key}"]
-            size += -(-(end - start) // ALIGNMENT) * ALIGNMENT
-        found[name] = size
+        states = [shard.states_at.places[f"{name} {key}"] for key in shard.states_of.get(name, ())]
+        weight = shard.weights_at.places[name]
+        found[name] = sum(aligned(place.stop - place.start) for place in (weight, weight, *states))
     return found

@@ -10,12 +10,17 @@ from harness.core.job import Plan, Workload
 CHUNK = 2**18  # elements of a layer that a thread of the host updates at once: few, so that all threads end together
 BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in mixed precision
 
+ALIGNMENT = 64  # bytes: every tensor of a slab starts where an allocation would
 NUM_BUFFERS = 3  # layers' states of the disk on the host at once: one read, one updated, one written
+
+
+def aligned(size: int, alignment: int = ALIGNMENT) -> int:
+    return -(-size // alignment) * alignment
 
 
 def stored_numel(numel: int) -> int:
     """Elements of a layer on the disk: whole pages of whatever dtype, to be read past the system's cache."""
-    return -(-numel // 2048) * 2048
+    return aligned(numel, 2048)
 
 
 def writable(disk: str | None) -> Path:

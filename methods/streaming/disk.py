@@ -22,7 +22,7 @@ from torch import Tensor
 from harness.core.job import Workload
 from harness.devices.streams import Device
 from methods.offload import torch_ops  # noqa: F401  registers reading and writing
-from methods.offload.layout import Layout, kept_dtypes, new_layer
+from methods.offload.layout import kept_dtypes, layout_of, new_layer
 from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
 
@@ -61,7 +61,7 @@ class Disk:
 
     def __init__(self, device: Device, folder: Path, num_layers: int, workload: Workload) -> None:
         self.device, self.folder, self.dtypes = device, folder, kept_dtypes(workload, host=True)
-        self.numel = stored_numel(Layout(new_layer(workload)).numel)
+        self.numel = stored_numel(layout_of(new_layer(workload)).numel)
         self.files = [File(folder, num_layers * self.numel * dtype.itemsize) for dtype in self.dtypes]
         self.buffers = [self.buffer() for _ in range(min(NUM_BUFFERS, num_layers))]
         self.writer = device.threads(1)

@@ -15,7 +15,7 @@ from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.devices.streams import Device
 from methods.offload.adamw import AdamStep, Factor, State, chunks, joined, keep_, update
-from methods.offload.layout import Layout, kept_dtypes
+from methods.offload.layout import install, kept_dtypes, layout_of
 from methods.shared.memory_needs import BLOCK, CHUNK
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Home:
         streamed: bool = False,
         shelf: Shelf | None = None,
     ) -> None:
-        self.device, self.module, self.layout, self.prefix = device, module, Layout(module), prefix
+        self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
         self.updater = "update" if host else "compute"  # whose work update() is
         self.has_dropout = workload.dropout > 0
         self.deadline = device.next_place()
@@ -98,10 +98,9 @@ class Home:
         for name, weight in zip(self.layout.names, self.layout.views(weights), strict=True):
             parameter = self.module.get_parameter(name)
             if parameter.is_meta:
-                owner, _, leaf = name.rpartition(".")
                 parameter = nn.Parameter(weight)
                 parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
-                setattr(self.module.get_submodule(owner), leaf, parameter)
+                install(self.module, name, parameter)
             # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.
             parameter.data = weight
 

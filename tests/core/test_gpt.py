@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.core import gpt, job
-from harness.core.gpt import GPT, build, decays, initial
+from harness.core.gpt import GPT, build, initial, is_decayed
 from harness.core.job import Workload
 from harness.simulation.batches import token_batches
 from tests.support.training import plain_loss, plain_weights, tiny
@@ -92,7 +92,7 @@ def test_recompute_sees_the_dropout_of_the_forward_pass() -> None:
 
 
 def test_decay_is_on_matrices_only() -> None:
-    decayed = {name for name, parameter in meta(tiny(num_layers=1)).named_parameters() if decays(parameter)}
+    decayed = {name for name, parameter in meta(tiny(num_layers=1)).named_parameters() if is_decayed(parameter.shape)}
     ends, layer = {"ends.wte.weight", "ends.wpe.weight"}, {"qkv", "proj", "fc1", "fc2"}
     assert decayed == ends | {f"layers.0.{name}.weight" for name in layer}
 

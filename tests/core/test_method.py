@@ -26,7 +26,7 @@ ONE_FILE = '''
 from dataclasses import dataclass
 
 from harness.core.method import Step, TensorState, Trained
-from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Plan
+from harness.core.job import BETAS, EPSILON, Plan
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,12 @@ class Plain:
 
     def train(self, workload, batches, device):
         import torch
-        from harness.core.gpt import DTYPES, GPT, build, decays, initial
+        from harness.core.gpt import DTYPES, GPT, adamw_groups, build, initial
 
         model = build(workload, device).float()
         for name, weight in model.named_parameters():
             weight.data.copy_(initial(name, weight.shape, workload))
-        groups = [(True, WEIGHT_DECAY), (False, 0.0)]
-        optimizer = torch.optim.AdamW(
-            [{"params": [p for p in model.parameters() if decays(p) is d], "weight_decay": w} for d, w in groups],
-            betas=BETAS, eps=EPSILON)
+        optimizer = torch.optim.AdamW(adamw_groups(model.parameters()), betas=BETAS, eps=EPSILON)
         for step, (inputs, targets) in enumerate(batches, start=1):
             with torch.autocast(device, DTYPES[workload.dtype], enabled=workload.dtype != "fp32"):
                 loss = model(inputs, targets)

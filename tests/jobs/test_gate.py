@@ -24,8 +24,8 @@ STEPS = 8
 MUTANTS = {
     "updates only the first row of each tensor": (
         "methods/offload/layout.py",
-        "ends = (start + shape.numel() for",
-        "ends = (start + shape[1:].numel() for",
+        "Piece(start, stop,",
+        "Piece(start, start + shape[1:].numel(),",
         "partial-update",
     ),
     "skips one layer's update": (
@@ -96,7 +96,7 @@ def test_bf16_passes() -> None:
 
 
 def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far() -> None:
-    with planted("methods/offload/layout.py", "self.decays.append(decays(parameter))", "self.decays.append(True)"):
+    with planted("methods/offload/layout.py", "is_decayed(shape)", "True"):
         record = dataclasses.replace(trained("stronghold", {"window_size": 2}), bit_exact=False)
     verdict = gate.judge(record, reference())
     assert (verdict.verdict, verdict.reason) == ("failed", "weights"), verdict.text

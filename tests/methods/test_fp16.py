@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.core.gpt import HeadLoss, build, decays, initialize
+from harness.core.gpt import HeadLoss, build, initialize, is_decayed
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import create, load
 from harness.core.record import Record
@@ -93,7 +93,7 @@ def by_grad_scaler(workload: Workload) -> tuple[list[float], dict[str, Tensor]]:
     names, weights = zip(*model.named_parameters(), strict=True)
     masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
     initialize(zip(names, masters, strict=True), workload)
-    groups = [([p for p in masters if decays(p) is d], 0.01 * d) for d in (True, False)]
+    groups = [([p for p in masters if is_decayed(p.shape) is d], 0.01 * d) for d in (True, False)]
     optimizer = torch.optim.AdamW([{"params": p, "weight_decay": decay} for p, decay in groups], eps=1e-8, fused=True)
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=loss_scale.INITIAL_LOSS_SCALE, growth_interval=loss_scale.LOSS_SCALE_WINDOW

@@ -48,13 +48,11 @@ class Bug(NamedTuple):
 
 
 BUGS = [
-    Bug("shard_overwritten_while_in_use", "for event in (used, self.drained,", "for event in (self.drained,"),
-    Bug(
-        "shard_overwritten_while_going_home", "for event in (used, self.drained,", "for event in (used,", clip_norm=0.0
-    ),
+    Bug("shard_overwritten_while_in_use", "(used, self.drained, *", "(self.drained, *"),
+    Bug("shard_overwritten_while_going_home", "(used, self.drained, *", "(used, *", clip_norm=0.0),
     Bug(
         "shard_fetched_before_it_is_home",
-        "*(home.landed for home in (shard, *shard.lenders.values()))",
+        "*(home.landed for home in homes)",
         "*(None for home in ())",
         clip_norm=0.0,
         is_halved=True,

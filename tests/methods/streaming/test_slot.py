@@ -18,7 +18,7 @@ from harness.core.job import Budget, Workload
 from harness.core.method import create
 from harness.devices.streams import Device
 from methods.offload.adamw import joined, keep_
-from methods.offload.layout import Layout, new_layer
+from methods.offload.layout import layout_of, new_layer
 from methods.streaming.layer_state import Home
 from methods.streaming.slot import Gradients, Slot
 from tests.support.training import tiny, train
@@ -55,7 +55,8 @@ def odd_home(device: Device, dtype: str = "fp32") -> Home:
 
 
 def gradients(home: Home, update: int) -> list[Tensor]:
-    return [random(shape, seed=100 * update + place) for place, shape in enumerate(home.layout.shapes, start=1)]
+    views = enumerate(home.layout.views(home.grads), start=1)
+    return [random(view.shape, seed=100 * update + place) for place, view in views]
 
 
 def learning_rate(update: int) -> float:
@@ -136,7 +137,7 @@ def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) ->
 
 @pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
 def test_views_do_not_overlap(module: nn.Module) -> None:
-    layout = Layout(module)
+    layout = layout_of(module)
     views = layout.views(torch.zeros(layout.numel))
     for place, view in enumerate(views):
         view.fill_(place)
@@ -145,14 +146,14 @@ def test_views_do_not_overlap(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
 def test_views_have_the_parameters_shapes(module: nn.Module) -> None:
-    layout = Layout(module)
+    layout = layout_of(module)
     views = layout.views(torch.zeros(layout.numel))
     assert [view.shape for view in views] == [parameter.shape for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
 def test_views_start_at_multiples_of_64_bytes(module: nn.Module) -> None:
-    layout = Layout(module)
+    layout = layout_of(module)
     slab = torch.zeros(layout.numel)
     assert all((view.data_ptr() - slab.data_ptr()) % 64 == 0 for view in layout.views(slab))
 

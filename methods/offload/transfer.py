@@ -1,0 +1,45 @@
+"""How bytes travel between host and device: copies queued on a stream, after events, and the event of their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from harness.devices.streams import Device
+
+Pair = tuple[Tensor, Tensor]  # where a copy goes to, and where it comes from
+Result = TypeVar("Result")
+
+
+def queue(
+    device: Device, track: str, work: str, of: str, after: Iterable[Any], do: Callable[[], Result]
+) -> tuple[Result, Any]:
+    """Queue what do() does on the device's stream `track`, after these events (None: none); its result and its end.
+
+    `work` and `of` name it in a trace: what is done, and to which part of the model.
+    """
+    stream = getattr(device, track)
+    with device.streams.use(stream):
+        for event in after:
+            if event is not None:
+                stream.wait_event(event)
+        with device.span(track, work, of):
+            result = do()
+        return result, stream.record_event()
+
+
+def copy(device: Device, track: str, work: str, of: str, after: Iterable[Any], pairs: Sequence[Pair]) -> Any:
+    """Queue copies, and count their bytes; the event of their end."""
+    device.moved_bytes += num_bytes(pairs)
+    return queue(device, track, work, of, after, lambda: copy_all(pairs))[1]
+
+
+def copy_all(pairs: Iterable[Pair]) -> None:
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)
+
+
+def num_bytes(pairs: Iterable[Pair]) -> int:
+    return sum(to.nbytes for to, _ in pairs)
