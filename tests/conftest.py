@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the heavy tests, too; install and compile what they need")
     parser.addoption("--methods", action="append", default=[], help="another folder of methods to put to the contract")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -63,6 +69,15 @@ def shared_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def libaio() -> None:
     """What asynchronous I/O is built against, where it can be had."""
     packages.install(("libaio-dev",), "/usr/include/libaio.h")
+
+
+@pytest.fixture
+def quick(request: pytest.FixtureRequest, method_name: str, folders: tuple[Path, ...]) -> None:
+    """Skips a method for which DeepSpeed would compile for minutes; with --all it does, and has what it builds on."""
+    if request.config.getoption("--all"):
+        request.getfixturevalue("libaio")
+    elif "DeepSpeed" in (what := _to_build(method_name, folders)):
+        pytest.skip(f"compiles {what}: ./run.sh setup or ./test.sh --all does")
 
 
 @pytest.fixture(scope="session")
@@ -107,6 +122,12 @@ def make_memory_group() -> Iterator[Callable[[int], cgroup.Group]]:
     yield make
     for group in made:
         group.remove()
+
+
+def _to_build(method_name: str, folders: tuple[Path, ...]) -> str:
+    """What is compiled before the method trains, in words."""
+    created = method.create(method_name, {}, folders)
+    return getattr(created, "to_build", lambda: None)() or ""
 
 
 def _folders(config: pytest.Config) -> tuple[Path, ...]:

@@ -105,16 +105,10 @@ ROWS = (
 )  # fmt: skip
 
 # Near another row, or slow.
-HEAVY = {
-    "rlimit-python",
-    "loader-killed",
-    "loader-memory-error",
-    "wrapped-from",
-    "python",
-    "sys-exit",
-    "error",
-    "numeric",
-}
+HEAVY = set(
+    "host-account pinned numpy python rlimit-python loader-killed loader-memory-error wrapped-from wrapped-from-none"
+    " unavailable numeric error exit-1 sys-exit sigsegv sigbus".split()
+)
 
 
 def ended(folder: Path, lines: str, **budget) -> Record:

@@ -96,9 +96,9 @@ def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.heavy)])
 def test_trains_as_the_reference_does(
-    method_name: str, dtype: str, folders: tuple[Path, ...], shared_results: Path, libaio: None
+    method_name: str, dtype: str, folders: tuple[Path, ...], shared_results: Path, quick: None
 ) -> None:
     """Or fails the gate, where the method itself says that it trains otherwise."""
     record = trained(method_name, dtype, folders, shared_results)
@@ -107,7 +107,7 @@ def test_trains_as_the_reference_does(
 
 @pytest.mark.timeout(1800)
 def test_the_record_names_the_attention_kernel_that_ran(
-    method_name: str, folders: tuple[Path, ...], shared_results: Path, libaio: None
+    method_name: str, folders: tuple[Path, ...], shared_results: Path, quick: None
 ) -> None:
     kernels = trained(method_name, "fp32", folders, shared_results).kernels
     assert "scaled_dot_product_flash_attention_for_cpu" in kernels

@@ -124,6 +124,7 @@ def test_running_out_is_a_result_by_memory(shared_results: Path) -> None:
     assert record.status == "oom-device" and "sim device out of memory" in record.reason
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["zero-offload", "zero-infinity"])
 def test_deepspeed_trains_within_both_budgets(shared_results: Path, name: str) -> None:
     budget = Budget(device_bytes=4 * MIB, host_bytes=16 * MIB)

@@ -64,6 +64,7 @@ def run(results: Path, name: str, workload: Workload, **options) -> Record:
     return Sweep(results).run([job])[0]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ENGINES)
 def test_weights_end_where_residents_do_and_the_library_is_the_real_one(name: str) -> None:
     """Five steps; a relative distance of 1e-3 is far above rounding (1e-5 seen) and far below a lost update (1)."""

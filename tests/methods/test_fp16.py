@@ -267,6 +267,7 @@ def test_the_gate_names_where_scales_part(at_the_edge: None) -> None:
     assert said["loss_scales"] == "loss scale 262144.0 instead of 131072.0 at step 2"
 
 
+@pytest.mark.heavy
 def test_every_method_that_has_a_loss_scale_skips_what_the_reference_skips(
     method_name: str, folders: tuple[Path, ...], shared_results: Path
 ) -> None:
