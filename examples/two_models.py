@@ -1,10 +1,9 @@
 """Two unlike models trained together by Hydra, on text that every Python has: the source of its own library.
 
-One predicts the next character, the other tells from a line of code which module it stands in. Run it by
+One predicts the next character, the other the module that a line of code is from. To run it, optionally with the
+number of processes on which the models alternate:
 
-    PYTHONPATH=. .venv/bin/python examples/two_models.py
-
-and, to let them alternate on two processes, add the number 2.
+    PYTHONPATH=. .venv/bin/python examples/two_models.py 2
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TOKENS, WIDTH, BATCH, NUM_BATCHES = 32, 32, 8, 20
 
 
 class Block(nn.Module):
-    """One transformer block over characters, each of which sees those before it. (B, T, D) to (B, T, D)."""
+    """One transformer block with a causal mask. (B, T, D) to (B, T, D)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ def next_character(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def characters(sources: list[str]) -> list[tuple[Tensor, Tensor]]:
-    """Batches of (B, T) characters and those that follow them."""
+    """Batches of (B, T) characters, and the characters that follow them."""
     codes = torch.tensor([min(ord(letter), 127) for letter in "".join(sources)])
     starts = torch.randint(len(codes) - TOKENS, (NUM_BATCHES, BATCH), generator=torch.Generator().manual_seed(1))
     windows = [torch.stack([codes[start : start + TOKENS + 1] for start in row]) for row in starts]
@@ -52,7 +51,7 @@ def characters(sources: list[str]) -> list[tuple[Tensor, Tensor]]:
 
 
 def lines(sources: list[str]) -> list[tuple[Tensor, Tensor]]:
-    """Batches of lines, as counts of their letters, and of the modules they stand in."""
+    """Batches of lines as counts of their letters, (B, 128), and the modules that the lines are from, (B,)."""
     found = [(line, module) for module, source in enumerate(sources) for line in source.splitlines() if len(line) > 30]
     chosen = torch.randint(len(found), (NUM_BATCHES, BATCH), generator=torch.Generator().manual_seed(2))
     batches = []
@@ -67,7 +66,7 @@ def lines(sources: list[str]) -> list[tuple[Tensor, Tensor]]:
 
 def main(num_devices: int = 1) -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # matrices this small gain nothing from more
+    torch.set_num_threads(1)  # matrices this small gain nothing from more threads
     sources = [inspect.getsource(module) for module in MODULES]
     writer = nn.Sequential(nn.Embedding(128, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128))
     reader = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, len(MODULES)))
@@ -78,7 +77,7 @@ def main(num_devices: int = 1) -> None:
     ]
     orchestrator = ModelOrchestrator(tasks, ["cpu"] * num_devices)
     for row in orchestrator.generate():
-        print(f"{row['name']}: shards of {row['shards']} layers, {row['host_bytes'] / 2**20:.1f} MiB at home")
+        print(f"{row['name']}: shards of {row['shards']} layers, {row['host_bytes'] / 2**20:.1f} MiB on the host")
     report = orchestrator.train_models()
     for task in tasks:
         print(f"{task.name}: loss {task.losses[0]:.3f} at first, {task.losses[-1]:.3f} after {len(task.losses)} steps")
@@ -88,6 +87,6 @@ def main(num_devices: int = 1) -> None:
 if __name__ == "__main__":
     words = sys.argv[1:]
     if len(words) > 1 or not all(word.isdecimal() and int(word) for word in words):
-        print(f"error: {' '.join(words)!r} is no number of devices, the only argument there is", file=sys.stderr)
+        print(f"error: expected one positive integer, the number of devices, got {' '.join(words)!r}", file=sys.stderr)
         sys.exit(2)
     main(*map(int, words))

@@ -297,4 +297,5 @@ def test_the_example_learns() -> None:
 
 def test_the_example_refuses_what_is_no_number_of_devices_in_one_line() -> None:
     done = example("foo")
-    assert (done.returncode, done.stderr) == (2, "error: 'foo' is no number of devices, the only argument there is\n")
+    told = "error: expected one positive integer, the number of devices, got 'foo'\n"
+    assert (done.returncode, done.stderr) == (2, told)
