@@ -110,7 +110,7 @@ def test_the_import_order_is_the_one_that_is_checked() -> None:
 
 
 def test_the_afternoon_path_is_read_in_an_afternoon() -> None:
-    steps = re.findall(r"^\d+\. .*$", section("The afternoon path"), flags=re.MULTILINE)
+    steps = re.findall(r"^(?:\d+\.|   ) .*$", section("The afternoon path"), flags=re.MULTILINE)
     paths = [name for step in steps for name in re.findall(r"`([\w/]+\.py)`", step)]
     assert len(paths) == len(set(paths)) > 10
     assert sum(len((ROOT / name).read_text().splitlines()) for name in paths) < 5000
