@@ -7,14 +7,15 @@ transposed when it starts, which the gate sees in the first loss.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import Training
 from methods.engines import deepspeed_config
+from methods.engines.deepspeed_method import DeepSpeedMethod
 
 
 @dataclass(frozen=True)
-class ZenFlow:
+class ZenFlow(DeepSpeedMethod):
     topk_ratio: float = 0.1  # share of gradient columns that step on the device
     update_interval: int = 4  # steps between updates of the others
 
@@ -36,26 +37,12 @@ class ZenFlow:
             moved_bytes=2 * size * params,
         )
 
-    def missing(self, device: str) -> str | None:
-        return deepspeed_config.missing()
-
-    def to_build(self) -> str | None:
-        return deepspeed_config.to_build("cpu_adam")
-
-    def build(self) -> None:
-        from methods.engines import deepspeed
-
-        deepspeed.build("cpu_adam")
-
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        row = deepspeed_config.description(workload, "deepspeed")
-        return {**row, "optimizer": "ZenFlowCPUAdam, stale by up to update_interval steps"}
+        optimizer = "ZenFlowCPUAdam, stale by up to update_interval steps"
+        return {**super().describe(workload, device), "optimizer": optimizer}
 
-    def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods.engines import deepspeed
-
-        zero = deepspeed_config.stage_2(workload, on_gpu=device == "cuda")
-        zero["zenflow"] = {
+    def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
+        zenflow = {
             "topk_ratio": self.topk_ratio,
             "update_interval": self.update_interval,
             "select_strategy": "step",
@@ -63,4 +50,4 @@ class ZenFlow:
             "overlap_step": False,  # one process: its helper process would train beside the clock
             "full_warm_up_rounds": 0,
         }
-        return (yield from deepspeed.train(workload, batches, device, "deepspeed", zero))
+        return {**deepspeed_config.stage_2(workload, on_gpu), "zenflow": zenflow}

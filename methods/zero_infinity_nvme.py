@@ -17,20 +17,25 @@ from pathlib import Path
 from harness.core.job import Budget, Plan, Workload, gib
 from harness.core.method import Training, Unavailable
 from methods.engines import deepspeed_config
+from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.memory_needs import writable
 
 PREFIX = "harness-nvme-"
 
 
+NUM_BUFFERS = 8  # of parameters
+
+
 @dataclass(frozen=True)
-class ZeroInfinityNvme:
+class ZeroInfinityNvme(DeepSpeedMethod):
     disk: str | None = None  # the folder; the system's temporary one where none is named
     pipelined: bool | None = None  # reads and writes beside the update; None: where the host has room for its buffers
     reentrant: bool = True  # recompute; torch's newer way gives wrong gradients here (DeepSpeed 0.19.8 on a CPU)
 
     label = "ZeRO-Infinity (NVMe)"
-    color = "#E7D6EF"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
+    adam = "fused"
+    kernel = "async_io"
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         folder = writable(self.disk)
@@ -41,85 +46,57 @@ class ZeroInfinityNvme:
 
     def _plan(self, workload: Workload, folder: str, pipelined: bool) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
-        of_weights = size * NUM_BUFFERS * deepspeed_config.largest_tensor(workload)
-        of_states = (
-            4
-            * num_state_buffers(pipelined)
-            * max(sub_group_params(workload), deepspeed_config.largest_tensor(workload))
-        )
+        largest = deepspeed_config.largest_tensor(workload)
+        of_states = 4 * num_state_buffers(pipelined) * max(sub_group_params(workload), largest)
         return Plan(
             device=deepspeed_config.stage_3_device(workload),
-            host={"gradients": 4 * params, "buffers": of_weights + of_states},
+            host={"gradients": 4 * params, "buffers": size * NUM_BUFFERS * largest + of_states},
             disk={"weights": size * params, "optimizer": 12 * params},
             moved_bytes=2 * (12 + size) * params,
             options={"disk": folder, "pipelined": pipelined, "reentrant": self.reentrant},
         )
 
-    def missing(self, device: str) -> str | None:
-        return deepspeed_config.missing()
-
-    def to_build(self) -> str | None:
-        return deepspeed_config.to_build("async_io")
-
-    def build(self) -> None:
-        from methods.engines import deepspeed
-
-        deepspeed.build("async_io")
-
-    def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return deepspeed_config.description(workload, "fused", reentrant=self.reentrant)
-
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods.engines import deepspeed
 
         plan = self.plan(workload, Budget())
-        need, pipelined = plan.disk_bytes, plan.options["pipelined"]
-        with swap_folder(writable(self.disk), need) as folder:
+        pipelined = plan.options["pipelined"]
+        with swap_folder(writable(self.disk), plan.disk_bytes) as folder:
             if not deepspeed_config.is_built("async_io"):
                 raise Unavailable(
                     "DeepSpeed's asynchronous I/O is not built: apt-get install libaio-dev g++, and again"
                 )
+            on_disk = {"device": "nvme", "nvme_path": str(folder)}
             zero = {
                 **deepspeed_config.stage_3(workload, on_gpu=device == "cuda"),
                 # Prefetch would fetch the tied embedding, which is used twice, into two buffers, and fail.
                 "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": sub_group_params(workload),
                 "offload_optimizer": {
-                    "device": "nvme",
-                    "nvme_path": str(folder),
+                    **on_disk,
                     "pipeline_read": pipelined,
                     "pipeline_write": pipelined,
                     "buffer_count": num_state_buffers(pipelined),
                 },
                 "offload_param": {
-                    "device": "nvme",
-                    "nvme_path": str(folder),
-                    "buffer_size": deepspeed_config.largest_tensor(
-                        workload
-                    ),  # elements: room for the largest parameter
+                    **on_disk,
+                    "buffer_size": deepspeed_config.largest_tensor(workload),  # elements
                     "buffer_count": NUM_BUFFERS,
                     "max_in_cpu": 0,
                 },
             }
             extra = {"aio": {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}}
-            return (
-                yield from deepspeed.train(
-                    workload, batches, device, "fused", zero, reentrant=self.reentrant, extra=extra
-                )
-            )
-
-
-NUM_BUFFERS = 8
+            return (yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, extra))
 
 
 def num_state_buffers(pipelined: bool) -> int:
-    """Fewer and the swapper runs out of them. Pipelined, a step took 2.2 instead of 2.4 s and 0.3 GiB more of the host
+    """With fewer the swapper runs out of them. Pipelined, a step took 2.2 instead of 2.4 s and 0.3 GiB more of the host
     (8 layers x 512, a disk in the page cache)."""
     return 12 if pipelined else 4
 
 
 def sub_group_params(workload: Workload) -> int:
-    """Parameters that step at once: a file of each state apiece, so that the buffers hold a fraction of the states."""
+    """Parameters that step at once: each state of theirs is a file, so the buffers hold a fraction of the states."""
     return max(1_000_000, workload.num_params // 32)
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import Training
 from methods.engines import deepspeed_config
+from methods.engines.deepspeed_method import DeepSpeedMethod
 
 
 @dataclass(frozen=True)
-class ZeroOffload:
+class ZeroOffload(DeepSpeedMethod):
     adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/engines/deepspeed_config.py)
 
     label = "ZeRO-Offload"
-    color = "#E7D6EF"
     paper = "Ren et al., USENIX ATC 2021; DeepSpeed"
     scales_loss = True
 
@@ -37,22 +37,5 @@ class ZeroOffload:
             options={"adam": self.adam},
         )
 
-    def missing(self, device: str) -> str | None:
-        return deepspeed_config.missing()
-
-    def to_build(self) -> str | None:
-        return deepspeed_config.to_build("cpu_adam") if self.adam == "deepspeed" else None
-
-    def build(self) -> None:
-        from methods.engines import deepspeed
-
-        deepspeed.build("cpu_adam")
-
-    def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return deepspeed_config.description(workload, self.adam)
-
-    def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods.engines import deepspeed
-
-        zero = deepspeed_config.stage_2(workload, on_gpu=device == "cuda")
-        return (yield from deepspeed.train(workload, batches, device, self.adam, zero))
+    def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
+        return deepspeed_config.stage_2(workload, on_gpu)

@@ -61,7 +61,6 @@ def train(
     device: str,
     adam: str,
     zero: dict[str, Any],
-    *,
     reentrant: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> Training:

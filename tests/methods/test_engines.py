@@ -33,7 +33,7 @@ ENGINES = {
 # Trains five steps and prints, for each tensor, how far it ends from resident's, relative to how far that moved.
 DISTANCES = """
 import json, sys, torch
-from harness import data, method
+from harness.core import data, method
 from harness.core.gpt import initial
 from harness.core.job import Workload
 
