@@ -29,6 +29,7 @@ from harness.cli.job_options import (
     write_methods,
 )
 from harness.core import method
+from harness.core.console import print_table
 from harness.core.record import Record
 from harness.devices import budgets
 from harness.jobs.progress import reporter
@@ -145,7 +146,6 @@ def largest(**words: Any) -> None:
 
     Every probe is a run with a record: the same call again goes on, or only shows the table.
     """
-    from harness.evidence import fairness
     from harness.jobs.largest_depth import FEWEST_STEPS, Probes, find, texts
 
     if words["steps"] < FEWEST_STEPS:
@@ -164,7 +164,8 @@ def largest(**words: Any) -> None:
         for result in found:
             print(json.dumps({"event": "answer", **result}))
     else:
-        fairness.show([texts(result) for result in found])
+        rows = [texts(result) for result in found]
+        print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
     sys.exit(exit_code([record for record in records if record], is_sweep=True))
 
 

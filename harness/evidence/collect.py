@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.core.console import print_table
 from harness.core.job import Job, Plan, gib
 from harness.core.record import Record, read_all
 from harness.devices import machine
-from harness.evidence import claims, fairness
+from harness.evidence import claims
 from harness.figures import case
 from harness.figures.profile import Profile
 from harness.jobs.largest_depth import Probes, find
@@ -255,7 +256,8 @@ def _measure(numbers: list[int], used: Profile, results: Path, seconds: float | 
             print(json.dumps({"event": "plan", "points": plan_rows(points)}), flush=True)
         else:
             if len(numbers) > 1 or seconds is not None:
-                fairness.show(plan_rows(points))
+                rows = plan_rows(points)
+                print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
             print(closing_line(points, used), flush=True)
         campaign.run(seconds)
     return campaign.finished

@@ -1,4 +1,4 @@
-"""Is one faster than the other? A ratio with its interval, whether both trained, and all that differs between them."""
+"""The verb `compare`: the ratio of two throughputs with its interval, both gates, and all that differs between them."""
 
 from __future__ import annotations
 
@@ -7,46 +7,34 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from harness.core.job import Budget, Workload, gib
+from harness.core.job import Workload, gib
 from harness.core.record import Record, read_all
-from harness.figures import point as noise
-from harness.figures.point import Row, machine_of, row
+from harness.figures.point import RatioInterval, Row, has_number, machine_of, ratio, row
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
-SIMULATED = ("sim", "virtual")  # clocks that time what is simulated
+SIMULATED = ("sim", "virtual")  # clocks of simulated devices
 METRIC = "samples_per_second"
 FIELDS = [field.name for field in dataclasses.fields(Workload)]
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
-
-
-class Point(NamedTuple):
-    """What was run, under what."""
-
-    method: str
-    options: str
-    workload: Workload
-    machine: str
-    budget: Budget
-    device: str
-
-
-# Two runs should agree in all of these beside the workload; where none do, in fewer, the first given up first.
-SETTING = ("machine", "budget", "device")
-Named = dict[str, Point]  # by METHOD:name=value,...
-Side = dict[Point, list[Record]]  # repeats, oldest first; the point that was run last comes last
+# Two runs should agree in all of these beside the workload; if none do, the first is dropped first.
+SETTING = ["machine", "budget", "device"]
+Pair = tuple[list[Record], list[Record]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of A's repeats with B's: `ratio` of their throughputs, A over B, where there is one."""
+    """Repeats of A beside repeats of B; `ratio`: throughput of A over B, if both have one."""
 
     a: list[Record]
     b: list[Record]
     verdict: str
-    why: str  # what the verdict rests on, or why there is none
-    ratio: noise.RatioInterval | None = None
+    why: str  # how the ratio was bounded, or why there is none
+    ratio: RatioInterval | None = None
 
     def to_dict(self) -> dict[str, Any]:
         ratio = self.ratio
@@ -58,7 +46,7 @@ class Comparison:
 
 
 def run(a: str, b: str, results: Path, as_json: bool) -> bool:
-    """Compare what two words name, and print it; False where something could not be compared."""
+    """Print the comparisons of what two words name; False if any is impossible."""
     found, complaints = pairs(select(a, results), select(b, results))
     made = [compare(*pair) for pair in found]
     for one in made:
@@ -68,116 +56,127 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
     return not complaints and all(one.ratio is not None for one in made)
 
 
-def select(text: str, results: Path) -> Side:
-    """The records that a word names: a file, a folder, or METHOD[:name=value,...] among the results.
-
-    Raises ValueError where it names none.
-    """
+def select(text: str, results: Path) -> pd.DataFrame:
+    """The repeats named by a file, a folder, or METHOD[:name=value,...] among the results; ValueError if there are
+    none."""
     path = Path(text)
     if path.is_file():
-        return _by_point([Record.read(path)])
+        return _repeats([Record.read(path)])
     if path.is_dir():
-        found = _by_point(read_all(path)[0].values())
-        if not found:
-            raise ValueError(f"no record of a run in {path}: name a folder of results, a record or a method")
-        return found
+        records = list(read_all(path)[0].values())
+        if not records:
+            raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
+        return _repeats(records)
     name, _, wanted = text.partition(":")
-    of_method = [record for record in read_all(results)[0].values() if record.job.method == name]
+    records = list(read_all(results)[0].values())
+    of_method = [record for record in records if record.job.method == name]
     if not of_method:
-        there = ", ".join(sorted({record.job.method for record in read_all(results)[0].values()})) or "nothing"
+        there = ", ".join(sorted({record.job.method for record in records})) or "nothing"
         raise ValueError(
-            f"{text!r} is no file, no folder and no method recorded in {results}, which has {there}: run it first, or"
-            " name another folder with --results"
+            f"expected a file, a folder or a method recorded in {results} ({there}), got {text!r}; run it first, or try"
+            " another folder with --results"
         )
     options = _options(wanted)
-    found = _by_point(record for record in of_method if _has(record, options))
-    if not found:
+    chosen = [record for record in of_method if _has(record, options)]
+    if not chosen:
         there = "; ".join(sorted({_options_text(record) or "no options" for record in of_method}))
         raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
-    return found
+    return _repeats(chosen)
 
 
-def pairs(a: Side, b: Side) -> tuple[list[tuple[list[Record], list[Record]]], list[str]]:
-    """What can be set side by side: one method and set of options of a workload each, or those that are the same in
-    both; and a line for each workload where neither is so."""
-    found: list[tuple[list[Record], list[Record]]] = []
+def _repeats(records: Iterable[Record]) -> pd.DataFrame:
+    """A row for each point (name, workload and setting), the one that was run last at the end. Its `repeats` are the
+    records of its newest key; interrupted ones only if there are no others."""
+    import pandas as pd
+
+    table = pd.DataFrame([
+        {
+            "name": f"{record.job.method}:{_options_text(record)}", "workload": record.job.workload,
+            "machine": machine_of(record), "budget": dataclasses.replace(record.job.budget, seconds=None),
+            "device": record.job.device, "record": record,
+        }
+        for record in records
+    ])  # fmt: skip
+    points = ["name", "workload", *SETTING]
+    newest_first = table[::-1].groupby(points, sort=False)["record"].agg(list)
+    return newest_first.map(_of_newest_key).rename("repeats")[::-1].reset_index()
+
+
+def _of_newest_key(newest_first: list[Record]) -> list[Record]:
+    same = [record for record in reversed(newest_first) if record.key == newest_first[0].key]
+    return [record for record in same if record.is_result] or same
+
+
+def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
+    """The repeats to compare: points of the same workload, setting and name, or the only point of each side; and a
+    complaint for each workload and setting that has neither."""
+    found: list[Pair] = []
     complaints: list[str] = []
-    for load in dict.fromkeys(point.workload for point in a if point.workload in {other.workload for other in b}):
-        for ours, theirs in _alike(*([point for point in one if point.workload == load] for one in (a, b))):
-            both = [(ours[name], theirs[name]) for name in ours if name in theirs]
-            if not both:
-                ours, theirs = _with_throughput(ours, a), _with_throughput(theirs, b)
-            if len(ours) == len(theirs) == 1:
-                both = list(zip(ours.values(), theirs.values(), strict=True))
-            found.extend((a[our], b[their]) for our, their in both)
-            if not both:
-                choices = " or ".join(ours if len(ours) > 1 else theirs)
+    theirs_of = dict(list(b.groupby("workload", sort=False)))
+    for load, own in a.groupby("workload", sort=False):
+        for ours, theirs in _in_same_setting(own, theirs_of[load]) if load in theirs_of else ():
+            both = ours.merge(theirs, on="name")
+            if both.empty:
+                ours, theirs = _with_throughput(ours), _with_throughput(theirs)
+                both = ours.merge(theirs, how="cross") if len(ours) == len(theirs) == 1 else both
+            found += zip(both["repeats_x"], both["repeats_y"], strict=True)
+            if both.empty:
+                choices = " or ".join((ours if len(ours) > 1 else theirs)["name"])
                 complaints.append(f"{load.num_layers} layers: several runs to choose from: name one, as {choices}")
     if not found and not complaints:
         complaints.append(_no_common_workload(a, b))
     return found, complaints
 
 
-def _alike(a: list[Point], b: list[Point]) -> list[tuple[Named, Named]]:
-    """For each setting that both sides ran under, the points of each."""
-    for given_up in range(len(SETTING) + 1):
-        ours, theirs = (_by_setting(points, SETTING[given_up:]) for points in (a, b))
-        common = [setting for setting in ours if setting in theirs]
-        if common:
-            return [(ours[setting], theirs[setting]) for setting in common]
+def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+    """The points of each setting that both sides ran under; of a name under one setting the newest."""
+    for dropped in range(len(SETTING) + 1):
+        keys = ["workload", *SETTING[dropped:]]
+        ours, theirs = (
+            dict(list(side.drop_duplicates([*keys, "name"], keep="last").groupby(keys, sort=False))) for side in (a, b)
+        )
+        if ours.keys() & theirs.keys():
+            return [(ours[setting], theirs[setting]) for setting in ours if setting in theirs]
     return []
 
 
-def _by_setting(points: list[Point], names: tuple[str, ...]) -> dict[tuple, Named]:
-    """The last run of each method and set of options under each setting."""
-    found: dict[tuple, Named] = {}
-    for point in points:
-        setting = tuple(getattr(point, name) for name in names)
-        found.setdefault(setting, {})[f"{point.method}:{point.options}"] = point
-    return found
-
-
-def _with_throughput(named: Named, side: Side) -> Named:
-    """Those that a ratio could be taken of; where there is none, the one that was run last, whose end says why."""
-    able = {name: point for name, point in named.items() if _has_throughput(row(METRIC, side[point]))}
-    return able or dict([max(named.items(), key=lambda item: side[item[1]][-1].started)])
+def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
+    """Those that have a throughput; if there are none, the one that was run last, whose end is the reason."""
+    able = points[[_has_throughput(row(METRIC, repeats)) for repeats in points["repeats"]]]
+    return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
 
 
 def _has_throughput(one: Row) -> bool:
-    return one.valid and noise.has_number(one)
+    return one.valid and has_number(one)
 
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
-    """Of repeats of one workload each."""
-    clocks = {records[-1].clock in SIMULATED for records in (a, b)}
-    if len(clocks) > 1:
-        return Comparison(a, b, NONE, f"one is timed by {a[-1].clock}, the other by {b[-1].clock}: run both alike")
-    rows = [row(METRIC, records) for records in (a, b)]
-    without = [f"{letter} has no throughput: {_reason(one)}" for letter, one in zip("AB", rows, strict=True)
+    """Compare repeats of A with repeats of B, both of one workload."""
+    clocks = [records[-1].clock for records in (a, b)]
+    if len({clock in SIMULATED for clock in clocks}) > 1:
+        return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
+    sides = {"A": row(METRIC, a), "B": row(METRIC, b)}
+    without = [f"{letter} has no throughput: {_reason(one)}" for letter, one in sides.items()
                if not _has_throughput(one)]  # fmt: skip
     if without:
         return Comparison(a, b, NONE, "; ".join(without))
-    silent = [letter for letter, one in zip("AB", rows, strict=True) if one.scatter is None]
+    silent = [letter for letter, one in sides.items() if one.scatter is None]
     if silent:
-        told = f"of {' and '.join(silent)} one step was timed, which tells nothing of its noise: run more --steps"
-        return Comparison(a, b, NONE, told)
-    found = noise.ratio(*rows)
+        return Comparison(a, b, NONE, f"{' and '.join(silent)} timed one step, which shows no noise: try more --steps")
+    found = ratio(*sides.values())
     verdict = FASTER if found.low > 1 else SLOWER if found.high < 1 else ALIKE
-    why = found.how
-    if not found.has_interval:
-        why += "; --rerun measures again"
-    return Comparison(a, b, verdict, why, found)
+    return Comparison(a, b, verdict, found.how + ("" if found.has_interval else "; --rerun measures again"), found)
 
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
-    """What differs in the context: job, machine, software, data, by dotted name."""
+    """What differs in job, machine, software and data, by dotted name."""
     ours, theirs = _context(a), _context(b)
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return {name: (ours.get(name), theirs.get(name)) for name in names}
 
 
 def side(repeats: list[Record]) -> dict[str, Any]:
-    """What one side is and measured, as data."""
+    """One side and its measurement as data."""
     made, newest = row(METRIC, repeats), repeats[-1]
     shown = made if made.valid else None
     return {
@@ -211,38 +210,18 @@ def _side_text(one: dict[str, Any]) -> str:
         bounds = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
         speed = f"{one['samples_per_second']:.4g} samples/s{bounds}"
     gate = f"gate {one['gate']}: {one['gate_text']}" if one["status"] == "ok" else f"ended as {one['status']}"
-    place = ", ".join([f"on {one['device']}", *_budget_texts(one["budget"])])
+    budget = one["budget"]
+    sizes = {name: budget[f"{name}_bytes"] for name in ("device", "host", "disk")}
+    limits = [f"{name} {gib(size)}" for name, size in sizes.items() if size]
+    link = [f"link {gib(budget['link_bytes_per_second'])}/s"] if budget["link_bytes_per_second"] else []
+    place = ", ".join([f"on {one['device']}", *limits, *link])
     size = f"{one['num_layers']} layers x {one['hidden_size']}"
     return f"{one['method']}{options}, {size}, {place}: {runs}, {speed}; {gate}"
 
 
-def _budget_texts(budget: dict[str, Any]) -> list[str]:
-    """Of the memories and the link, which are what makes a budget's runs others."""
-    limits = [
-        f"{name} {gib(budget[f'{name}_bytes'])}" for name in ("device", "host", "disk") if budget[f"{name}_bytes"]
-    ]
-    link = budget["link_bytes_per_second"]
-    return limits + ([f"link {gib(link)}/s"] if link else [])
-
-
-def _by_point(records: Iterable[Record]) -> Side:
-    """Repeats of what was measured last: equal keys are repeats, others of the same point are older states of it. What
-    was cut short is none where there are whole ones."""
-    found: Side = {}
-    for record in records:
-        job = record.job
-        budget = dataclasses.replace(job.budget, seconds=None)
-        point = Point(job.method, _options_text(record), job.workload, machine_of(record), budget, job.device)
-        repeats = found.pop(point, [])
-        if repeats and repeats[-1].key != record.key:
-            repeats.clear()
-        found[point] = [*repeats, record]
-    return {point: [one for one in repeats if one.is_result] or repeats for point, repeats in found.items()}
-
-
-def _no_common_workload(a: Side, b: Side) -> str:
-    """Which fields differ between the two workloads that are nearest to each other."""
-    loads = [(ours.workload, theirs.workload) for ours in a for theirs in b]
+def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
+    """The fields that differ between the two workloads that are nearest to each other."""
+    loads = [(ours, theirs) for ours in a["workload"] for theirs in b["workload"]]
     different = [
         [(name, getattr(ours, name), getattr(theirs, name)) for name in FIELDS
          if getattr(ours, name) != getattr(theirs, name)]
@@ -255,24 +234,21 @@ def _no_common_workload(a: Side, b: Side) -> str:
 
 def _context(record: Record) -> dict[str, Any]:
     data = record.to_dict()
-    kept = {name: data[name] for name in CONTEXT}
-    flat: dict[str, Any] = {}
-    _flatten("", kept, flat)
-    return flat
+    return _flat("", {name: data[name] for name in CONTEXT})
 
 
-def _flatten(prefix: str, value: Any, flat: dict[str, Any]) -> None:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _flatten(f"{prefix}.{name}" if prefix else str(name), item, flat)
-    else:
-        flat[prefix] = value
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """A value, or a mapping's values by dotted name."""
+    if not isinstance(value, dict):
+        return {name: value}
+    inner = (_flat(f"{name}.{key}".lstrip("."), each) for key, each in value.items())
+    return {dotted: each for part in inner for dotted, each in part.items()}
 
 
 def _options(text: str) -> dict[str, str]:
     parts = [part.partition("=") for part in text.split(",") if part]
     if not all(name and equals for name, equals, _ in parts):
-        raise ValueError(f"{text!r} are no options: METHOD:name=value,name=value")
+        raise ValueError(f"expected METHOD:name=value,name=value, got {text!r} after the colon")
     return {name: value for name, _, value in parts}
 
 

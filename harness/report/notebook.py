@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from harness.core.console import print_table
 from harness.core.method import ROOT
-from harness.evidence import collect, fairness, verify
+from harness.evidence import collect, verify
 from harness.figures import case
 from harness.report import tables
 
@@ -29,7 +30,8 @@ def show_case(number: int, profile: str, machine: str | None, results: Path) -> 
     stem = case.stem(number, case.profile_of(profile, machine), out)
     table = tables.row_table("", case.read_csv(Path(f"{stem}.csv"))[0], [])
     texts = [{name: cell.text for name, cell in zip(table.columns, row, strict=True)} for row in table.rows]
-    fairness.show([{name: text for name, text in row.items() if name != "records"} for row in texts])
+    columns = [name for name in texts[0] if name != "records"]
+    print_table(columns, [[row[name] for name in columns] for row in texts], has_lines=True)
     display(Image(f"{stem}.png"))
 
 
