@@ -9,7 +9,7 @@ WIDTH = 200  # columns without a terminal; cells fold, nothing is cut off
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None, *, numbers: Iterable[str] = (),
+    columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
     widths: Mapping[str, int] | None = None, has_lines: bool = False,
 ) -> None:  # fmt: skip
     """Print rows under their columns, the first column unfolded unless lines part the rows.
