@@ -1,5 +1,4 @@
-"""The proved optimum of small scheduling instances, by OR-tools' CP-SAT (the extra `optimum` of pyproject.toml), and
-how far from it the rules are.
+"""The proved optimum of small scheduling instances, by OR-tools' CP-SAT, and the ratio of each rule's makespan to it.
 
 Units are intervals and devices are alike, so a capacity constraint replaces the assignment of units to devices: where
 at most n intervals overlap at any time, n devices suffice.
@@ -19,7 +18,7 @@ WHOLE = "whole models"
 
 
 def chain(shards: Sequence[float], minibatches: int) -> list[float]:
-    """A backward unit recomputes: it takes twice the forward's time and a half more where they are fused."""
+    """Units of a model in seconds: backward recomputes, so it takes twice the forward's time, 3 times where fused."""
     *below, last = shards
     return ([*below, 3 * last] + [2 * seconds for seconds in reversed(below)]) * minibatches
 
@@ -33,8 +32,7 @@ def instance(seed: int, num_models: int) -> list[list[int]]:
 
 @functools.cache
 def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
-    """Makespan over the proved optimum of every instance of a size, by each rule and by placing models whole; of those
-    only whose optimum was proved in time. Raises ValueError where OR-tools is missing."""
+    """Makespan over the optimum, by each rule and with models placed whole, of each instance proved in time."""
     found: dict[str, list[float]] = {name: [] for name in (*POLICIES, WHOLE)}
     for seed in range(INSTANCES):
         chains = instance(1000 * num_devices + seed, num_models)
@@ -47,14 +45,9 @@ def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
 
 
 def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit_seconds: float = 10.0) -> int | None:
-    """The shortest makespan there is, for times in whole numbers; None where the limit passes before it is proved.
+    """The shortest makespan, for times in whole numbers; None where the limit passes before it is proved."""
+    from ortools.sat.python import cp_model
 
-    Raises ValueError where OR-tools is missing.
-    """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ValueError("the proved optimum needs OR-tools: pip install '.[optimum]'") from error
     model, horizon = cp_model.CpModel(), sum(map(sum, chains))
     makespan = model.new_int_var(-int(-lower_bound(chains, num_devices) // 1), horizon, "makespan")
     intervals = []

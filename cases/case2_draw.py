@@ -1,8 +1,6 @@
-"""Draws case 2 from the CSV that case2_extract.sh wrote; --profile, --results, --out as for the case."""
+"""Draw case 2 from the CSV of case2_extract.sh; options --profile, --results and --out as for the case."""
 
 import os
 import sys
-from pathlib import Path
 
-door = str(Path(__file__).resolve().parent.parent / "run.sh")
-os.execv(door, [door, "case", "2", "--draw", *sys.argv[1:]])
+os.execv(f"{sys.path[0]}/../run.sh", ["run.sh", "case", "2", "--draw", *sys.argv[1:]])

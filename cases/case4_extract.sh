@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Writes the CSV of case 4 from the records there are, and prints its path; --profile, --results, --out as for the case.
+# Writes the CSV of case 4 from the recorded runs and prints it; options --profile, --results and --out as for the case.
 exec "$(dirname "${BASH_SOURCE[0]}")/../run.sh" case 4 --extract "$@"

@@ -1,8 +1,6 @@
-"""Draws case 5 from the CSV that case5_extract.sh wrote; --profile, --results, --out as for the case."""
+"""Draw case 5 from the CSV of case5_extract.sh; options --profile, --results and --out as for the case."""
 
 import os
 import sys
-from pathlib import Path
 
-door = str(Path(__file__).resolve().parent.parent / "run.sh")
-os.execv(door, [door, "case", "5", "--draw", *sys.argv[1:]])
+os.execv(f"{sys.path[0]}/../run.sh", ["run.sh", "case", "5", "--draw", *sys.argv[1:]])

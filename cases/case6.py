@@ -1,9 +1,9 @@
 """Model selection: many models trained by turns, beside the same models one after another.
 
-Each has its own learning rate and batch size. They are as deep as lets all of them into the host's memory at once, and
-the device has a sixteenth of that memory, so none of them fits it whole. One after another they take the steps of one
-model of each batch size, timed alone: a learning rate changes no time. What starting each of them costs is left out.
-Two panels are simulated under a virtual clock; no model is trained for them.
+Models differ in learning rate and batch size. Their depth lets all of them into the host's memory at once; the device
+has a sixteenth of that memory, so no model fits it whole. One after another they take the steps of one model of each
+batch size, timed alone (a learning rate changes no time); starting each model is left out. Two panels are simulated
+under a virtual clock, from the units as measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cases import _models, _optimum
+from cases import _case6_figure, _optimum
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 BASELINES = ("resident", "zero-infinity", "stronghold")
 OURS = "hydra"
 METHODS = (*BASELINES, OURS)
+METRIC = "samples_per_second"
 SEARCHES = ()
 RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # learning rates
 NUM_BATCH_SIZES = 2  # of each, the profile's and half of it
-PUBLISHED: list[Row] = []
 DEVICE_SHARE = 16  # of the host's memory the part that the device may have
 IN_DEMO = {"depth": 3, "host": 2}  # the first that does not fit the device; twice the profile's host for four models
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
@@ -40,7 +40,7 @@ Chains = list[list[float]]
 
 
 def profiles(used: Profile) -> tuple[Profile, ...]:
-    """One model at a time; the same samples in batches half as large; all models at once."""
+    """One model at a time; the same samples in half the batch; all models at once."""
     load, budget = used.workload, used.budget
     assert budget.device_bytes and budget.host_bytes  # every profile has both
     host_bytes = budget.host_bytes
@@ -97,8 +97,8 @@ def _depth(used: Profile) -> int:
 def table(records: Sequence[Record], used: Profile) -> list[Row]:
     """The speed of all models together by each method; then the turns of the last round of Hydra's last run."""
     found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
-    for job, series in zip(_together(used), ("", _models.ONE_SLOT), strict=True):
-        found += [replace(speed, series=series) for speed in case.rows("samples_per_second", [job], records)]
+    for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
+        found += [replace(speed, series=series) for speed in case.rows(METRIC, [job], records)]
     found = [*_too_large(used, found), *found]
     found = [replace(speed, group=f"{_options(used)['num_models']} models") for speed in found]
     both = case.repeats(_together(used)[0], records)
@@ -106,11 +106,11 @@ def table(records: Sequence[Record], used: Profile) -> list[Row]:
 
 
 def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Row]:
-    """The row of a method; none where a batch size has no record. What did not train gives the row its reason."""
+    """The row of a method; none where a batch size has no record. A run that failed gives the row its reason."""
     measured = [case.repeats(job, records) for job in alone]
     if not measured or not all(measured):
         return []
-    each = [row("samples_per_second", found) for found in measured]
+    each = [row(METRIC, found) for found in measured]
     worst = next((one for one in each if not one.valid), each[0])
     values = [speed for found in zip(*measured, strict=False) if (speed := _speed(found)) is not None]
     low, high = interval(values)
@@ -122,11 +122,11 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Row]
 
 
 def _too_large(used: Profile, found: Sequence[Row]) -> list[Row]:
-    """Of each method whose plan does not fit why not, beside what was measured."""
+    """A row for each method whose plan does not fit, beside the measured ones."""
     names = [name for name in BASELINES if found and not _alone(used, name)]
     return [
         Row(
-            "samples_per_second", name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0,
+            METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0,
             status="does-not-fit", reason=str(_shortfall(used, name)), machine=found[0].machine, clock=found[0].clock,
         )
         for name in names
@@ -135,12 +135,9 @@ def _too_large(used: Profile, found: Sequence[Row]) -> list[Row]:
 
 def _speed(found: Sequence[Record]) -> float | None:
     """Samples per second of models that take the same number of samples in turn, each in batches of its own."""
-    seconds = 0.0
-    for record in found:
-        if not record.median_step_seconds:
-            return None
-        seconds += record.median_step_seconds / record.samples_per_step
-    return len(found) / seconds
+    if not all(record.median_step_seconds for record in found):
+        return None
+    return len(found) / sum((record.median_step_seconds or 0) / record.samples_per_step for record in found)
 
 
 def _turns(record: Record) -> list[Row]:
@@ -152,7 +149,7 @@ def _turns(record: Record) -> list[Row]:
     names = [f"lr {load.learning_rate:.1e}, batch {load.batch_size}" for load in loads]
     began = max(turn[-1] for turn in turns) - record.step_seconds[-1]
     last = [turn for turn in turns if (turn[-2] + turn[-1]) / 2 >= began]
-    first, whose = min(turn[-2] for turn in last), row("samples_per_second", [record])
+    first, whose = min(turn[-2] for turn in last), row(METRIC, [record])
     return [
         replace(whose, metric="turn_seconds", value=end - start, x=start - first, group=names[model], series=kind)
         for model, _, kind, _, start, end in sorted(last, key=lambda turn: (turn[0], turn[-2]))
@@ -160,8 +157,7 @@ def _turns(record: Record) -> list[Row]:
 
 
 def simulated(rows: Sequence[Row]) -> list[Row]:
-    """Schedules beside the proved optimum, where OR-tools is there; and the units of the round, as measured on one
-    device, on up to a thousand."""
+    """Each rule beside the proved optimum; the units of the round, measured on one device, on up to a thousand."""
     chains: dict[str, list[float]] = {}
     for turn in rows:
         if turn.metric == "turn_seconds" and turn.value:
@@ -170,16 +166,12 @@ def simulated(rows: Sequence[Row]) -> list[Row]:
 
 
 def _quality() -> list[Row]:
-    found = []
-    for num_devices, num_models in _optimum.SIZES:
-        try:
-            ratios = _optimum.ratios(num_devices, num_models)
-        except ValueError:  # OR-tools is not there
-            return []
-        for rule, each in ratios.items():
-            for metric, value in (("mean_ratio", statistics.mean(each)), ("largest_ratio", max(each))):
-                found.append(_virtual(metric, value, rule, f"{num_devices}, {num_models}", len(each)))
-    return found
+    return [
+        _virtual(metric, of(each), rule, f"{num_devices}, {num_models}", len(each))
+        for num_devices, num_models in _optimum.SIZES
+        for rule, each in _optimum.ratios(num_devices, num_models).items()
+        for metric, of in (("mean_ratio", statistics.mean), ("largest_ratio", max))
+    ]
 
 
 def _speed_up(chains: Chains) -> list[Row]:
@@ -204,4 +196,4 @@ def _virtual(metric: str, value: float, series: str, group: str = "", num_runs: 
 
 
 def figure(rows: Sequence[Row], note: str) -> Figure:
-    return _models.figure(rows, note, METHODS)
+    return _case6_figure.figure(rows, note, METHODS)

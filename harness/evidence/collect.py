@@ -244,7 +244,7 @@ def _run_other(name: str, used: Profile, results: Path, out: Path, only: str | N
     if not only:
         used.check_machine()
     with reporter(as_json) as report:
-        return case.other(name).main(used, results, out, only, report)
+        return case.load(name).main(used, results, out, only, report)
 
 
 def _measure(numbers: list[int], used: Profile, results: Path, seconds: float | None, as_json: bool) -> list[Record]:

@@ -41,14 +41,14 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
                 used = case.profile_of(name, on, runs[-1].machine)
             except (ValueError, KeyError):  # such as the sizes of a GPU on a machine without one
                 continue
-            tables[used.name] = case.load(number).table(case.select(number, used, runs), used)
+            tables[used.name] = case.measured(number, used, runs)
     return tables if runs else {IMPORTED: _imported(number, records)}
 
 
 def _imported(number: int, records: Sequence[Record]) -> list[Row]:
     """Imported logs of the points that the original published in this case."""
     rows = []
-    for point in case.load(number).PUBLISHED:
+    for point in case.published(number):
         found = [record for record in records if record.origin == IMPORTED and _is_at(record, point)]
         if found:
             rows.append(row(point.metric, [record for record in found if record.key == found[-1].key]))
@@ -65,7 +65,7 @@ def findings(results: Path, against: str | None, machine: str | None, folder: Pa
     """A finding for each claim, in the order of the files. Raises ValueError for records of several machines."""
     told = claims.load(folder)
     if against == PUBLISHED:
-        tables = {number: {PUBLISHED: case.load(number).PUBLISHED} for number in {claim.case for claim in told}}
+        tables = {number: {PUBLISHED: case.published(number)} for number in {claim.case for claim in told}}
         return [judge.judge(claim, tables[claim.case], judge.holds_there) for claim in told]
     found, complaints = read_all(results)
     for complaint in complaints:

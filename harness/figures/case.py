@@ -1,22 +1,31 @@
-"""Cases: one file in cases/ is one figure of the papers. Tables and figures are made of records and nothing else.
+"""Cases: one file in cases/ is one figure of the papers, made of records and nothing else.
 
-A case says which methods to search for their largest size (SEARCHES), at which sizes or windows to run (RUNS, by
-profile), the jobs that makes, the rows of its table, what was PUBLISHED, and how its figure is drawn.
+A case has the METRIC of its figure, its METHODS, those of them whose largest size is searched first (SEARCHES), the
+depths or windows to run by kind of profile (RUNS), and jobs(used, sizes): the runs of a profile, where `sizes` are the
+largest trained depths of the searched methods, as far as known. It may have
+    table(records, used)    its rows in the figure's order, else one for each job that has a record
+    draw(axes, rows)        one panel, else a bar for each method
+    LOOK                    options of plot.figure
+    figure(rows, note)      the whole figure, instead of draw
+    AXIS                    the column in which its rows differ
+    profiles(used)          the profiles of its jobs, where they are of others than `used` alone
+    simulated(rows)         rows beside the measured ones, made of them by arithmetic
+Cases without a number are no figures of the papers and no part of `all`: main() does everything, and reports call
+profiles(), shown(), table(), extract() and draw().
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from harness.core import method
-from harness.core.job import Job
+from harness.core.job import Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Record
 from harness.devices import machine
@@ -30,30 +39,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = ROOT / "cases"
+PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each of the artifact's runs that a figure draws
 COLUMNS = [field.name for field in dataclasses.fields(Row) if field.name != "values"]
-
-
-class Case(Protocol):
-    """A module of cases/."""
-
-    __doc__: str | None
-    METHODS: tuple[str, ...]  # all that it runs
-    SEARCHES: tuple[str, ...]  # of these the largest size is searched first
-    RUNS: dict[str, Any]  # by kind of profile: what jobs() makes jobs of
-    PUBLISHED: list[Row]
-
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
-        """The runs of a profile; `sizes`: the largest trained depth of each searched method, as far as known."""
-        ...
-
-    def table(self, records: Sequence[Record], used: Profile) -> list[Row]:
-        """Rows in the figure's order, from records of this profile."""
-        ...
-
-    def figure(self, rows: Sequence[Row], note: str) -> Figure: ...
-
-    # May have: AXIS, what its rows differ in; profiles(used), where not all its runs are of the profile itself;
-    # simulated(rows), what the figure shows beside measured rows.
 
 
 def numbers() -> list[int]:
@@ -61,22 +48,19 @@ def numbers() -> list[int]:
 
 
 def others() -> list[str]:
-    """Cases without a number: no figures of the papers, and no part of `all`."""
     return sorted(path.stem for path in FOLDER.glob("[!_]*.py") if not path.stem.startswith("case"))
 
 
-def other(name: str) -> Any:
-    """One of these: main() does it all; profiles(), shown(), table(), extract() and draw() are what a report takes."""
-    return importlib.import_module(f"cases.{name}")
-
-
-def load(number: int) -> Case:
-    return cast(Case, importlib.import_module(f"cases.case{number}"))
+def load(number: int | str) -> Any:
+    """The case of a number or a name, as a module."""
+    return importlib.import_module(f"cases.{number}" if isinstance(number, str) else f"cases.case{number}")
 
 
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> Profile:
-    """The profile of that name, or what suits the machine, with the memories of a named machine or of the machine that
-    `facts` tell of, else of this one."""
+    """The named profile, else the default of this machine.
+
+    Memories are those of the named machine `on`, else those in `facts` (of a record), else this machine's.
+    """
     if facts is None:
         drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
         facts = {key: value for key, value in machine.facts().items() if key not in drop}
@@ -85,13 +69,13 @@ def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = 
 
 
 def profiles(number: int, used: Profile) -> Sequence[Profile]:
-    """The profile, or what a case makes of it, such as other batches."""
-    module: Any = load(number)
+    """The profiles of a case's jobs."""
+    module = load(number)
     return module.profiles(used) if hasattr(module, "profiles") else (used,)
 
 
 def is_of(used: Profile, job: Job) -> bool:
-    """Whether a job is one of some case's in this profile, at whatever depth, of whatever method."""
+    """True if some case has this job in this profile, at any depth and of any method."""
     return any(each.is_of(job) for number in numbers() for each in profiles(number, used))
 
 
@@ -103,8 +87,7 @@ def label(name: str) -> str:
 
 
 def select(number: int, used: Profile, records: Sequence[Record]) -> list[Record]:
-    """The runs of a profile that a case may read, oldest first; of a method, only those by its present code where there
-    are any.
+    """The runs of a profile that a case may read, oldest first; of a method only those by its present code, if any.
 
     Raises ValueError where they are of several machines.
     """
@@ -115,8 +98,8 @@ def select(number: int, used: Profile, records: Sequence[Record]) -> list[Record
     machines = {machine_of(record) for record in own}
     if len(machines) > 1:
         raise ValueError(
-            f"records of several machines meet ({'; '.join(sorted(machines))}): keep each machine's in a folder of its"
-            " own and name one with --results"
+            f"expected records of one machine, got {'; '.join(sorted(machines))}: keep each machine's in its own folder"
+            " and name one with --results"
         )
     return own
 
@@ -130,13 +113,15 @@ def key(job: Job) -> str:
 
 
 def is_current(record: Record) -> bool:
-    """Whether a run here and now would measure the same."""
+    """True if a run here and now would measure the same."""
     return record.job.method in method.names() and record.key == key(record.job)
 
 
 def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
-    """The measurements of a job with at least its options, by the newest code that measured it; results before
-    attempts that ended without one, measurements before refusals by plan."""
+    """The measurements of a job (its options and any others), by the newest code that measured it.
+
+    Results come before interrupted attempts, measurements before refusals by plan.
+    """
     same = [
         record
         for record in records
@@ -153,14 +138,19 @@ def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[Ro
     return [row(metric, found) for job in jobs if (found := repeats(job, records))]
 
 
+def measured(number: int, used: Profile, records: Sequence[Record]) -> list[Row]:
+    """The rows of a case, of the records that it may read."""
+    module, own = load(number), select(number, used, records)
+    return module.table(own, used) if hasattr(module, "table") else rows(module.METRIC, module.jobs(used, {}), own)
+
+
 def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """What a search's records say: those of the largest depth that trained with no failure at it or below, and one of
-    the smallest that failed with no success at it or above. Either may be empty."""
+    """Of a search: the records of the largest depth that trained below every failure, and one of the smallest depth
+    that failed above every success. Either may be empty."""
     probes = _probes(name, records)
     depths = _by_depth(probes)
-    trained = {depth: [record for record in found if record.status == "ok"] for depth, found in depths.items()}
     answer = _answer(depths)
-    best = trained.get(answer.largest, [])
+    best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]
     failed = depths[answer.failed_above][-1:] if answer.failed_above else []
     if not depths:
         failed = probes[-1:]  # why there is no answer
@@ -168,8 +158,8 @@ def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Re
 
 
 def is_searched(name: str, records: Sequence[Record]) -> bool:
-    """Whether a search's records show the edge from both sides: all up to the largest size trained, and the next depth
-    failed, or was not run because its plan would exhaust the machine."""
+    """True if a search is over: all up to the largest depth trained, and the next one failed, or was not run because
+    by plan it takes more host memory than the machine has."""
     depths = _by_depth(_probes(name, records))
     answer = _answer(depths)
     if answer.failed_above is None:
@@ -186,7 +176,7 @@ def _probes(name: str, records: Sequence[Record]) -> list[Record]:
 
 
 def _by_depth(probes: Sequence[Record]) -> dict[int, list[Record]]:
-    """What was really run to its end, by number of layers."""
+    """Runs with a result, by number of layers."""
     depths: dict[int, list[Record]] = {}
     for record in probes:
         if record.is_result and record.phase != "plan":
@@ -200,7 +190,7 @@ def _answer(depths: dict[int, list[Record]]) -> Answer:
 
 
 def _is_refused_beyond(record: Record) -> bool:
-    """Whether one more layer would, by plan, take more host memory than the machine of the record has."""
+    """True if one more layer would by plan take more host memory than the machine of the record has."""
     job, have = record.job, record.machine.get("host_bytes")
     if have is None or job.method not in method.names():
         return False
@@ -218,6 +208,26 @@ def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
     return {name: best[-1].job.workload.num_layers for name, best in found.items() if best and best[-1].gate.passed}
 
 
+@functools.cache
+def published(number: int) -> list[Row]:
+    """The published rows of a case: the median of iterations 11 to 50 of one process, by its log; of the killed run its
+    only interval."""
+    import pandas
+
+    frame, metric = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), load(number).METRIC
+    found = []
+    for run in frame[frame["cases"].str.split().map(lambda cases: str(number) in cases)].itertuples():
+        work, seconds = Workload(num_layers=int(run.num_layers)), float(run.step_ms) / 1000
+        speed = work.batch_size / seconds
+        values = {"params": float(work.num_params), "step_seconds": seconds, "samples_per_second": speed}
+        found.append(Row(
+            metric, run.method, work.num_layers, work.hidden_size, int(run.window_size or 0) or None, values[metric],
+            valid=not run.reason, reason=run.reason, status=run.status, origin="published",
+            machine="V100-32GB, virtual machine", clock="cuda",
+        ))  # fmt: skip
+    return found
+
+
 # ---- Rows to files
 
 
@@ -227,26 +237,36 @@ def stem(number: int, used: Profile, out: Path) -> Path:
 
 def table(number: int, used: Profile, records: Sequence[Record]) -> list[Row]:
     """Our rows of a case. Raises ValueError where there are none, or where they would mix machines or windows."""
-    module = load(number)
-    found = module.table(select(number, used, records), used)
+    module, found = load(number), measured(number, used, records)
     if not found:
         raise ValueError(f"no record of profile {used.name} here: ./run.sh case {number} --profile {used.kind} runs it")
     windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
     if len(windows) > 1 and getattr(module, "AXIS", "") != "window_size":
-        raise ValueError(f"rows of several windows meet in case {number}: {', '.join(map(str, sorted(windows)))}")
+        raise ValueError(f"expected one window in case {number}, got {', '.join(map(str, sorted(windows)))}")
     return [*found, *getattr(module, "simulated", lambda rows: [])(found)]
 
 
 def extract(number: int, used: Profile, records: Sequence[Record], out: Path) -> Path:
     """Write the CSV of a case: ours, then the published. Raises ValueError where there is nothing of ours."""
-    found = table(number, used, records)
+    from pandas import DataFrame
+
+    found = [*table(number, used, records), *published(number)]
+    frame = DataFrame([vars(row) for row in found], columns=COLUMNS, dtype=object)
+    frame["keys"] = frame["keys"].map(" ".join)
+    frame.insert(0, "case", number)
+    frame.insert(1, "profile", used.name)
     out.mkdir(parents=True, exist_ok=True)
     path = Path(f"{stem(number, used, out)}.csv")
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["case", "profile", *COLUMNS])
-        writer.writerows([number, used.name, *_texts(row)] for row in (*found, *load(number).PUBLISHED))
+    frame.to_csv(path, index=False, lineterminator="\n")
     return path
+
+
+def figure(number: int, rows: Sequence[Row], note: str) -> Figure:
+    module = load(number)
+    if hasattr(module, "figure"):
+        return module.figure(rows, note)
+    draw = getattr(module, "draw", functools.partial(plot.by_method, names=module.METHODS))
+    return plot.figure(rows, module.METRIC, draw, note, **getattr(module, "LOOK", {}))
 
 
 def draw(number: int, path: Path) -> list[Path]:
@@ -254,38 +274,20 @@ def draw(number: int, path: Path) -> list[Path]:
     found, names = read_csv(path)
     machines = {row.machine for row in found if row.origin == "run"}
     if len(names) > 1 or len(machines) > 1:
-        raise ValueError(f"{path} mixes {'; '.join(sorted(names if len(names) > 1 else machines))}: one a figure")
-    made = load(number).figure(found, f"profile {names.pop()}")
-    return plot.save(made, path.with_suffix(""))
+        raise ValueError(f"{path} mixes {'; '.join(sorted(names if len(names) > 1 else machines))}: draw each alone")
+    return plot.save(figure(number, found, f"profile {names.pop()}"), path.with_suffix(""))
 
 
 def read_csv(path: Path) -> tuple[list[Row], set[str]]:
-    """The rows of a CSV and the profiles named in it."""
+    """The rows of a CSV, and the profiles named in it."""
+    import pandas
+    from pydantic import TypeAdapter
+
     try:
-        with path.open(newline="") as file:
-            lines = list(csv.DictReader(file))
+        frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; the case's extract script writes it") from error
-    return [_row(line) for line in lines], {line["profile"] for line in lines}
-
-
-def _texts(row: Row) -> list[str]:
-    values = [getattr(row, name) for name in COLUMNS]
-    return ["" if value is None else " ".join(value) if isinstance(value, tuple) else str(value) for value in values]
-
-
-def _row(line: dict[str, str]) -> Row:
-    kinds = {"num_layers": int, "hidden_size": int, "window_size": int, "num_runs": int}
-    kinds |= {"value": float, "low": float, "high": float, "scatter": float, "x": float}  # type: ignore[dict-item]
-    values: dict[str, Any] = {name: line[name] for name in COLUMNS if name in line}
-    for name, kind in kinds.items():
-        values[name] = kind(line[name]) if line[name] else None
-    return Row(
-        **{
-            **values,
-            "valid": line["valid"] == "True",
-            "is_final": line["is_final"] == "True",
-            "is_judged": line.get("is_judged") != "False",  # tables from before this column hold no such row
-            "keys": tuple(line["keys"].split()),
-        }
-    )
+    frame["keys"] = frame["keys"].str.split()
+    lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
+    needed = {"window_size": None, "value": None}  # fields without a default
+    return TypeAdapter(list[Row]).validate_python([needed | line for line in lines]), set(frame["profile"])

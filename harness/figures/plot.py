@@ -1,8 +1,7 @@
-"""The paper's look: two panels, ours and the published numbers, and under them a line on what was measured how.
+"""The paper's look: two panels, ours and the published numbers, and a caption with machine, clock and intervals.
 
-Filled is a number whose training the gate passed, hollow one that it did not; a cross is a size that failed; hatched
-is published. Both panels have one scale where sizes and clock are the published ones, else one each. The same rows
-give the same bytes.
+Filled: the run passed the gate; hollow: it did not; a cross: a size that failed; hatched: published. Both panels share
+a scale where widths and clock are the published ones. The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -35,18 +34,22 @@ STYLE = {
 }  # fmt: skip
 CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
 SCALES = {"params": ((1e9, "B"), (1e6, "M")), "step_seconds": ((1e-3, "ms"),), "samples_per_second": ((1.0, ""),)}
+LABELS = {
+    "params": "Model Size", "step_seconds": "Iteration Time", "samples_per_second": "Throughput (samples/s)",
+}  # fmt: skip
 
 
 def figure(
-    rows: Sequence[Row], draw: Callable[[Axes, list[Row]], None], note: str, series: dict[str, str] | None = None,
-    is_line: bool = False,
+    rows: Sequence[Row], metric: str, draw: Callable[[Axes, list[Row]], None], note: str,
+    series: dict[str, str] | None = None, is_line: bool = False,
 ) -> Figure:  # fmt: skip
-    """Ours beside the published; `draw` fills the axes of one panel with its rows. `series`: labels that the legend
-    has for the colors of methods."""
+    """Ours beside the published; `draw` fills one panel with its rows. `series`: methods by their labels in the legend
+    ("": the method's own)."""
     ours, published = ([row for row in rows if (row.origin == "published") is side] for side in (False, True))
     with empty(*FIGURE_INCHES) as made:
         left, right = made.subplots(1, 2)
         for axes, part, text in ((left, ours, f"measured, {note}"), (right, published, "published")):
+            axes.set_ylabel(axis_text(LABELS[metric], part))
             draw(axes, part)
             title(axes, text)
         if is_comparable(ours, published):
@@ -61,7 +64,7 @@ def figure(
 
 @contextmanager
 def empty(width: float, height: float) -> Iterator[Figure]:
-    """A figure of so many inches; all that is drawn in it meanwhile has the paper's look."""
+    """A figure of this size; what is drawn inside the context has the paper's look."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -80,13 +83,19 @@ def small_print(made: Figure, text: str) -> None:
 
 
 def is_comparable(ours: Sequence[Row], published: Sequence[Row]) -> bool:
-    """Whether both stand on one scale without misleading: the same widths, by the same clock."""
+    """True if both may share a scale: the same widths, by the same clock."""
     kinds = [{(row.hidden_size, row.clock) for row in part} for part in (ours, published)]
     return bool(kinds[0]) and kinds[0] == kinds[1]
 
 
+def by_method(axes: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
+    """A bar for each method, with the crosses of its sizes that failed."""
+    bars(axes, [(method.load(name).label, [[row for row in rows if row.method == name]]) for name in names])
+    tilt(axes)
+
+
 def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[Row]]]]) -> None:
-    """Groups of bars with their names below; each place in a group has the rows that stand on each other there."""
+    """Named groups of bars; a group has places, a place the rows that are drawn over each other there."""
     rows = [row for _, group in groups for place in group for row in place]
     scale = scale_of(rows)[0]
     top = max((row.high or row.value or 0.0 for row in rows), default=0.0) / scale or 1.0
@@ -98,10 +107,13 @@ def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[Row]]]]) -> N
     axes.set_ylim(0, 1.16 * top)
 
 
+def succeeded(row: Row) -> bool:
+    return row.status == "ok" and row.value is not None
+
+
 def _stack(axes: Axes, x: float, stack: Sequence[Row], scale: float, top: float) -> None:
-    """A bar, crosses where a size failed. The bar's number stands above it, under a cross inside of it; that of a cross
-    without a bar is in the cross's color."""
-    crosses, bars = ([row for row in stack if has_number(row) is drawn] for drawn in (False, True))
+    """A bar, and crosses where a size failed. The bar's number stands above it, or inside it where there is a cross."""
+    crosses, bars = ([row for row in stack if succeeded(row) is drawn] for drawn in (False, True))
     for row in crosses:
         height = row.value / scale if row.value else 0.03 * top
         axes.plot([x], [height], "x", color=CROSS, markeredgewidth=1.3)
@@ -109,55 +121,51 @@ def _stack(axes: Axes, x: float, stack: Sequence[Row], scale: float, top: float)
             _above(axes, x, height + 0.04 * top, number(height), CROSS)
     for row in bars:
         height = (row.value or 0.0) / scale
-        edge = EDGE if row.valid else _mixed(method.load(row.method).color, EDGE)
+        rgb = zip(*(_rgb(color) for color in (method.load(row.method).color, EDGE)), strict=True)
+        mixed = "#" + "".join(f"{sum(pair) // 2:02X}" for pair in rgb)
         axes.bar(
-            x, height, BAR_WIDTH * 0.9, linewidth=0.8, linestyle="-" if row.valid else "--", edgecolor=edge,
-            facecolor=method.load(row.method).color if row.valid else "none",
+            x, height, BAR_WIDTH * 0.9, linewidth=0.8, linestyle="-" if row.valid else "--",
+            edgecolor=EDGE if row.valid else mixed, facecolor=method.load(row.method).color if row.valid else "none",
             hatch="////" if row.origin == "published" else None,
         )  # fmt: skip
         _error(axes, x, row, scale)
         if crosses:
             _inside(axes, x, height, top, row)
         else:
-            _above(axes, x, (row.high or row.value or 0.0) / scale + 0.02 * top, _told(row, height), EDGE)
+            _above(axes, x, (row.high or row.value or 0.0) / scale + 0.02 * top, _bar_text(row, height), EDGE)
 
 
 def _above(axes: Axes, x: float, y: float, text: str, color: str) -> None:
     axes.text(x, y, text, ha="center", va="bottom", fontsize=5.8, color=color)
 
 
-def _told(row: Row, height: float) -> str:
-    """The number of a bar; of one that may still grow, that it is at least so large."""
+def _bar_text(row: Row, height: float) -> str:
+    """The number of a bar; a lower bound where the search is not finished."""
     is_least = row.metric == "params" and not row.is_final
     return f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
 
 
 def _inside(axes: Axes, x: float, height: float, top: float, row: Row) -> None:
-    """The number of a bar that has a cross above it: inside at its top, or beside a bar too short for that."""
+    """The number of a bar under a cross: inside at its top, or beside a bar that is too short."""
     if height > 0.16 * top:
-        color = method.load(row.method).color
-        is_dark = row.valid and sum(int(color[i : i + 2], 16) for i in (1, 3, 5)) < DARK
+        is_dark = row.valid and sum(_rgb(method.load(row.method).color)) < DARK
         axes.text(
-            x, height - 0.04 * top, _told(row, height), ha="center", va="top", fontsize=5,
+            x, height - 0.04 * top, _bar_text(row, height), ha="center", va="top", fontsize=5,
             color="white" if is_dark else "black",
         )  # fmt: skip
     else:
-        axes.text(x - BAR_WIDTH / 2, height / 2, _told(row, height), ha="right", va="center", fontsize=5.4, color=EDGE)
+        axes.text(
+            x - BAR_WIDTH / 2, height / 2, _bar_text(row, height), ha="right", va="center", fontsize=5.4, color=EDGE
+        )
 
 
-def has_number(row: Row) -> bool:
-    return row.status == "ok" and row.value is not None
-
-
-def _mixed(color: str, other: str) -> str:
-    """The color half way between two."""
-    halves = ((int(color[i : i + 2], 16) + int(other[i : i + 2], 16)) // 2 for i in (1, 3, 5))
-    return "#" + "".join(f"{half:02X}" for half in halves)
+def _rgb(color: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(color[1:]))
 
 
 def line(axes: Axes, points: Sequence[tuple[float, Row]], label: str) -> None:
-    """One line through the points that have a number; crosses at the foot for those that failed."""
-    good = [(x, row) for x, row in points if has_number(row)]
+    """A line through the points with a number; crosses at the foot for those that failed."""
+    good = [(x, row) for x, row in points if succeeded(row)]
     scale = scale_of([row for _, row in points])[0]
     if good:
         published = good[0][1].origin == "published"
@@ -170,7 +178,7 @@ def line(axes: Axes, points: Sequence[tuple[float, Row]], label: str) -> None:
             axes.plot([x], [value], shape, markerfacecolor=face, markeredgecolor=color if row.valid else EDGE)
             _error(axes, x, row, scale)
     for x, row in points:
-        if not has_number(row):
+        if not succeeded(row):
             axes.plot([x], [0], "x", color=CROSS, markeredgewidth=1.3, clip_on=False)
     axes.set_xticks([x for x, _ in points], [f"{x:g}" for x, _ in points])
     axes.set_ylim(bottom=0)
@@ -179,11 +187,9 @@ def line(axes: Axes, points: Sequence[tuple[float, Row]], label: str) -> None:
 
 
 def tilt(axes: Axes) -> None:
-    """Tick labels at the published angle."""
+    """Turn tick labels to the published angle."""
     for label in axes.get_xticklabels():
-        label.set_rotation(TICK_DEGREES)
-        label.set_horizontalalignment("right")
-        label.set_rotation_mode("anchor")
+        label.set(rotation=TICK_DEGREES, horizontalalignment="right", rotation_mode="anchor")
 
 
 def scale_of(rows: Sequence[Row]) -> tuple[float, str]:
@@ -201,16 +207,15 @@ def axis_text(name: str, rows: Sequence[Row]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that matter; a step of more than a second has all of its milliseconds."""
+    """Three significant digits; all digits from 1000 on."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
-    """The small lines: machine, clock, profile, window, what error bars are, who did not train, and where the
-    published numbers come from."""
+    """Machine, clock, profile, window, number of runs and intervals, failed gates, and the published source."""
     texts, ours = [], [row for row in ours if row.metric in SCALES]
     if ours:
-        runs = sorted({row.num_runs for row in ours if has_number(row)})
+        runs = sorted({row.num_runs for row in ours if succeeded(row)})
         several = any(row.low is not None for row in ours)
         texts.append(
             f"measured: {note}; {ours[0].machine}; clock {CLOCKS.get(ours[0].clock, ours[0].clock)}{_windows(ours)};"
@@ -220,7 +225,7 @@ def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
         )
         searched = dict.fromkeys(method.load(row.method).label for row in ours if not row.is_final)
         texts += [f"{', '.join(searched)}: search not finished"] if searched else []
-        hollow = {method.load(row.method).label: row.reason for row in ours if has_number(row) and not row.valid}
+        hollow = {method.load(row.method).label: row.reason for row in ours if succeeded(row) and not row.valid}
         texts += [f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1] for name, reason in hollow.items()][:2]
     if published:
         texts.append(
@@ -231,14 +236,14 @@ def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
 
 
 def _scatter(rows: Sequence[Row]) -> str:
-    """How noisy the machine was, of times that have no interval to say so."""
-    known = [row.scatter for row in rows if has_number(row) and row.metric != "params" and row.low is None]
+    """The noise of times without an interval."""
+    known = [row.scatter for row in rows if succeeded(row) and row.metric != "params" and row.low is None]
     worst = max((scatter for scatter in known if scatter is not None), default=None)
     return "" if worst is None else f"; steps scatter up to {worst:.0%}"
 
 
 def _windows(rows: Sequence[Row]) -> str:
-    windows = sorted({row.window_size for row in rows if row.window_size and has_number(row)})
+    windows = sorted({row.window_size for row in rows if row.window_size and succeeded(row)})
     return f"; window {', '.join(map(str, windows))}" if windows else ""
 
 
@@ -268,24 +273,23 @@ def svg(made: Figure) -> str:
 def _error(axes: Axes, x: float, row: Row, scale: float) -> None:
     if row.value is None or row.low is None or row.high is None:
         return
-    middle = (row.low + row.high) / 2  # the interval is the mean's, the point is the median
-    half = (row.high - row.low) / 2
+    middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2  # of the mean; the point is the median
     axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
 
 
 def legend(made: Figure, rows: Sequence[Row], series: dict[str, str], is_line: bool = False) -> None:
-    """What colors, filled, hollow, hatched and crossed mean, as far as they occur."""
+    """Colors, filled, hollow, hatched and crosses, as far as they occur."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     def key(label: str, face: str, shape: str = "o", **look: Any) -> Any:
         if is_line:
-            made_of: Any = {"linestyle": "--" if shape == "s" else "", "markerfacecolor": face}
-            return Line2D([], [], color=EDGE, marker=shape, label=label, **made_of)
+            style: Any = "--" if shape == "s" else ""
+            return Line2D([], [], color=EDGE, marker=shape, label=label, linestyle=style, markerfacecolor=face)
         return Patch(facecolor=face, edgecolor=EDGE, linewidth=0.7, label=label, **look)
 
-    drawn = [row for row in rows if has_number(row)]
-    entries = [key(label, method.load(name).color) for label, name in series.items()]
+    drawn = [row for row in rows if succeeded(row)]
+    entries = [key(label or method.load(name).label, method.load(name).color) for label, name in series.items()]
     if any(row.valid for row in drawn):
         entries.append(key("trained (gate passed)", "#C9C9C9"))
     if any(not row.valid for row in drawn):

@@ -110,8 +110,8 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         for used, number, _ in page.tables(chosen):
             case.draw(number, case.extract(number, used, chosen, stage / "figures" / part))
         for profile, other, shown in page.traces(chosen, stage):
-            case.other(other).extract(shown, profile, stage / "figures" / part)
-            case.other(other).draw(shown, profile, stage / "figures" / part)
+            case.load(other).extract(shown, profile, stage / "figures" / part)
+            case.load(other).draw(shown, profile, stage / "figures" / part)
         page.write(stage, stage / "report" / part / page.PAGE, None, name if part else None)
     (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
 

@@ -149,9 +149,9 @@ def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]
 def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, str, list[Any]]]:
     """Of every case without a number, the profiles that these records were traced for, and what there is to show."""
     for name in case.others():
-        for profile in case.other(name).profiles(records):
+        for profile in case.load(name).profiles(records):
             with contextlib.suppress(ValueError):  # the trace is gone
-                yield profile, name, case.other(name).shown(profile, results, records)
+                yield profile, name, case.load(name).shown(profile, results, records)
 
 
 def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
@@ -171,15 +171,17 @@ def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
 
 
 def _section(number: int, used: Profile, ours: list[Row], entries: Sequence[Entry]) -> Section:
-    module = case.load(number)
-    rows, note = [*ours, *module.PUBLISHED], f"profile {used.name}"
+    published, note = case.published(number), f"profile {used.name}"
+    rows = [*ours, *published]
     table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
-    caption = plot.caption(ours, module.PUBLISHED, note)
-    return Section(str(number), used.name, _title(module), _uri(module.figure(rows, note)), caption, table)
+    caption = plot.caption(ours, published, note)
+    return Section(
+        str(number), used.name, _title(case.load(number)), _uri(case.figure(number, rows, note)), caption, table
+    )
 
 
 def _traced_section(name: str, profile: str, found: list[Any], entries: Sequence[Entry]) -> Section:
-    module, note = case.other(name), f"profile {profile}"
+    module, note = case.load(name), f"profile {profile}"
     told = pages.plain_table(f"Case {name}, {note}: the numbers of the figure", module.table(found))
     keys = [[each.record.key] if each.record else [] for each in found]
     rows = [[*row, Cell(links=pages.numbers_of(own, entries))] for row, own in zip(told.rows, keys, strict=True)]

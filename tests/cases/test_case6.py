@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 
-from cases import _models, _optimum, case6
+from cases import case6
 from harness.core import method
 from harness.core.job import Job
 from harness.figures import case, profile
@@ -108,16 +107,6 @@ def test_what_was_simulated_says_so_in_the_figure() -> None:
 def test_longest_remaining_first_is_within_two_percent_of_the_optimum_in_the_figure() -> None:
     rows = [row for row in case6._quality() if (row.metric, row.series) == ("mean_ratio", "lrtf")]
     assert len(rows) == 4 and all(1 <= (row.value or 0) <= 1.02 for row in rows)
-
-
-def test_without_or_tools_the_panel_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    _optimum.ratios.cache_clear()
-    rows = case.table(6, DEMO, demo_records())
-    _optimum.ratios.cache_clear()
-    assert not any(row.metric.endswith("_ratio") for row in rows)
-    assert [text.get_text() for text in case6.figure(rows, "demo").axes[1].texts] == [_models.NO_OPTIMUM]
 
 
 def test_other_cases_do_not_see_what_several_models_or_half_a_batch_measured() -> None:

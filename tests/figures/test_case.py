@@ -62,7 +62,7 @@ def demo_records(used: Profile = DEMO) -> list[Record]:
 
 
 def test_published_sizes_are_those_of_figure_6a() -> None:
-    assert [(row.method, f"{row.value / 1e9:.3f}") for row in case.load(1).PUBLISHED if row.value] == list(
+    assert [(row.method, f"{row.value / 1e9:.3f}") for row in case.published(1) if row.value] == list(
         zip(METHODS, ("1.717", "4.033", "2.522", "2.522", "5.141"), strict=True)
     )
 
@@ -70,23 +70,23 @@ def test_published_sizes_are_those_of_figure_6a() -> None:
 def test_published_speeds_are_the_medians_of_the_logs() -> None:
     """Samples per second as logged, median; steady times leave out its first interval: 0.3 % at most."""
     logged = dict(zip(METHODS, (0.74905, 0.17526, 0.37267, 0.36045, 0.6677), strict=True))
-    assert {row.method: row.value for row in case.load(3).PUBLISHED} == pytest.approx(logged, rel=3e-3)
+    assert {row.method: row.value for row in case.published(3)} == pytest.approx(logged, rel=3e-3)
 
 
 def test_published_runs_are_valid_where_their_losses_are_the_references() -> None:
     for number in case.numbers():
-        for row in case.load(number).PUBLISHED:
+        for row in case.published(number):
             assert row.valid == (row.method in ("megatron-lm", "zero-offload")), row
             assert row.valid == (not row.reason)
 
 
 def test_the_killed_run_is_a_size_that_failed() -> None:
-    assert [(row.method, row.num_layers) for row in case.load(1).PUBLISHED if row.status != "ok"] == [("l2l", 78)]
+    assert [(row.method, row.num_layers) for row in case.published(1) if row.status != "ok"] == [("l2l", 78)]
 
 
 def test_published_depths_and_windows_are_in_the_figures_order() -> None:
-    assert [row.num_layers for row in case.load(4).PUBLISHED] == [16, 24, 32, 40, 48, 56, 64, 78, 92]
-    assert [row.window_size for row in case.load(5).PUBLISHED] == [2, 4, 6, 8, 10, 12, 14, 15]
+    assert [row.num_layers for row in case.published(4)] == [16, 24, 32, 40, 48, 56, 64, 78, 92]
+    assert [row.window_size for row in case.published(5)] == [2, 4, 6, 8, 10, 12, 14, 15]
 
 
 def test_a_quarter_of_the_widths_in_a_sixteenth_of_the_memory_is_the_same_experiment() -> None:
@@ -124,7 +124,7 @@ def test_a_profile_that_makes_no_sense_is_told(name: str, on: str | None, told: 
 
 
 def test_a_largest_size_is_the_deepest_that_trained_and_the_one_above_that_failed() -> None:
-    rows = case.load(1).table(demo_records(), DEMO)
+    rows = case.measured(1, DEMO, demo_records())
     found = {(row.method, row.num_layers, row.status) for row in rows}
     assert found == {(n, d, "ok") for n, d in DEPTHS.items()} | {(n, d + 1, "oom-host") for n, d in DEPTHS.items()}
     assert [row.value for row in rows if row.method == "l2l"] == [
@@ -133,7 +133,7 @@ def test_a_largest_size_is_the_deepest_that_trained_and_the_one_above_that_faile
 
 
 def test_each_baseline_stands_beside_stronghold_at_its_own_largest_size() -> None:
-    rows = case.load(2).table(demo_records(), DEMO)
+    rows = case.measured(2, DEMO, demo_records())
     assert [(row.method, row.num_layers) for row in rows[:4]] == list(DEPTHS.items())[:4]
     assert [(row.num_layers, row.value) for row in rows[4:]] == [(depth, 4 / depth) for depth in (2, 4, 5, 7)]
 
@@ -143,7 +143,7 @@ def test_stronghold_is_not_run_at_a_size_that_the_baseline_did_not_train() -> No
         dataclasses.replace(found, gate=Gate("failed", text="loss differs")) if found.job.method == "l2l" else found
         for found in demo_records()
     ]
-    rows = case.load(2).table(records, DEMO)
+    rows = case.measured(2, DEMO, records)
     assert [(row.num_layers, row.valid) for row in rows if row.method == "l2l"] == [(7, False)]
     assert 7 not in {row.num_layers for row in rows if row.method == "stronghold"}
 
@@ -178,7 +178,7 @@ def test_a_csv_holds_its_rows(tmp_path: Path) -> None:
     path = case.extract(3, DEMO, demo_records(), tmp_path)
     rows, names = case.read_csv(path)
     assert names == {"demo"}
-    assert rows == [*case.load(3).table(demo_records(), DEMO), *case.load(3).PUBLISHED]
+    assert rows == [*case.measured(3, DEMO, demo_records()), *case.published(3)]
 
 
 @pytest.mark.parametrize("number", case.numbers())
@@ -285,7 +285,7 @@ def test_a_search_is_finished_where_both_sides_of_the_edge_are_on_record(
 ) -> None:
     records = [record(DEMO.probe("l2l", depth), status=status) for depth, status in outcomes.items()]
     assert case.is_searched("l2l", records) == is_searched
-    assert {row.is_final for row in case.load(1).table(records, DEMO)} == {is_searched}
+    assert {row.is_final for row in case.measured(1, DEMO, records)} == {is_searched}
 
 
 def test_a_search_ends_where_one_more_layer_would_take_more_than_the_machine_has() -> None:

@@ -13,7 +13,7 @@ from harness.figures.point import Row
 
 def drawn(number: int, rows: list[Row]):
     """The axes of ours and of the published."""
-    return case.load(number).figure([*rows, *case.load(number).PUBLISHED], "profile demo").axes
+    return case.figure(number, [*rows, *case.published(number)], "profile demo").axes
 
 
 def ours(metric: str = "params", **changes) -> list[Row]:
@@ -90,7 +90,7 @@ def test_panels_share_a_scale_only_for_the_same_widths_by_the_same_clock() -> No
 
 def test_the_small_line_tells_machine_clock_profile_window_and_what_error_bars_are() -> None:
     rows = ours(window_size=2, low=0.8e6, high=1.4e6, num_runs=3)
-    text = plot.caption(rows, case.load(3).PUBLISHED, "profile demo")
+    text = plot.caption(rows, case.published(3), "profile demo")
     for told in (
         "some CPU",
         "clock sim",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
 
 import pytest
@@ -65,13 +64,6 @@ def test_lrtf_beats_the_other_rules_and_whole_models_on_the_mean(num_devices: in
 def test_the_optima_are_proved_anew_for_some(num_devices: int, num_models: int) -> None:
     for chains, best in list(zip(instances(num_devices, num_models), OPTIMA[num_devices, num_models], strict=True))[:3]:
         assert optimum(chains, num_devices) == best
-
-
-def test_without_or_tools_one_line_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ValueError, match="pip install"):
-        optimum([[1]], 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

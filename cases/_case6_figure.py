@@ -1,4 +1,4 @@
-"""The figure of case 6: four panels, two of what was measured, two of what was simulated."""
+"""The figure of case 6: two panels of what was measured, two of what was simulated."""
 
 from __future__ import annotations
 
@@ -14,44 +14,49 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 7.6, 6.0  # inches
+SIZE_INCHES = (7.6, 6.0)
 ONE_SLOT = "one slot"
-KINDS = {"forward": "#A9D3BA", "loss": "#E3B23C", "backward": "#2E8B57", "update": "#54689A"}
+UNIT_COLORS = {"forward": "#A9D3BA", "loss": "#E3B23C", "backward": "#2E8B57", "update": "#54689A"}
 RULES = {
     "lrtf": ("longest remaining first", "#2E8B57", "o"), WHOLE: ("models placed whole", "#8C5A3C", "s"),
     "random": ("random", "#8A8A8A", "v"), "fifo": ("first come", "#54689A", "^"),
     "srtf": ("shortest first", "#B0413E", "D"),
 }  # fmt: skip
-NO_OPTIMUM = "The optimum was not proved here.\nOR-tools does: pip install '.[optimum]'"
-NO_TURNS = "No run of Hydra here."
+SMALL_PRINT = (
+    "one after another: the models' steps added up, each batch size timed alone, starting a model left out;"
+    " by turns: all models trained at once by Hydra, a round is the same samples for each\n"
+    "simulated: schedules under a virtual clock, nothing of them was run; devices are alike, and moving a shard costs"
+    " what it cost in the unit as measured"
+)
 
 
 def figure(rows: Sequence[Row], note: str, methods: Sequence[str]) -> Figure:
-    """Speeds, schedules beside the optimum, a round's turns, speed-up on many devices."""
+    """Speeds; schedules beside the optimum; the turns of a round; speed-up on many devices."""
     speeds = [row for row in rows if row.metric == "samples_per_second"]
-    turns = [row for row in rows if row.metric == "turn_seconds"]
-    ratios = [row for row in rows if row.metric.endswith("_ratio")]
-    with plot.empty(WIDTH, HEIGHT) as made:
+    with plot.empty(*SIZE_INCHES) as made:
         above = made.add_gridspec(1, 2, wspace=0.17, left=0.075, right=0.985, top=0.925, bottom=0.6)
         below = made.add_gridspec(
             1, 2, width_ratios=(1.55, 1), wspace=0.2, left=0.145, right=0.985, top=0.49, bottom=0.14
         )
         first, second, third, fourth = (made.add_subplot(grid[0, side]) for grid in (above, below) for side in (0, 1))
         _speeds(first, speeds, note, methods)
-        _ratios(second, ratios)
-        _turns(third, turns)
-        _speed_ups(fourth, [row for row in rows if row.metric == "speed_up"])
+        _ratios(second, [row for row in rows if row.metric.endswith("_ratio")])
+        plot.title(third, "measured: a round of Hydra")
+        plot.title(fourth, "simulated (virtual clock), units as measured")
+        fourth.set_ylabel("Speed-up over one device")
+        turns = [row for row in rows if row.metric == "turn_seconds"]
+        if turns:
+            _turns(third, turns)
+            _speed_ups(fourth, [row for row in rows if row.metric == "speed_up"])
+        for axes in () if turns else (third, fourth):
+            axes.set(xticks=[], yticks=[])
+            axes.text(
+                0.5, 0.5, "No run of Hydra here.", transform=axes.transAxes, ha="center", va="center", fontsize=7,
+                color=plot.EDGE,
+            )  # fmt: skip
         plot.legend(made, speeds, {})
-        plot.small_print(made, f"{plot.caption(speeds, [], note)}\n{TOLD}")
+        plot.small_print(made, f"{plot.caption(speeds, [], note)}\n{SMALL_PRINT}")
     return made
-
-
-TOLD = (
-    "one after another: the models' steps added up, each batch size timed alone, starting a model left out;"
-    " by turns: all models trained at once by Hydra, a round is the same samples for each\n"
-    "simulated: schedules under a virtual clock, nothing of them was run; devices are alike, and moving a shard costs"
-    " what it cost in the unit as measured"
-)
 
 
 def _speeds(axes: Axes, rows: Sequence[Row], note: str, methods: Sequence[str]) -> None:
@@ -72,12 +77,9 @@ def _speeds(axes: Axes, rows: Sequence[Row], note: str, methods: Sequence[str]) 
 
 
 def _ratios(axes: Axes, rows: Sequence[Row]) -> None:
-    """The mean of a rule as its mark, and a line up to the largest."""
+    """A rule's mean as a mark, with a line up to its largest ratio."""
     plot.title(axes, f"simulated (virtual clock), {INSTANCES} random instances each")
     axes.set_ylabel("Makespan / proved optimum")
-    if not rows:
-        _empty(axes, NO_OPTIMUM)
-        return
     groups = list(dict.fromkeys(row.group for row in rows))
     found = {(row.metric, row.group, row.series): row.value or 0.0 for row in rows}
     for place, (rule, (name, color, mark)) in enumerate(RULES.items()):
@@ -88,7 +90,7 @@ def _ratios(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(at, means, mark, color=color, markersize=4, linestyle="", label=name)
     axes.axhline(1, color=plot.EDGE, linewidth=0.6)
     axes.set_xticks(range(len(groups)), [group.replace(", ", " devices,\n") + " models" for group in groups])
-    axes.set_ylim(0.97, 1.02 * max(found.values()) + 0.16)
+    axes.set_ylim(0.97, 1.02 * max(found.values(), default=1.0) + 0.16)
     axes.legend(loc="upper left", ncols=3, columnspacing=1, handletextpad=0.2, borderaxespad=0.1)
 
 
@@ -96,44 +98,30 @@ def _turns(axes: Axes, rows: Sequence[Row]) -> None:
     """A line for each model, a box for each unit."""
     from matplotlib.patches import Patch
 
-    plot.title(axes, "measured: a round of Hydra")
-    if not rows:
-        _empty(axes, NO_TURNS)
-        return
     models = list(dict.fromkeys(row.group for row in rows))
     for height, model in enumerate(models):
-        for kind, color in KINDS.items():
+        for kind, color in UNIT_COLORS.items():
             boxes = [(row.x or 0.0, row.value or 0.0) for row in rows if (row.group, row.series) == (model, kind)]
             axes.broken_barh(boxes, (height - 0.38, 0.76), facecolors=color, linewidth=0)
     axes.set_yticks(range(len(models)), models, fontsize=5.8)
     axes.set_ylim(len(models) - 0.4, -0.6)
     axes.set_xlim(0, max((row.x or 0.0) + (row.value or 0.0) for row in rows))
     axes.set_xlabel("seconds")
-    there = [Patch(facecolor=color, label=kind) for kind, color in KINDS.items() if any(r.series == kind for r in rows)]
+    kinds = {row.series for row in rows}
     axes.legend(
-        handles=there, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, columnspacing=0.9, handlelength=0.9,
-        handletextpad=0.4, borderaxespad=0,
+        handles=[Patch(facecolor=color, label=kind) for kind, color in UNIT_COLORS.items() if kind in kinds],
+        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, columnspacing=0.9, handlelength=0.9, handletextpad=0.4,
+        borderaxespad=0,
     )  # fmt: skip
 
 
 def _speed_ups(axes: Axes, rows: Sequence[Row]) -> None:
-    plot.title(axes, "simulated (virtual clock), units as measured")
-    axes.set_ylabel("Speed-up over one device")
-    if not rows:
-        _empty(axes, NO_TURNS)
-        return
     most = max(row.x or 1.0 for row in rows)
     axes.plot([1, most], [1, most], ":", color=plot.EDGE, linewidth=0.8, label="as many times as devices")
     for series, mark in zip(dict.fromkeys(row.series for row in rows), ("s--", "o-"), strict=False):
-        own = [row for row in rows if row.series == series]
-        axes.plot(
-            [row.x or 1.0 for row in own],
-            [row.value or 1.0 for row in own],
-            mark,
-            color=KINDS["backward"],
-            label=series,
-        )
-        x, value = own[-1].x or 1.0, own[-1].value or 1.0
+        points = [(row.x or 1.0, row.value or 1.0) for row in rows if row.series == series]
+        axes.plot(*zip(*points, strict=True), mark, color=UNIT_COLORS["backward"], label=series)
+        x, value = points[-1]
         axes.annotate(
             f"{value:.3g}" if value < 100 else f"{value:,.0f}", (x, value), xytext=(2, -8), textcoords="offset points",
             fontsize=5.8, color=plot.EDGE,
@@ -143,9 +131,3 @@ def _speed_ups(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("devices")
     axes.set_xlim(0.7, 3 * most)
     axes.legend(loc="upper left")
-
-
-def _empty(axes: Axes, text: str) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=7, color=plot.EDGE)
