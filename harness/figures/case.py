@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.core import method
+from harness.core.checked_data import checked
 from harness.core.job import Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Record
@@ -281,7 +282,6 @@ def draw(number: int, path: Path) -> list[Path]:
 def read_csv(path: Path) -> tuple[list[Row], set[str]]:
     """The rows of a CSV, and the profiles named in it."""
     import pandas
-    from pydantic import TypeAdapter
 
     try:
         frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
@@ -290,4 +290,4 @@ def read_csv(path: Path) -> tuple[list[Row], set[str]]:
     frame["keys"] = frame["keys"].str.split()
     lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
     needed = {"window_size": None, "value": None}  # fields without a default
-    return TypeAdapter(list[Row]).validate_python([needed | line for line in lines]), set(frame["profile"])
+    return checked(list[Row], [needed | line for line in lines]), set(frame["profile"])
