@@ -7,7 +7,6 @@ virtual ones are the same code on machines by name (bench/virtual.py), where not
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 import sys
@@ -28,6 +27,7 @@ from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, sha
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 METHODS = ("stronghold",)
 PUBLISHED_DEPTH = 92  # of the run
@@ -50,8 +50,6 @@ LANES = {
 WIDTH_INCHES, ROW_INCHES = 7.6, 1.3
 TOP_INCHES, BOTTOM_INCHES = 0.45, 0.8
 GAP_INCHES = 0.42  # between rows: a title and an axis
-COLUMNS = ("clock", "title", "step", "step_seconds", "compute_seconds",
-           *(f"{kind}_{how}_seconds" for kind in KINDS for how in ("hidden", "exposed")))  # fmt: skip
 
 
 class Shown(NamedTuple):
@@ -119,25 +117,25 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
     return [Shown(read(traced), own[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
 
 
-def table(found: Sequence[Shown]) -> list[dict[str, str]]:
-    """Seconds of one step."""
+def table(found: Sequence[Shown]) -> DataFrame:
+    """Seconds of one step, as text."""
+    from pandas import DataFrame
+
     rows = []
     for each in found:
         about, of = each.timeline.about, each.share
-        times = [of.step, of.compute, *(part[kind] for kind in KINDS for part in (of.hidden, of.exposed))]
-        texts = [about["clock"], about["title"], each.step.work, *(f"{value:.9f}" for value in times)]
-        rows.append(dict(zip(COLUMNS, texts, strict=True)))
-    return rows
+        times = {"step": of.step, "compute": of.compute}
+        for kind in KINDS:
+            times |= {f"{kind}_hidden": of.hidden[kind], f"{kind}_exposed": of.exposed[kind]}
+        seconds = {f"{name}_seconds": f"{value:.9f}" for name, value in times.items()}
+        rows.append({"clock": about["clock"], "title": about["title"], "step": each.step.work, **seconds})
+    return DataFrame(rows)
 
 
 def extract(found: Sequence[Shown], profile: str, out: Path) -> Path:
-    """Write the table."""
     path = out / f"overlap_{profile}.csv"
     out.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table(found))
+    table(found).to_csv(path, index=False, lineterminator="\n")
     return path
 
 

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # The six figures, cell by cell
 #
-# Each case runs what has no record yet under the profile, and shows its table and its figure: what was measured here
-# beside what was published. A hollow bar did not pass the gate, a cross is a size that failed. The last cells judge
-# the paper's claims. The same in a terminal: `./run.sh case all --profile demo`, then `./run.sh verify`.
+# Each case runs what has no record yet under the profile, then shows its table and figure, measured beside published.
+# A hollow bar did not pass the gate, a cross is a size that failed. The last cells judge the paper's claims. The same
+# in a terminal: `./run.sh case all --profile demo`, then `./run.sh verify`.
 #
-# This notebook is written by `python -m harness.report.notebook` of `notebooks/ae.py`, and has no logic of its own.
+# `python -m harness.report.notebook` writes this notebook from `notebooks/ae.py`; its code is in the harness.
 
 # %% [markdown]
 # Profiles: `demo` (minutes, on a CPU), `quick` (one GPU), `paper` (the published sizes), `fit` (scaled to

@@ -1,5 +1,4 @@
-"""One page of everything that was measured, and a review to paste into a form; both of the records, and of the traces
-that case overlap keeps beside them, and nothing else.
+"""One page of everything measured, and a review to paste into a form, both from records and traces alone.
 
 The page needs no network: figures, style and script are in it. The same records give the same bytes.
 """
@@ -26,10 +25,11 @@ from harness.figures.point import FEWEST_FOR_INTERVAL, Row
 from harness.figures.profile import Profile
 from harness.jobs.command import command
 from harness.report import tables as pages
-from harness.report.tables import Cell, Entry, Table
+from harness.report.tables import Cell, Entry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 TEMPLATES = Path(__file__).parent
 PAGE, REVIEW = "index.html", "review.md"
@@ -45,17 +45,20 @@ class Section:
     title: str
     svg: str
     caption: str
-    table: Table
+    table: DataFrame
 
 
 def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
-    """Write the page and, beside it, the review. Raises ValueError where there is nothing to report, where records of
-    several machines would mix, or where no figure is of that profile."""
+    """Write the page and, beside it, the review.
+
+    Raises ValueError where there is nothing to report, no figure of that profile, or records of several machines.
+    """
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
-        raise ValueError(f"--out is the page, {REVIEW} is written beside it: name another file, as {PAGE}")
+        raise ValueError(f"--out names the page, {REVIEW} is written beside it: try --out {page.parent / PAGE}")
     told = gather(results, profile, machine)
-    made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
+    review = _render("review.md.j2", {**told, "claims": told["claims"].drop(columns="records")})
+    made = {page: _render("report.html.j2", told), page.parent / REVIEW: review}
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         for path, text in made.items():
@@ -66,7 +69,7 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
 
 
 def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
-    """What the templates are filled with."""
+    """The values of the templates."""
     found, complaints = read_all(results)
     if not found:
         raise ValueError(
@@ -87,7 +90,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "findings": here,
         "tally": tally(here),
         "tally_published": tally(there),
-        "fairness": pages.plain_table("What each method ran with", fairness.rows(records)),
+        "fairness": pages.table("What each method ran with", fairness.rows(records)),
         "records": pages.record_table(entries),
         "entries": entries,
         "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
@@ -122,12 +125,12 @@ WORDS = {
 
 
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[Section]:
-    """Every figure that these records make, case by case. Raises ValueError where none is of the profile wanted."""
+    """Every figure of these records, case by case. Raises ValueError where none is of the wanted profile."""
     records = [entry.record for entry in entries]
     there, traced = list(tables(records)), list(traces(records, results))
     names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _, _ in traced)))
     if wanted is not None and wanted not in names:
-        raise ValueError(f"no profile {wanted!r}: choose one of {', '.join(names)}")
+        raise ValueError(f"expected a profile, one of {', '.join(names)}; got {wanted!r}")
     there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
     traced = [one for one in traced if wanted in (None, one[0], one[0].split("_")[0])]
     if wanted is not None and not there and not traced:
@@ -139,7 +142,7 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
 
 
 def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]]:
-    """Of every profile and case that these records are of, our rows."""
+    """Our rows, for every profile and case of these records."""
     for used in _profiles(records):
         for number in case.numbers():
             with contextlib.suppress(ValueError):  # no record of this case
@@ -147,7 +150,7 @@ def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]
 
 
 def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, str, list[Any]]]:
-    """Of every case without a number, the profiles that these records were traced for, and what there is to show."""
+    """For every case without a number: the profiles of these records' traces, and the timelines to show."""
     for name in case.others():
         for profile in case.load(name).profiles(records):
             with contextlib.suppress(ValueError):  # the trace is gone
@@ -155,16 +158,16 @@ def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, str,
 
 
 def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
-    """Every profile that one of these records may be of, with the memories of every machine that has a name."""
+    """Every profile of these records, with the memories of every named machine."""
     runs = [record for record in records if record.origin == "run"]
     seen: list[Profile] = []
     for name in scaled.NAMES:
         for on in (None, *named_machines.names()):
             try:
                 used = case.profile_of(name, on, runs[-1].machine if runs else {})
-            except (ValueError, KeyError):  # such as the sizes of a GPU that this machine has not
+            except (ValueError, KeyError):  # such as the sizes of a GPU on a machine without one
                 continue
-            nameless = dataclasses.replace(used, name=used.kind)  # one that has its machine by default is the same
+            nameless = dataclasses.replace(used, name=used.kind)  # equal to the one with this machine by default
             if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
                 seen.append(nameless)
                 yield used
@@ -182,10 +185,9 @@ def _section(number: int, used: Profile, ours: list[Row], entries: Sequence[Entr
 
 def _traced_section(name: str, profile: str, found: list[Any], entries: Sequence[Entry]) -> Section:
     module, note = case.load(name), f"profile {profile}"
-    told = pages.plain_table(f"Case {name}, {note}: the numbers of the figure", module.table(found))
     keys = [[each.record.key] if each.record else [] for each in found]
-    rows = [[*row, Cell(links=pages.numbers_of(own, entries))] for row, own in zip(told.rows, keys, strict=True)]
-    table = Table(told.caption, (*told.columns, "records"), rows)
+    table = pages.table(f"Case {name}, {note}: the numbers of the figure", module.table(found).to_dict("records"))
+    table["records"] = [Cell(links=pages.numbers_of(own, entries)) for own in keys]
     return Section(name, profile, _title(module), _uri(module.figure(found, note)), note, table)
 
 
@@ -198,19 +200,19 @@ def _uri(made: Figure) -> str:
 
 
 def tally(found: Sequence[Finding]) -> dict[str, int]:
-    """How many claims ended how, in the order of the verdicts."""
+    """The number of claims by verdict."""
     return {word: count for word in WORDS if (count := sum(finding.verdict == word for finding in found))}
 
 
 def untrained(entries: Sequence[Entry]) -> list[Entry]:
-    """What crashed or failed the gate, less what was broken off and ran to its end later."""
+    """Runs that crashed or failed the gate, less interrupted ones that were completed later."""
     ended = {entry.record.key for entry in entries if entry.record.is_result}
     bad = [entry for entry in entries if entry.verdict.look == pages.BAD]
     return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
 
 
 def doubts(records: Sequence[Record]) -> list[str]:
-    """What a reader should know before believing a number."""
+    """Reasons to doubt the numbers."""
     told = []
     runs = [record for record in records if record.origin == "run"]
     if any(record.clock == "sim" for record in runs):
@@ -231,8 +233,7 @@ def doubts(records: Sequence[Record]) -> list[str]:
 
 
 def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
-    """What runs the same again: the cases by profile, then every job of no case, but not the references, which are run
-    unasked."""
+    """Commands that repeat the runs: cases by profile, then jobs of no case; references run by themselves."""
     cases = _each(
         scaled.call("all" if section.case.isdigit() else section.case, section.profile) for section in sections
     )
@@ -247,7 +248,7 @@ def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
 
 
 def lasting(facts: dict[str, Any]) -> dict[str, Any]:
-    """What of a machine stays the same from run to run."""
+    """The facts of a machine that stay the same from run to run."""
     return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 

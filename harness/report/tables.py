@@ -1,13 +1,13 @@
-"""Records, rows and findings as tables of a page: a cell has its text, what it sorts by, and the records behind it."""
+"""Records, rows and findings as tables of a page: data frames of cells, with the caption in `attrs`."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.core.job import gib, params_text
 from harness.core.record import Record
@@ -16,6 +16,9 @@ from harness.evidence.examine import value_text
 from harness.evidence.judge import Finding
 from harness.figures.point import METRICS, Row
 from harness.jobs.command import command
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
 LOOKS = {
@@ -28,20 +31,13 @@ LOG = "imported log"
 
 @dataclass(frozen=True)
 class Cell:
-    """`number` is what it sorts by where that is not its text; `links`: numbers of records; `more`: small print."""
+    """`number`: the sort key where it is not the text; `links`: numbers of records; `more`: small print."""
 
     text: str = ""
     number: float | None = None
     look: str = ""
     links: tuple[int, ...] = ()
     more: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    caption: str
-    columns: tuple[str, ...]
-    rows: list[list[Cell]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,14 @@ class Entry:
 
     @property
     def verdict(self) -> Cell:
-        return trained(self.record)
+        """The gate's verdict, or how the run ended."""
+        record = self.record
+        if record.status != "ok":
+            return Cell(f"ended: {record.status}", look=OPEN if record.is_result else BAD)
+        if record.gate.passed:
+            return Cell(f"passed ({record.gate.verdict})", look=GOOD)
+        is_failed = record.gate.verdict == FAILED
+        return Cell("FAILED THE GATE" if is_failed else "not judged", look=BAD if is_failed else OPEN)
 
     @property
     def title(self) -> str:
@@ -68,21 +71,18 @@ class Entry:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """The essentials in words."""
-        record, job = self.record, self.record.job
-        phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in record.phase_seconds.items())
-        peaks = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items())
+        record, job, gate = self.record, self.record.job, self.record.gate
         told = {
-            "ended": f"{record.status}, in phase {record.phase or 'unknown'}" + _after(record.reason),
-            "gate": f"{record.gate.verdict}" + _after(record.gate.reason) + _after(record.gate.text),
+            "ended": _joined(f"{record.status}, in phase {record.phase or 'unknown'}", record.reason),
+            "gate": _joined(gate.verdict, gate.reason, gate.text),
             "run again": command(job) if record.origin == "run" else "",
             "origin": f"{record.origin}, {self.when}, clock {record.clock}",
             "options": options(record),
-            "peaks": peaks,
+            "peaks": ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items()),
             "limits": pairs(record.limits),
             "machine": pairs(record.machine),
             "software": pairs(record.software),
-            "phases": phases,
+            "phases": ", ".join(f"{name} {seconds:.3g} s" for name, seconds in record.phase_seconds.items()),
             "kernels": ", ".join(record.kernels),
             "method": pairs(record.description),
             "data": record.data_sha256,
@@ -93,19 +93,19 @@ class Entry:
 
     @property
     def raw(self) -> str:
-        """The record as JSON, a field a line; of its tensors only how many there are, for they are most of it."""
+        """The record as JSON, one field a line; of its tensors only the number, as they are most of it."""
         fields = self.record.to_dict()
         told = fields.pop(TENSORS)
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
         return "{\n" + ",\n".join([*lines, f' "{TENSORS}": "{len(told)}, in {self.path.name}"']) + "\n}"
 
 
-def _after(text: str) -> str:
-    return f": {text}" if text else ""
+def _joined(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)
 
 
 def pairs(facts: Mapping[str, Any]) -> str:
-    """Facts in a line; what is counted in bytes reads as people read it."""
+    """Facts in a line, bytes in readable units."""
     told = {
         name.removesuffix("_bytes"): gib(value) if name.endswith("_bytes") and isinstance(value, int) else value
         for name, value in facts.items()
@@ -118,129 +118,121 @@ def options(record: Record) -> str:
 
 
 def machine(record: Record) -> str:
-    """The machine of a record in a line, as its headline has it."""
+    """The machine of a record in a line."""
     facts = record.machine
     parts = [facts.get("gpu"), facts.get("cpu"), f"{facts['cores']} cores" if facts.get("cores") else None]
     memory = f"{gib(facts['host_bytes'])} of host memory" if facts.get("host_bytes") else None
     return ", ".join(str(part) for part in (*parts, memory) if part) or "an unnamed machine"
 
 
-def trained(record: Record) -> Cell:
-    """The gate's word, or how the run ended."""
-    if record.status != "ok":
-        return Cell(f"ended: {record.status}", look=OPEN if record.is_result else BAD)
-    if record.gate.passed:
-        return Cell(f"passed ({record.gate.verdict})", look=GOOD)
-    is_failed = record.gate.verdict == FAILED
-    return Cell("FAILED THE GATE" if is_failed else "not judged", look=BAD if is_failed else OPEN)
-
-
 def outcome(record: Record) -> str:
-    """The same in the words of a count."""
+    """How a run ended, in the words of a count."""
     if record.status != "ok":
         return f"ended as {record.status}"
-    return (
-        "trained and passed the gate"
-        if record.gate.passed
-        else f"ran and {FAILED} the gate"
-        if record.gate.verdict == FAILED
-        else "ran and was not judged"
-    )
+    if record.gate.passed:
+        return "trained and passed the gate"
+    return f"ran and {FAILED} the gate" if record.gate.verdict == FAILED else "ran and was not judged"
 
 
-def record_table(entries: Sequence[Entry]) -> Table:
-    columns = (
-        "record", "method", "options", "layers", "hidden", "batch", "clock", "trained?", "samples/s", "device peak",
-        "host peak", "why", "started",
-    )  # fmt: skip
-    return Table("Every record, oldest first", columns, [_record_row(entry) for entry in entries])
+def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
+    """A table of rows by column; a text becomes a cell."""
+    from pandas import DataFrame
+
+    made = DataFrame(list(rows), dtype=object)
+    made = made.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
+    made.attrs["caption"] = caption
+    return made
 
 
-def _record_row(entry: Entry) -> list[Cell]:
+def texts(made: DataFrame) -> DataFrame:
+    """The texts of a table without its links to records."""
+    return made.drop(columns="records", errors="ignore").map(lambda cell: cell.text)
+
+
+def record_table(entries: Sequence[Entry]) -> DataFrame:
+    return table("Every record, oldest first", map(_record_row, entries))
+
+
+def _record_row(entry: Entry) -> dict[str, Cell | str]:
     record, load = entry.record, entry.record.job.workload
-    speed, device = record.samples_per_second, record.peaks.get("device_allocated")
-    gate = ": ".join(part for part in (record.gate.reason, record.gate.text) if part)
-    why = record.reason if record.status != "ok" else gate
-    return [
-        Cell("", entry.number, links=(entry.number,)),
-        Cell(record.job.method, more="" if record.origin == "run" else LOG),
-        Cell(options(record)),
-        Cell(str(load.num_layers), load.num_layers),
-        Cell(str(load.hidden_size), load.hidden_size),
-        Cell(str(load.batch_size), load.batch_size),
-        Cell(record.clock),
-        trained(record),
-        Cell("" if speed is None else f"{speed:.4g}", speed),
-        Cell("" if device is None else gib(device), device),
-        Cell(gib(record.host_peak_bytes), record.host_peak_bytes) if record.host_peak_bytes else Cell(),
-        Cell(why),
-        Cell(entry.when, record.started),
-    ]
+    speed, device, host = record.samples_per_second, record.peaks.get("device_allocated"), record.host_peak_bytes
+    return {
+        "record": Cell("", entry.number, links=(entry.number,)),
+        "method": Cell(record.job.method, more="" if record.origin == "run" else LOG),
+        "options": options(record),
+        "layers": Cell(str(load.num_layers), load.num_layers),
+        "hidden": Cell(str(load.hidden_size), load.hidden_size),
+        "batch": Cell(str(load.batch_size), load.batch_size),
+        "clock": record.clock,
+        "trained?": entry.verdict,
+        "samples/s": Cell("" if speed is None else f"{speed:.4g}", speed),
+        "device peak": Cell("" if device is None else gib(device), device),
+        "host peak": Cell(gib(host), host) if host else "",
+        "why": record.reason if record.status != "ok" else _joined(record.gate.reason, record.gate.text),
+        "started": Cell(entry.when, record.started),
+    }
 
 
-def row_table(caption: str, rows: Sequence[Row], entries: Sequence[Entry]) -> Table:
-    """Rows of a figure, ours and the published, of what claims are about."""
-    columns = ("method", "layers", "hidden", "window", "value", "95 % interval", "processes", "trained?", "why",
-               "origin", "records")  # fmt: skip
-    return Table(caption, columns, [_row(row, entries) for row in rows if row.metric in METRICS])
+def row_table(caption: str, rows: Sequence[Row], entries: Sequence[Entry]) -> DataFrame:
+    """The rows of a figure, ours and the published, whose metrics claims are about."""
+    return table(caption, [_row(row, entries) for row in rows if row.metric in METRICS])
 
 
-def _row(row: Row, entries: Sequence[Entry]) -> list[Cell]:
-    bounds = "" if row.low is None or row.high is None else f"{row.low:.4g} to {row.high:.4g}"
+def _row(row: Row, entries: Sequence[Entry]) -> dict[str, Cell | str]:
     has_ended = row.status != "ok"
-    size = f"failed at {value_text(row)}" if row.metric == "params" and row.value else ""
     judged = "passed" if row.valid else "FAILED THE GATE" if row.is_judged else "not judged yet"
-    word = f"ended: {row.status}" if has_ended else judged
-    searched = "" if row.is_final else "search not finished"
-    return [
-        Cell(row.method, more=row.series),
-        Cell(str(row.num_layers), row.num_layers),
-        Cell(str(row.hidden_size), row.hidden_size),
-        Cell(str(row.window_size or ""), row.window_size),
-        Cell(size if has_ended else value_text(row), row.value, look="" if row.valid else DOUBT, more=searched),
-        Cell(bounds, row.low),
-        Cell(str(row.num_runs), row.num_runs),
-        Cell(word, look=OPEN if has_ended or not row.is_judged else GOOD if row.valid else BAD),
-        Cell(row.reason),
-        Cell(row.origin),
-        Cell(links=numbers_of(row.keys, entries)),
-    ]
+    size = f"failed at {value_text(row)}" if row.metric == "params" and row.value else ""
+    return {
+        "method": Cell(row.method, more=row.series),
+        "layers": Cell(str(row.num_layers), row.num_layers),
+        "hidden": Cell(str(row.hidden_size), row.hidden_size),
+        "window": Cell(str(row.window_size or ""), row.window_size),
+        "value": Cell(
+            size if has_ended else value_text(row), row.value, look="" if row.valid else DOUBT,
+            more="" if row.is_final else "search not finished",
+        ),
+        "95 % interval": Cell(
+            "" if row.low is None or row.high is None else f"{row.low:.4g} to {row.high:.4g}", row.low
+        ),
+        "processes": Cell(str(row.num_runs), row.num_runs),
+        "trained?": Cell(
+            f"ended: {row.status}" if has_ended else judged,
+            look=OPEN if has_ended or not row.is_judged else GOOD if row.valid else BAD,
+        ),
+        "why": row.reason,
+        "origin": row.origin,
+        "records": Cell(links=numbers_of(row.keys, entries)),
+    }  # fmt: skip
 
 
-def numbers_of(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[int, ...]:
+def numbers_of(keys: Iterable[str], entries: Sequence[Entry]) -> tuple[int, ...]:
     return tuple(entry.number for entry in entries if entry.record.key in keys)
 
 
-def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> Table:
-    """Each claim as found here, and as the original's own numbers have it."""
-    where = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
-    columns = ("claim", "said", "expected", *where, "records", "published", "seen there")
+def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> DataFrame:
+    """Each claim as found here, and by the original's own numbers."""
+    where, seen = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
     there = {finding.claim.id: finding for finding in published}
-    rows = []
+    rows: list[dict[str, Cell | str]] = []
     for finding in here:
         claim, other = finding.claim, there[finding.claim.id]
-        keys = tuple(key for row in finding.rests_on for key in row.keys)
-        rows.append([
-            Cell(claim.id),
-            Cell(f"{claim.text} ({claim.source})"),
-            Cell(claim.expected.text),
-            Cell(finding.verdict, look=LOOKS[finding.verdict]),
-            Cell(finding.seen, more=why(finding)),
-            Cell(links=numbers_of(keys, entries)),
-            Cell(other.verdict, look=f"{LOOKS[other.verdict]} {THERE}"),
-            Cell(other.seen, more=why(other)),
-        ])  # fmt: skip
-    return Table("Claims of the papers", columns, rows)
+        rows.append({
+            "claim": claim.id,
+            "said": f"{claim.text} ({claim.source})",
+            "expected": claim.expected.text,
+            where: Cell(finding.verdict, look=LOOKS[finding.verdict]),
+            seen: Cell(finding.seen, more=why(finding)),
+            "records": Cell(links=numbers_of({key for row in finding.rests_on for key in row.keys}, entries)),
+            "published": Cell(other.verdict, look=f"{LOOKS[other.verdict]} {THERE}"),
+            "seen there": Cell(other.seen, more=why(other)),
+        })  # fmt: skip
+    return table("Claims of the papers", rows)
 
 
 def why(finding: Finding) -> str:
-    """The note, with the profile that it rests on, and what the numbers alone would say of a run that did not train."""
+    """The profile of the rows, the note, and what the numbers alone would say of a run that did not train."""
     alone = finding.numbers if finding.is_untrained else ""
     measured = finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED)
     parts = [f"profile {finding.profile}" if measured else "", finding.note,
              f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""]  # fmt: skip
     return "; ".join(part for part in parts if part)
-
-
-def plain_table(caption: str, rows: Sequence[dict[str, str]]) -> Table:
-    return Table(caption, tuple(rows[0]) if rows else (), [[Cell(text) for text in row.values()] for row in rows])

@@ -170,7 +170,7 @@ def test_records_of_another_profile_are_not_taken() -> None:
 def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
     """A window of 3 layers is one of 2 where there are but 2 layers."""
     mixed = dataclasses.replace(DEMO, window=3)
-    with pytest.raises(ValueError, match="several windows meet in case 2: 2, 3"):
+    with pytest.raises(ValueError, match="expected one window in case 2, got 2, 3"):
         case.extract(2, mixed, [*demo_records(mixed)], tmp_path)
 
 

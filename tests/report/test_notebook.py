@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
+import nbclient
+import nbformat
 
 from harness.report import notebook
 
@@ -14,8 +15,7 @@ SOURCE = notebook.FOLDER / "ae.py"
 
 def executed(results: Path) -> list[dict]:
     """The outputs of its code cells, run from top to bottom by a kernel of this Python, on other results."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    made = nbformat.reads(notebook.made_of(SOURCE.read_text()), as_version=4)
+    made = nbformat.reads(notebook.notebook_text(SOURCE.read_text()), as_version=4)
     place = next(index for index, cell in enumerate(made.cells) if "parameters" in cell.metadata.get("tags", []))
     made.cells.insert(place + 1, nbformat.v4.new_code_cell(f"RESULTS = Path({str(results)!r})"))
     nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": str(notebook.FOLDER)}}).execute()
@@ -24,13 +24,14 @@ def executed(results: Path) -> list[dict]:
 
 def test_the_notebook_is_what_its_source_makes() -> None:
     text = SOURCE.with_suffix(".ipynb").read_text()
-    assert text == notebook.made_of(SOURCE.read_text()), "python -m harness.report.notebook writes it again"
-    nbformat = pytest.importorskip("nbformat")
+    assert text == notebook.notebook_text(SOURCE.read_text()), "python -m harness.report.notebook writes it again"
     nbformat.validate(nbformat.reads(text, as_version=4))
 
 
 def test_a_source_becomes_cells_with_their_text_and_tags() -> None:
-    cells = json.loads(notebook.made_of('# %% [markdown]\n# # A\n#\n# b\n\n# %% tags=["t"]\nx = 1\n\ny = 2\n'))["cells"]
+    text = notebook.notebook_text('# %% [markdown]\n# # A\n#\n# b\n\n# %% tags=["t"]\nx = 1\n\ny = 2\n')
+    cells = json.loads(text)["cells"]
+    assert [cell["id"] for cell in cells] == ["cell-0", "cell-1"]
     assert [cell["cell_type"] for cell in cells] == ["markdown", "code"]
     assert ["".join(cell["source"]) for cell in cells] == ["# A\n\nb", "x = 1\n\ny = 2"]
     assert cells[1]["metadata"] == {"tags": ["t"]} and cells[1]["outputs"] == []
