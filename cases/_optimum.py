@@ -44,8 +44,9 @@ def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
     return found
 
 
-def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit_seconds: float = 10.0) -> int | None:
-    """The shortest makespan, for times in whole numbers; None where the limit passes before it is proved."""
+def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit: float = 10.0) -> int | None:
+    """The shortest makespan, for times in whole numbers; None if not proved within the limit, which is in CP-SAT's
+    deterministic time (about seconds), so that a loaded machine proves the same."""
     from ortools.sat.python import cp_model
 
     model, horizon = cp_model.CpModel(), sum(map(sum, chains))
@@ -62,7 +63,7 @@ def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit_seconds: fl
     model.add_cumulative(intervals, [1] * len(intervals), num_devices)
     model.minimize(makespan)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = limit_seconds
+    solver.parameters.max_deterministic_time = limit
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     return round(solver.objective_value) if solver.solve(model) == cp_model.OPTIMAL else None
