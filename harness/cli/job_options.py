@@ -45,14 +45,10 @@ class Bytes(click.ParamType):
     name = "SIZE"
 
     def convert(self, value: Any, param: Any, context: Any) -> int:
-        size = named_machines.size_bytes(str(value))
-        if size is None:
-            self.fail(
-                f"{value!r} is no size: a positive number with {', '.join(named_machines.UNITS)}, as 32GiB",
-                param,
-                context,
-            )
-        return size
+        try:
+            return named_machines.size_bytes(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, context)
 
 
 class Duration(click.ParamType):

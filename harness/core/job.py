@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.core.checked_data import NO_OTHER_FIELDS
 from harness.core.rates import Rates
 
 GIB = 2**30
@@ -37,6 +38,8 @@ class Workload:
 
     Raises ValueError, one line that names the allowed values, where the sizes make no model.
     """
+
+    __pydantic_config__ = NO_OTHER_FIELDS
 
     num_layers: int = 16
     hidden_size: int = 2048
@@ -169,7 +172,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may use; None is whatever the machine has. `rates` are what plans reckon with: no part of identity."""
+    """What a run may use; None is whatever the machine has. Plans use `rates`, which are no part of identity."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
 
     device_bytes: int | None = None
     host_bytes: int | None = None
@@ -240,6 +245,8 @@ class Plan:
 @dataclass(frozen=True)
 class Job:
     """One run as plain data. Two jobs of equal key measure the same thing."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
 
     method: str
     workload: Workload

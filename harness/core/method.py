@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 
 
 class Unavailable(Exception):
-    """This method cannot run here; the text says why and which command helps."""
+    """The method cannot run here; the text names the reason and the command that helps."""
 
 
 class Step(NamedTuple):
-    """One step's loss and global gradient norm before clipping: scalars on the device, not synchronized. Of several
-    models that take turns, of the first one, and what each has had of the devices' time, in shares of all until now.
-    In fp16 what the loss was scaled by, and whether the step was skipped because a gradient was not finite."""
+    """One step; of several models that take turns, the first one's. Tensors are scalars on the device, not
+    synchronized."""
 
     loss: torch.Tensor
-    grad_norm: torch.Tensor | None = None
-    shares: list[float] | None = None
-    loss_scale: float | None = None
-    is_skipped: bool = False
+    grad_norm: torch.Tensor | None = None  # global, before clipping
+    shares: list[float] | None = None  # of several models: each one's share of the devices' time so far
+    loss_scale: float | None = None  # in fp16
+    is_skipped: bool = False  # in fp16: a gradient was not finite
 
 
 class TensorState(NamedTuple):
@@ -50,22 +49,20 @@ class TensorState(NamedTuple):
 
 
 class OtherModel(NamedTuple):
-    """Of several models that took turns one but the first: fields of its workload that are its own, and its training:
-    a loss and a norm for each of its own steps."""
+    """Of several models that took turns, one after the first."""
 
-    changes: dict[str, Any]
-    losses: list[float]
+    changes: dict[str, Any]  # fields of its workload that differ from the first model's
+    losses: list[float]  # one for each of its own steps, as the norms
     grad_norms: list[float]
     tensors: Iterable[TensorState]
 
 
 class Trained(NamedTuple):
-    """What a method leaves behind for the gate, the bytes it moved between memories and, of several models that took
-    turns, their number as `num_models` and how the turns went; the tensors are then the first model's."""
+    """What a method leaves behind for the gate; of several models that took turns, the first one's tensors."""
 
     tensors: Iterable[TensorState]
-    moved_bytes: int = 0
-    schedule: dict[str, Any] = {}  # noqa: RUF012  nobody changes it
+    moved_bytes: int = 0  # between memories
+    schedule: dict[str, Any] = {}  # noqa: RUF012  of several models: `num_models`, and how the turns went
     others: Sequence[OtherModel] = ()
 
 
@@ -73,32 +70,24 @@ Training = Generator[Step, None, Trained]
 
 
 class Method(Protocol):
-    """What every method offers. Optional, see DEFAULTS: all but label, plan() and train().
-
-    label, color (hex), paper   for figures
-    bit_exact                   promises the reference's bits on CPU in fp32
-    is_exact                    False: trains differently by design
-    is_reference                True for exactly one method
-    can_rehearse                train() runs on tensors without memory (harness/devices/memory_rehearsal.py)
-    accumulates                 trains on micro-batches
-    scales_loss                 trains in fp16, by the rule of methods/shared/loss_scale.py
+    """What every method offers: a label, plan() and train(); the rest is optional, and load() adds what is here.
 
     A method that trains in several processes has an option world_size, 1 by default: then each runs train() under
     torchrun's variables, on the whole batch of which it takes its part, yields the loss of all, and rank 0 returns the
     whole tensors. Its plan is that of one rank."""
 
     label: ClassVar[str]
-    color: ClassVar[str]
-    paper: ClassVar[str]
-    bit_exact: ClassVar[bool]
-    is_exact: ClassVar[bool]
-    is_reference: ClassVar[bool]
-    can_rehearse: ClassVar[bool]
-    accumulates: ClassVar[bool]
-    scales_loss: ClassVar[bool]
+    color: ClassVar[str] = "#888888"  # in figures
+    paper: ClassVar[str] = ""
+    bit_exact: ClassVar[bool] = False  # promises the reference's bits on CPU in fp32
+    is_exact: ClassVar[bool] = True  # False: trains differently by design
+    is_reference: ClassVar[bool] = False  # True for exactly one method
+    can_rehearse: ClassVar[bool] = False  # train() runs on tensors without memory (harness/devices/memory_rehearsal.py)
+    accumulates: ClassVar[bool] = False  # trains on micro-batches
+    scales_loss: ClassVar[bool] = False  # trains in fp16, by the rule of methods/shared/loss_scale.py
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        """What training would need, allocating nothing; ValueError where the options make no sense for this size."""
+        """What training needs, by arithmetic. Raises ValueError for options that make no sense at this size."""
         ...
 
     def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
@@ -107,43 +96,24 @@ class Method(Protocol):
         ...
 
     def missing(self, device: str) -> str | None:
-        """What keeps it from running on this device, and what helps; None when nothing does. Not needed by most."""
-        ...
+        """What it lacks to run on this device, and how to get it."""
+        return None
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        """The options with which a model of fewer layers is trained by the same code as this one. Not needed where
-        options say nothing of single layers."""
-        ...
+        """The options with which the same code trains a model of fewer layers."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def to_build(self) -> str | None:
-        """What build() would have to compile before a run, for people; None when all is there. Not needed by most."""
-        ...
+        """What build() would compile before a run, for people; None when all is there."""
+        return None
 
     def build(self) -> None:
         """Compile it: called once, in a process of its own, never inside a run."""
-        ...
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         """The method's row in the fairness table: implementation, model, attention, optimizer, precision, recompute,
         clipping."""
-        ...
-
-
-DEFAULTS: dict[str, Any] = {
-    "paper": "",
-    "color": "#888888",
-    "bit_exact": False,
-    "is_exact": True,
-    "is_reference": False,
-    "can_rehearse": False,
-    "missing": lambda self, device: None,
-    "accumulates": False,
-    "scales_loss": False,
-    "twin_options": lambda self, num_layers, twin_layers: dataclasses.asdict(self),
-    "to_build": lambda self: None,
-    "build": lambda self: None,
-    "describe": lambda self, workload, device: {"implementation": "its file"},
-}
+        return {"implementation": "its file"}
 
 
 @functools.cache
@@ -151,7 +121,7 @@ def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for folder in (ROOT / "methods", *folders):
         if not folder.is_dir():
-            raise ValueError(f"no folder of methods {folder}: name one with --methods")
+            raise ValueError(f"expected a folder of methods, got {folder}; try --methods FOLDER")
         for path in sorted(folder.glob("[!_]*.py")):
             files[path.stem.replace("_", "-")] = path
     return files
@@ -163,7 +133,7 @@ def names(folders: tuple[Path, ...] = ()) -> list[str]:
 
 
 def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Methods whose files do not load, and why: they keep no other from running."""
+    """Methods whose files do not load, and why; the others still run."""
     found = {}
     for name in names(folders):
         try:
@@ -174,7 +144,7 @@ def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
 
 
 def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
-    """The method's class. Raises ValueError naming the nearest method, or saying what its file lacks."""
+    """The method's class. Raises ValueError that names the nearest method, or what the file lacks."""
     files = _files(folders)
     if name not in files:
         near = difflib.get_close_matches(name, files, n=1, cutoff=0.4)
@@ -188,9 +158,9 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     ]
     if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):
         raise ValueError(f"{files[name]} must hold one frozen dataclass with plan() and train(); see CONTRIBUTING.md")
-    for attribute, value in {"label": name, **DEFAULTS}.items():
-        if not hasattr(classes[0], attribute):
-            setattr(classes[0], attribute, value)
+    for attribute in ("label", *vars(Method)):
+        if not attribute.startswith("_") and not hasattr(classes[0], attribute):
+            setattr(classes[0], attribute, name if attribute == "label" else getattr(Method, attribute))
     found: Any = classes[0]
     return found
 
@@ -243,8 +213,8 @@ def reference(folders: tuple[Path, ...] = ()) -> str:
 
 
 def largest_depth(fits: Callable[[int], bool]) -> int:
-    """Layers of the deepest model that fits, by doubling and bisection; 0 when one layer does not. Needs grow with
-    depth."""
+    """Layers of the deepest model that fits, by doubling and bisection; 0 if one layer does not fit. Assumes that
+    needs grow with depth."""
     low, high = 0, 1
     while fits(high):
         low, high = high, high * 2

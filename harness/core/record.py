@@ -10,8 +10,9 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from harness.core.checked_data import NO_OTHER_FIELDS, checked
 from harness.core.job import Job
 from harness.core.whole_file import write_whole
 
@@ -23,11 +24,17 @@ STATUSES = (
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 VERDICTS = ("exact", "tolerance", "twin", "failed", "untested")
 PASSING = ("exact", "tolerance", "twin")
+if TYPE_CHECKING:
+    Values = list[float]
+else:
+    Values = list[float | None]  # None in imported logs only
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Is this the reference's training? The reason is a word to test against, the text is for people."""
+    """The verdict on a training: is it the reference's? Programs test the reason, people read the text."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
 
     verdict: str = "untested"
     reason: str = ""
@@ -46,6 +53,8 @@ class Record:
     Of an imported log they hold one value for every `interval_steps` steps, and None where the log has none.
     """
 
+    __pydantic_config__ = NO_OTHER_FIELDS
+
     job: Job
     key: str  # the job's identity in its context: equal keys measure the same thing
     status: str
@@ -58,11 +67,11 @@ class Record:
     machine: dict[str, Any] = field(default_factory=dict)
     software: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0  # Unix time
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    losses: Values = field(default_factory=list)
+    grad_norms: Values = field(default_factory=list)
     loss_scales: list[float] = field(default_factory=list)  # in fp16
     skipped_steps: list[int] = field(default_factory=list)  # by number, from 1: a gradient was not finite
-    step_seconds: list[float] = field(default_factory=list)
+    step_seconds: Values = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, int] = field(
         default_factory=dict
@@ -153,27 +162,19 @@ class Record:
         return {"schema_version": SCHEMA_VERSION, **_plain(dataclasses.asdict(self))}
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Record:
-        """Raises ValueError where the data is no record of a version known here."""
-        data = dict(data)
-        version = data.pop("schema_version", None)
+    def from_dict(data: Any) -> Record:
+        """Raises ValueError, one line, where the data is not a record of this schema version."""
+        version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
-            raise ValueError(f"schema version {version}, this harness reads {SCHEMA_VERSION}")
-        try:
-            data["job"] = Job.from_dict(data["job"])
-            data["gate"] = Gate(**data["gate"])
-            for name in ("losses", "grad_norms", "step_seconds"):
-                data[name] = [value if value is None else float(value) for value in data[name]]
-            return Record(**data)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a record: {error}") from error
+            raise ValueError(f"expected schema version {SCHEMA_VERSION}, got {version}")
+        return checked(Record, {name: value for name, value in data.items() if name != "schema_version"})
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(self.to_dict(), indent=1, allow_nan=False))
 
     @staticmethod
     def read(path: Path) -> Record:
-        """Raises ValueError, naming the file, where it is no whole record."""
+        """Raises ValueError, which names the file, where it is not a whole record."""
         try:
             return Record.from_dict(json.loads(path.read_text()))
         except (OSError, ValueError) as error:

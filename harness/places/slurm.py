@@ -1,13 +1,13 @@
-"""Jobs on a cluster under Slurm: all that are missing are submitted, waited for, and named by Slurm's own state.
+"""Jobs on a Slurm cluster: submit all that are missing, wait for them, name each end by Slurm's state.
 
-On the node launch.py runs as it does here and writes the record into the same folder, which all nodes must see. The
-state comes from sacct, else from scontrol; an exit code alone proves nothing. Where the ranks of a job are spread over
-several nodes, each node has an agent and a record of its own, and the submitter makes one of them.
+On the node launch.py runs as it does here and writes the record into the same folder, which all nodes must see. If the
+ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges the records.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import math
@@ -16,12 +16,15 @@ import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from pydantic import PositiveInt
 
 from harness.core import failures
+from harness.core.checked_data import NO_OTHER_FIELDS, checked
 from harness.core.job import Job
 from harness.core.method import ROOT, Unavailable
 from harness.core.record import Record, new_stem
@@ -36,18 +39,32 @@ START_SECONDS = 600.0  # that Slurm gives a job beyond its own time: imports, an
 LATE_SECONDS = 15.0  # by which a record may come after its job's state, through a network's file system
 CANCEL_SECONDS = 60.0
 OOM_KILL = "oom-kill event"  # slurmstepd's words
-# An option's name here, and the word of sbatch that it becomes.
-OPTIONS = {"partition": "partition", "account": "account", "qos": "qos", "time": "time", "gpus": "gpus_per_node",
-           "cpus": "cpus_per_task", "nodes": "nodes"}  # fmt: skip
+# What sbatch calls an option by another name than --slurm does.
+SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
 
 
-class State(NamedTuple):
-    """Slurm's word on a job: COMPLETED, FAILED, TIMEOUT ...; exit code and signal as it writes them, as 0:9."""
+@dataclass(frozen=True)
+class Options:
+    """The options of --slurm: sbatch's, and the container that srun starts."""
 
-    name: str
-    exit_code: str
-    nodes: str
+    __pydantic_config__ = NO_OTHER_FIELDS
+    partition: int | str | None = None
+    account: int | str | None = None
+    qos: int | str | None = None
+    time: int | str | None = None
+    gpus: int | str | None = None  # of each node
+    cpus: int | None = None  # of each task
+    nodes: PositiveInt | None = None
+    container_image: str | None = None
+
+
+class State(NamedTuple):
+    """A job's state as Slurm writes it: COMPLETED, FAILED, TIMEOUT ...; exit code and signal, as 0:9."""
+
+    name: str = ""
+    exit_code: str = ""
+    nodes: str = ""
 
     @property
     def is_final(self) -> bool:
@@ -55,7 +72,7 @@ class State(NamedTuple):
 
 
 def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
-    """--slurm's values: NAME=VALUE, or a YAML file of such. Raises ValueError for names that are none."""
+    """The options given by --slurm, as NAME=VALUE or in a YAML file. Raises ValueError where one is wrong."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -63,23 +80,20 @@ def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
             found[name] = int(value) if value.isdigit() else value
             continue
         try:
-            loaded = yaml.safe_load(Path(text).read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"--slurm {text} is neither NAME=VALUE nor a YAML file: {error}") from error
-        if not isinstance(loaded, dict):
-            raise ValueError(f"--slurm {text}: lines of NAME: VALUE are expected, as partition: gpu")
-        found |= loaded
-    for name in found:
-        if name not in (*OPTIONS, "container_image"):
-            raise ValueError(f"--slurm takes {', '.join(OPTIONS)}, container_image, not {name!r}")
-    if not isinstance(found.get("nodes", 1), int) or found.get("nodes", 1) < 1:
-        raise ValueError(f"--slurm nodes takes a number from 1 on, not {found['nodes']!r}")
-    return found
+            found |= checked(dict[str, Any], yaml.safe_load(Path(text).read_text()))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            told = " ".join(str(error).split())
+            raise ValueError(f"--slurm {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {told}") from error
+    try:
+        options = dataclasses.asdict(checked(Options, found))
+    except ValueError as error:
+        names = ", ".join(item.name for item in dataclasses.fields(Options))
+        raise ValueError(f"--slurm {error}; try {names}") from error
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def is_bundle(image: str) -> bool:
-    """Whether this is a folder with a container as OCI describes it, which Slurm runs by itself; else it is a name that
-    a plugin (pyxis) understands."""
+    """True for the folder of an OCI container, which Slurm runs itself; other names are for the plugin pyxis."""
     return (Path(image) / "config.json").is_file()
 
 
@@ -148,7 +162,7 @@ class Slurm:
         seconds = (job.budget.seconds or budgets.deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
         found |= {"job_name": f"{job.method}-{job.workload.num_layers}"}
-        found |= {OPTIONS[name]: value for name, value in self.options.items()}
+        found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items()}
         found |= {"nodes": self._num_nodes(job), "srun_args": self._container(job, results, folders)}
         if found["nodes"] > 1:  # whole nodes: two jobs that wait for each other's would wait for ever
             found["exclusive"] = True
@@ -157,7 +171,7 @@ class Slurm:
         return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
 
     def _num_nodes(self, job: Job) -> int:
-        """That the ranks of a job are spread over; one that trains in one process takes one."""
+        """Nodes that the ranks of a job are spread over, at most one a rank."""
         asked = min(self.options.get("nodes", 1), job.world_size)
         if job.world_size % asked:
             raise ValueError(f"{job.world_size} ranks do not spread evenly over {asked} nodes: --ranks, --slurm nodes")
@@ -258,22 +272,22 @@ def named(state: State, phase: str, limit_bytes: int) -> failures.Failure:
 
 
 def states_of(ids: list[str]) -> dict[str, State]:
-    """From sacct, which remembers; where nothing is accounted, from scontrol, which does so for some minutes."""
-    found = dict.fromkeys(ids, State("", "", ""))
-    if not ids:
-        return found
-    words = ["sacct", "-X", "-n", "-P", "-o", "JobIDRaw,State,ExitCode,NodeList", "-j", ",".join(ids)]
-    done = subprocess.run(words, capture_output=True, text=True) if shutil.which("sacct") else None
-    if done and done.returncode == 0 and done.stdout.strip():
-        for line in done.stdout.splitlines():
-            number, name, code, nodes = line.split("|")[:4]
-            found[number] = State(name.split()[0], code, nodes)  # "CANCELLED by 1000"
-        return found
-    done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        fields = dict(word.partition("=")[::2] for word in line.split())
-        if fields.get("JobId") in found:
-            found[fields["JobId"]] = State(fields["JobState"], fields["ExitCode"], fields.get("NodeList", ""))
-    if done.returncode == 0:  # what it has forgotten has ended
-        found = {number: state if state.name else State("FORGOTTEN", "", "") for number, state in found.items()}
+    """From sacct, read as submitit does; without accounting, from scontrol, which forgets a job after some minutes."""
+    from submitit.slurm.slurm import SlurmInfoWatcher
+
+    forgotten, told = State(), {}
+    if ids and shutil.which("sacct"):
+        words = ["sacct", "-X", "-P", "-o", "JobID,State,ExitCode,NodeList", "-j", ",".join(ids)]
+        told = SlurmInfoWatcher().read_info(subprocess.run(words, capture_output=True, text=True).stdout)
+    if ids and not told:
+        done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
+        jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
+        told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
+        if done.returncode == 0:  # a forgotten job has ended
+            forgotten = State("FORGOTTEN")
+    found = {}
+    for number in ids:
+        job = told.get(number)
+        # sacct writes "CANCELLED by 1000".
+        found[number] = State(job["State"].split()[0], job["ExitCode"], job.get("NodeList", "")) if job else forgotten
     return found

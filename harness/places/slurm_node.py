@@ -1,15 +1,13 @@
-"""A node's part of a job under Slurm: where it meets the other nodes, if there are any, and what it hands back.
+"""A node's part of a job under Slurm: meet the other nodes, if there are any, and run this node's ranks.
 
-Of several nodes each has an agent (harness/run/ranks.py) and a record: the first one's is the job's, those of the
-others lie in the folder of the call until the submitter has read them.
+Each node has an agent (harness/run/ranks.py) and a record: the first node's is the job's, the others' lie in the
+folder of the call until the submitter has read them.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,10 @@ from harness.core.record import Record
 from harness.devices import machine
 from harness.places.place import perform
 
-MEETING_SECONDS = 600.0  # for the first node to say where it is
-POLL_SECONDS = 0.5
-
 
 def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
-    """On each node: as perform(); Slurm's SIGTERM lets the worker finish its record. Raises RuntimeError where one of
-    several nodes failed: srun ends the others."""
+    """perform() on each node; Slurm's SIGTERM lets the worker finish its record. Raises RuntimeError where one of
+    several nodes failed: srun then ends the others."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine.facts.cache_clear()
     if order["num_nodes"] > 1:
@@ -36,32 +31,20 @@ def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def node_stem(folder: Path, stem: Path, index: int) -> Path:
-    """Of the record of a job's node beyond the first, whose record is the job's."""
+    """The stem of the record of a node beyond the first."""
     return folder / f"{stem.name}-node{index}"
 
 
 def _meet(order: dict[str, Any]) -> Path:
-    """Tell this node's agent, by torchrun's own variables, where it meets the others: the first node writes an address
-    into the call's folder. Returns the stem of this node's record."""
-    number, index = os.environ["SLURM_JOB_ID"], int(os.environ["SLURM_NODEID"])
-    folder, stem = Path(order["folder"]), Path(order["stem"])
-    place = folder / f"{number}.address"
-    if index == 0:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        # srun runs on the first node, and says by which address the others reach it.
-        address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or socket.gethostname()
-        place.with_suffix(".unfinished").write_text(f"{address} {port}")
-        place.with_suffix(".unfinished").rename(place)
-    deadline = time.time() + MEETING_SECONDS
-    while not place.exists():
-        if time.time() > deadline:
-            raise RuntimeError(f"the first node of job {number} did not say where it is")
-        time.sleep(POLL_SECONDS)
-    address, port_text = place.read_text().split()
+    """Set torchrun's variables, by which the agents of all nodes meet; returns the stem of this node's record."""
+    from submitit.helpers import TorchDistributedEnvironment
+
+    nodes = TorchDistributedEnvironment()  # one task a node: its rank is the node's
+    # srun runs on the first node, and says by which address the others reach it.
+    address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or nodes.master_addr
     os.environ |= {
-        "PET_NNODES": str(order["num_nodes"]), "PET_NODE_RANK": str(index), "PET_RDZV_ID": number,
-        "PET_MASTER_ADDR": address, "PET_MASTER_PORT": port_text,
+        "PET_NNODES": str(nodes.world_size), "PET_NODE_RANK": str(nodes.rank),
+        "PET_RDZV_ID": os.environ["SLURM_JOB_ID"], "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": str(nodes.master_port),
     }  # fmt: skip
-    return node_stem(folder, stem, index) if index else stem
+    return node_stem(Path(order["folder"]), Path(order["stem"]), nodes.rank) if nodes.rank else Path(order["stem"])

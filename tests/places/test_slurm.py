@@ -187,7 +187,7 @@ def test_without_slurm_and_with_unknown_options_one_line_says_so(tmp_path: Path)
 
 def test_ranks_spread_evenly_over_a_number_of_nodes(tmp_path: Path) -> None:
     done = cli.run(*WORDS, "--slurm", "nodes=none")
-    assert done.returncode == 2 and "nodes takes a number from 1 on, not 'none'" in done.stderr, done.stderr
+    assert done.returncode == 2 and "nodes: expected a valid integer, got 'none'" in done.stderr, done.stderr
 
 
 def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:
