@@ -12,6 +12,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +26,26 @@ ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 def child_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+
+
+def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
+    """Call `then`, in a thread, when whoever holds the other end of this pipe or socket is gone.
+
+    Reads past sys.stdin: a thread that waits in it holds its lock, and a forked child, which closes it, would wait
+    forever.
+    """
+
+    def wait() -> None:
+        with contextlib.suppress(ConnectionError):  # it left without having read all
+            while os.read(descriptor, 4096):
+                pass
+        then()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def interrupt_here() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def ask(module: str, arguments: Any) -> Any:

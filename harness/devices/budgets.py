@@ -82,7 +82,7 @@ def lift(job: Job) -> dict[str, int]:
     limit = _end_data_limit()
     if job.device == "sim":
         sim.lift()
-    sizes, found = _sizes(), {}
+    sizes, found = process_bytes(), {}
     if "VmData" in sizes and job.device != "sim":
         found["host_bytes"] = sizes["RssAnon"]
         if limit is not None and job.budget.host_bytes:
@@ -128,7 +128,7 @@ def _slowest_step_seconds(job: Job) -> float:
 
 def _limit_data(job: Job) -> str:
     """Room for the budget less what is resident, on top of what is mapped: untouched mappings cost nobody memory."""
-    sizes, budget = _sizes(), job.budget.host_bytes or 0
+    sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
         import resource
 
@@ -179,10 +179,10 @@ def _cap_device(budget_bytes: int | None) -> dict[str, str]:
     return found
 
 
-def _sizes() -> dict[str, int]:
-    """Bytes of this process by the kernel's names (RssAnon, VmData); empty where the system does not tell."""
+def process_bytes(pid: int | None = None) -> dict[str, int]:
+    """Bytes of a process, else of this one, by the kernel's names (RssAnon, VmData); empty if it does not tell."""
     with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid or os.getpid()}/status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}
     return {}
 
@@ -192,7 +192,7 @@ def main() -> None:
     import torch
 
     torch.optim.AdamW([torch.zeros(1, device=json.load(sys.stdin))], fused=True)
-    print(_sizes().get("RssAnon", 0))
+    print(process_bytes().get("RssAnon", 0))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -28,10 +29,10 @@ PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 @functools.cache
 def facts() -> dict[str, Any]:
-    """The machine: CPU, cores this process may use, memory it may use, GPU and driver."""
+    """CPU, cores and memory that this process may use, GPU and driver."""
     return {
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
         "host_bytes": host_bytes(),
         "os": platform.platform(),
         **gpu(),
@@ -40,7 +41,7 @@ def facts() -> dict[str, Any]:
 
 @functools.cache
 def software() -> dict[str, Any]:
-    """Versions, and the commit of this checkout with a + where files differ from it."""
+    """Versions, and the commit of this checkout, with a + if files differ from it."""
     found = {name: _version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found, "commit": _commit()}
 
@@ -54,7 +55,7 @@ def checked() -> dict[str, str]:
 
 
 def host_bytes() -> int:
-    """Memory this process may use: the least limit of the groups it is in where there is one, else the machine's."""
+    """Memory that this process may use: the machine's, or the least limit of its memory groups."""
     group = cgroup.current()
     limit = group.limit_bytes() if group else None
     return min(psutil.virtual_memory().total, limit or 2**63)
@@ -91,7 +92,7 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_free_bytes() -> int | None:
-    """What is free on that GPU, asked without a context on it; None where the driver does not tell."""
+    """Free bytes of that GPU, without a context on it; None if the driver does not tell."""
     import pynvml
 
     try:
@@ -101,21 +102,19 @@ def gpu_free_bytes() -> int | None:
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """What else was going on when a job began: the machine's load, and other processes on the GPU."""
+    """The machine's load and other processes on the GPU, as a job begins."""
     import pynvml
 
-    found: dict[str, Any] = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    found: dict[str, Any] = {"load_average": round(psutil.getloadavg()[0], 2)}
     if device == "cuda":
-        try:
+        with contextlib.suppress(pynvml.NVMLError):
             others = pynvml.nvmlDeviceGetComputeRunningProcesses(_gpu_handle())
             found["foreign_processes"] = [{"pid": other.pid, "device_bytes": other.usedGpuMemory} for other in others]
-        except pynvml.NVMLError:
-            pass
     return found
 
 
 def allocator_settings() -> str:
-    """The settings of torch's caching allocator that the environment makes, new name and old."""
+    """Settings of torch's caching allocator in the environment, by the new name and the old."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 
@@ -144,11 +143,11 @@ def devices() -> list[str]:
 
 
 def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budget:
-    """What a run may use: what was asked for, else what there is; with the rates of a calibration, if a workload says
-    for what and none are given.
+    """What a run may use: the budget asked for, else what there is; with rates by calibration for this workload, unless
+    given.
 
-    A CPU has no device memory of its own: without a budget for it, it stays None and shares the host's. The memories of
-    sim are what they are said to be: without budgets they have no end.
+    A CPU has no device memory of its own: without a budget it stays None, and the host's is shared. sim's memories
+    without budgets are unlimited.
     """
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
@@ -162,21 +161,21 @@ def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budg
 
 
 def rank_budget(job: Job) -> Budget:
-    """What each rank of a job may use where all are on one machine: what a plan reckons with. Raises ValueError where
-    they cannot train together."""
+    """What each rank of a job may use if all are on one machine: the budget of its plan. Raises ValueError if they
+    cannot train together."""
     if job.world_size > 1 and job.device == "sim":
         raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
     if job.options.get("num_devices", 1) > 1 and job.device == "sim":
         raise ValueError(
-            "sim, which --device-memory asks for on a CPU, is one device: leave --devices out, or add --device cpu,"
-            " where devices are processes and their budget is planned with, not enforced"
+            "sim (--device-memory on a CPU) is one device: leave --devices out, or add --device cpu, where devices are"
+            " processes, whose budget is planned but not enforced"
         )
     return budget(job.budget, job.device, job.workload).share(job.world_size)
 
 
 def rates(device: str, workload: Workload) -> Rates | None:
-    """What the calibration nearest to this workload found on this machine; None where there is none. A simulated device
-    computes as the CPU does."""
+    """The rates of this machine's calibration nearest to this workload, if any. A simulated device computes as the CPU
+    does."""
     kind = "cuda" if device == "cuda" else "cpu"
     found = [entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)]
     if not found:
@@ -186,7 +185,7 @@ def rates(device: str, workload: Workload) -> Rates | None:
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """The entries of CALIBRATION, if they are of this machine as it is and have all rates."""
+    """The entries of CALIBRATION that have all rates, if the file is of this machine as it is."""
     try:
         data = json.loads(CALIBRATION.read_text())
         names = {item.name for item in dataclasses.fields(Rates)}
@@ -206,7 +205,7 @@ def keep_calibration(entry: dict[str, Any]) -> None:
 
 
 def forward_flops(workload: Workload) -> float:
-    """Of one layer: what its recompute adds to a step."""
+    """FLOPs of one layer's forward pass: what its recompute adds to a step."""
     return (workload.flops_per_step - workload.model_flops_per_step) / workload.num_layers
 
 

@@ -10,7 +10,7 @@ from harness.core.job import Job, Workload
 
 
 def command(job: Job) -> str:
-    """The call that makes this job, resolved options included: make_jobs() read backwards."""
+    """The call that makes this job, with its resolved options: the inverse of make_jobs()."""
     defaults = Workload()
     names = {"num_layers": "-l", "hidden_size": "-h", "batch_size": "-b"}
     others = {"num_heads": "--heads", "seq_len": "--seq", "vocab_size": "--vocab", "dtype": "--dtype",

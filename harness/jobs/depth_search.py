@@ -1,12 +1,11 @@
 """The largest depth that trains: bracket it, halve the bracket, confirm both sides of the edge. Runs nothing itself.
 
-A probe says whether a depth trained. Needs grow with depth, so there is an edge; a good guess of it (`start`) makes the
-search short: steps of 3 % of the guess, doubling, until the edge is between two probes, then halves. Two small runs
-first make the guess good (then steps start at one layer): what they took beyond their plan is extrapolated, memory by
-memory and phase by phase.
+Needs grow with depth, so there is an edge. From a guess the search steps by 3 % of it, doubling, until the edge is
+between two probes, then halves. Two small runs may refine the guess first (then steps start at one layer): their bytes
+beyond the plan are extrapolated, by memory and phase.
 
 Real edges may be blurred (a depth that both passed and failed) or out of order (a failure below a pass). Then the
-answer is an interval: up to its lower end everything tried passed, from its upper end on everything tried failed.
+answer is an interval: all that was tried up to its lower end passed, all from its upper end on failed.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ MAX_TRIALS = 40
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one probe ended. `stop` says what has nothing to do with size: it ends the search."""
+    """How one probe ended."""
 
     passed: bool
-    memory: str = ""  # where it failed: which memory did not suffice
-    stop: str = ""
+    memory: str = ""  # that did not suffice
+    stop: str = ""  # an end that has nothing to do with size: the search stops
     evidence: Any = None
 
 
@@ -38,12 +37,12 @@ class Trial:
 
 @dataclass
 class Answer:
-    """Every trial in order, and what follows from them; 0 layers means that no depth tried passed."""
+    """Every trial in order, and what follows from them."""
 
     least: int = 1
     most: int = 2**20
     trials: list[Trial] = field(default_factory=list)
-    stopped: str = ""  # why there is no answer, or none yet
+    stopped: str = ""  # the reason of a search without an answer
 
     @property
     def passing(self) -> list[int]:
@@ -63,7 +62,7 @@ class Answer:
 
     @property
     def largest(self) -> int:
-        """The largest depth that passed with no failure at it or below; `least` - 1 without one."""
+        """The largest depth that passed with no failure at it or below; `least` - 1 if there is none."""
         return max((depth for depth in self.passing if depth < self.first_failing), default=self.least - 1)
 
     @property
@@ -78,16 +77,16 @@ class Answer:
 
     @property
     def is_sharp(self) -> bool:
-        """One layer decides."""
+        """A single layer separates passes from failures."""
         return not self.stopped and self.failed_above == self.largest + 1
 
     def mixed(self) -> list[int]:
-        """Depths that contradict a sharp edge: failed at or below one that passed, or passed at or above a failure."""
+        """Depths that contradict a sharp edge: failures at or below a pass, passes at or above a failure."""
         passed = {depth for depth in self.passing if depth >= self.first_failing}
         return sorted(passed | {depth for depth in self.failing if depth <= self.last_passing})
 
     def limiting(self) -> Trial | None:
-        """The first trial at the failing end of the interval: it names what binds."""
+        """The first trial at the failing end of the interval: it names the memory that binds."""
         return next((trial for trial in self.trials if trial.num_layers == self.failed_above), None)
 
 
@@ -101,10 +100,10 @@ def search(
     refine: Callable[[], int] | None = None,
     max_trials: int = MAX_TRIALS,
 ) -> Answer:
-    """Find the largest of the depths from `least` to `most` that trains.
+    """Find the largest depth from `least` to `most` that trains.
 
-    Each side of the edge is decided by `repeats` probes; several also look one layer beyond it. `refine` makes a
-    better guess of two small runs. Stops early, saying why, where a probe ends for another reason than size, or after
+    `repeats` probes decide each side of the edge; several also look one layer beyond it. `refine` makes a better guess
+    after two small runs. Stops early, with a reason, if a probe ends for another reason than size, or after
     `max_trials`.
     """
     answer = Answer(least, most)
@@ -137,7 +136,7 @@ def _try(answer: Answer, probe: Callable[[int], Outcome], depth: int) -> None:
 
 
 def _next(answer: Answer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
-    """The depth to try next, None when all is known, and the stride after it."""
+    """The depth to try next, None if all is known, and the stride after it."""
     below, first = answer.largest, answer.first_failing
     last, above = answer.last_passing, answer.failed_above
     if guess not in (*answer.passing, *answer.failing) and last < guess < first:
@@ -159,9 +158,9 @@ def _next(answer: Answer, guess: int, stride: int, repeats: int) -> tuple[int | 
 
 
 def extrapolate(points: Iterable[tuple[int, dict[str, int]]], num_layers: int) -> int:
-    """The most of all phases at this depth: each phase's bytes on the line through its first and last point.
+    """The maximum over phases at this depth, each phase on the line through its first and last point.
 
-    points: depth and bytes by phase. Memory is piecewise affine in depth, and another phase may lead at another depth.
+    points: depth and bytes by phase. Memory is piecewise affine in depth; the leading phase may change.
     """
     lines: dict[str, list[tuple[int, int]]] = {}
     for depth, phases in sorted(points, key=lambda point: point[0]):

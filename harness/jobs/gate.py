@@ -1,9 +1,9 @@
-"""Is this the reference's training? A verdict with its evidence, from two records alone.
+"""The gate: does a record show the reference's training? A verdict with its evidence, from two records alone.
 
 Own conditions first: all steps ran, all losses are finite, every tensor changed. Then the comparison: losses step by
-step, and for each tensor how much of it changed, how far it moved and the size of its first moment. A method that
-promises bit-equality is held to it on a CPU in fp32; elsewhere the tolerances below apply. Where a run fails, the most
-telling difference names the reason.
+step, and for each tensor the share that changed, the distance moved and the size of its first moment. A method that
+promises bit-equality is held to it on a CPU in fp32; elsewhere the tolerances below apply. The most telling difference
+names the reason of a failure.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def judge(
 ) -> Gate:
     """The verdict on a record.
 
-    `reference` is the same workload trained by the reference, or the record itself where it is that. Where the
-    reference does not fit, `twins` are this method and the reference at the largest depth where it does, and `peers`
-    are other methods' records of this very workload.
+    `reference` is the same workload trained by the reference, or the record itself. If the reference does not fit,
+    `twins` are this method and the reference at the largest depth that fits, and `peers` are other methods' records of
+    this very workload.
     """
     if record.status != "ok":
         return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
@@ -65,11 +65,8 @@ def judge(
     if own is not None:
         return own
     if reference is record:
-        return Gate(
-            "exact",
-            "",
-            f"is the reference: every loss of {record.job.steps} steps{_skipped(record)} finite, every tensor changed",
-        )
+        steps = f"{record.job.steps} steps{_skipped(record)}"
+        return Gate("exact", "", f"is the reference: every loss of {steps} finite, every tensor changed")
     if reference is not None:
         return _compare(record, reference)
     if twins is not None:
@@ -78,7 +75,7 @@ def judge(
 
 
 def together(verdicts: list[Gate]) -> Gate:
-    """The verdict on several models that took turns: that of the one that fares worst, by its number."""
+    """The verdict on several models that took turns: the worst one's, with its number."""
     if len(verdicts) == 1:
         return verdicts[0]
     number, worst = max(enumerate(verdicts, start=1), key=lambda item: SEVERITY.index(item[1].verdict))
@@ -166,7 +163,7 @@ def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) 
 
 
 def _kernels(record: Record) -> tuple[str, str]:
-    """Whose rounding to expect, and in which dtype: sim computes by the CPU's kernels."""
+    """Device and dtype whose rounding to expect: sim computes with the CPU's kernels."""
     device = "cpu" if record.job.device == "sim" else record.job.device
     return device, record.job.workload.dtype
 
@@ -177,7 +174,7 @@ def _bit_equal(record: Record, reference: Record) -> bool:
 
 
 def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
-    """A first loss, before any update, beyond every tolerance of rounding."""
+    """A first loss, before any update, beyond the tolerance of rounding."""
     where = _kernels(record)
     first = dataclasses.replace(record, losses=record.losses[:1])
     beyond = _first_loss_beyond(first, reference, LOSS_TOLERANCE[where])
@@ -185,12 +182,12 @@ def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
 
 
 def _skipped(record: Record) -> str:
-    """How many steps of fp16 trained nothing, where there are any."""
+    """The number of steps that fp16 skipped, if any."""
     return f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
 
 
 def _other_scales(record: Record, reference: Record) -> str:
-    """Where the loss scales of fp16 part, or the steps that were skipped for gradients that are not finite."""
+    """The first difference in loss scales, or in the steps skipped for gradients that are not finite."""
     if record.skipped_steps != reference.skipped_steps:
         names = ([*map(str, each.skipped_steps)] for each in (record, reference))
         ours, theirs = (f"steps {_some(found)}" if found else "no step" for found in names)
@@ -201,15 +198,11 @@ def _other_scales(record: Record, reference: Record) -> str:
 
 
 def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | None:
-    """The most telling difference between final tensors: part of one left out, a wrong step size, a wrong gradient."""
+    """The most telling difference between final tensors: a partial update, a wrong step size, a wrong gradient."""
     moment_tolerance = MOMENT_TOLERANCE[record.job.workload.dtype]
+    changed = "{name} changed in {ours:.1%} of its elements, {theirs:.1%} in"
     checks = (
-        (
-            "partial-update",
-            "changed",
-            CHANGED_TOLERANCE,
-            "{name} changed in {ours:.1%} of its elements, {theirs:.1%} in",
-        ),
+        ("partial-update", "changed", CHANGED_TOLERANCE, changed),
         ("update-size", "moved", SIZE_TOLERANCE, "{name} moved {ratio:.3g} times as far as in"),
         ("gradient-scale", "exp_avg", moment_tolerance, "{name}'s first moment is {ratio:.3g} times that in"),
     )
@@ -230,7 +223,7 @@ def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | N
 
 
 def _distant_weights(record: Record, reference: Record, tolerance: float) -> tuple[str, str] | None:
-    """A tensor that moved as far as the reference's, but elsewhere: by their sketches."""
+    """A tensor that moved as far as the reference's but to other values, by their sketches."""
     distances = {}
     for name, theirs in reference.tensors.items():
         ours, other = record.tensors[name].get("sketch"), theirs.get("sketch")

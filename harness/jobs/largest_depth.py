@@ -1,8 +1,8 @@
 """`search largest`: the search of harness/jobs/depth_search.py over real runs, each an ordinary record, and its table.
 
-The first guess is the plan's. Two small runs then show what a method takes beyond its plan, and the rest is planned in
-the room that leaves: a method whose options follow its memory (a window, resident layers) has them chosen anew at each
-depth. A probe near the edge is run whatever its plan foresees; only one that would exhaust this machine is not.
+The first guess is the plan's. Two small runs then show what a method takes beyond its plan, and later depths are
+planned in the room that is left: options that follow memory (a window, resident layers) are chosen anew at each depth.
+A probe near the edge runs against its plan, unless it would exhaust this machine.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Probes:
         self.sweep, self.job = sweep, job
         self.budget = machine.rank_budget(job)
         self.records: list[Record] = []
-        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # of each memory, beyond the plan: depth, phases
-        self.lacking: dict[str, int] = {}  # what it must be at least, by failures that the plan did not foresee
-        self.decided: dict[int, Job] = {}  # by depth: the job that a repeat repeats
+        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory, beyond the plan: depth, phases
+        self.lacking: dict[str, int] = {}  # the least excess, by failures that the plan did not foresee
+        self.decided: dict[int, Job] = {}  # by depth: the job for repeats
         self.least = method.largest_depth(lambda depth: not self._has_plan(depth)) + 1
         self._check()
 
     def _check(self) -> None:
-        """Raise the ValueError of options that make no sense at any depth, or of a placement that does at one alone."""
+        """Raise the ValueError of options that fit no depth, or of a placement that fits one depth only."""
         placement = self.job.options.get("placement")
         if not placement:
             self._planned(self.least)
@@ -48,8 +48,8 @@ class Probes:
             raise ValueError(f"{error}; {told}") from error
 
     def __call__(self, num_layers: int) -> Outcome:
-        """Run at this depth. Where memory did not suffice although the plan said so, and other options should need less
-        of it, they are tried as well: only what no options train is too large."""
+        """Run at this depth. If a run fails against its plan and other options should need less memory, try them, too:
+        a depth is too large if no options train it."""
         if num_layers in self.decided:
             return self._run(self.decided[num_layers])
         job, plan = self._planned(num_layers)
@@ -75,8 +75,7 @@ class Probes:
         return Outcome(record.status == "ok", memory_of(record), stop, record)
 
     def guess(self) -> int:
-        """Layers of the deepest model whose plan fits, what runs took beyond their plans counted in."""
-
+        """Layers of the deepest model whose plan and expected excess fit."""
         return method.largest_depth(lambda depth: depth < self.least or self._fits(self._planned(depth)[1], depth))
 
     def _fits(self, plan: Plan, num_layers: int) -> bool:
@@ -84,7 +83,7 @@ class Probes:
         return one_pool(plan, room).shortfall(room) is None and not self._refusal(plan)
 
     def refine(self) -> int:
-        """The guess again, now that small runs have shown what the plan leaves out."""
+        """guess() with the excess that small runs have shown."""
         self.lacking.clear()
         for record in self.records:
             if record.status != "ok":
@@ -103,7 +102,7 @@ class Probes:
         return True
 
     def _planned(self, num_layers: int) -> tuple[Job, Plan]:
-        """The job at this depth with the options its method settles on in the room there is."""
+        """The job at this depth with the options that its method chooses in the room there is."""
         workload = self.job.workload.at_depth(num_layers)
         trained = method.create(self.job.method, self.job.options, self.sweep.folders)
         plan = trained.plan(workload, self._room(num_layers))
@@ -111,7 +110,7 @@ class Probes:
         return dataclasses.replace(self.job, workload=workload, options=options), plan
 
     def _learn(self, record: Record, plan: Plan) -> None:
-        """A run failed: where the plan foresaw room, it takes more beyond its plan than was left."""
+        """A run failed although its plan fitted: it takes more beyond the plan than was left."""
         num_layers, lacked = record.job.workload.num_layers, memory_of(record)
         memory, room = BUDGETED.get(lacked, lacked), self._room(num_layers)
         have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, one_pool(plan, room)))
@@ -120,7 +119,7 @@ class Probes:
             self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))
 
     def _room(self, num_layers: int) -> Budget:
-        """The budget less what runs of this depth take beyond their plan."""
+        """The budget less the expected excess at this depth."""
         rooms = {}
         for memory in {**self.excess, **self.lacking}:
             have = getattr(self.budget, f"{memory}_bytes")
@@ -132,7 +131,7 @@ class Probes:
         return dataclasses.replace(self.budget, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
-        """The memory that no measurement may exhaust: the budget of a disk, and all that this machine has."""
+        """The memory that a probe would exhaust: the disk's budget, or the whole host."""
         disk = self.budget.disk_bytes
         if disk is not None and plan.disk_bytes > disk:
             return "disk"
@@ -141,13 +140,13 @@ class Probes:
 
 
 def memory_of(record: Record) -> str:
-    """The memory that a failed run lacked: what its evidence names, else what its status says."""
+    """The memory that a failed run lacked, by its evidence, else by its status."""
     return str(record.evidence.get("resource") or record.status.removeprefix("oom-"))
 
 
 def measured(record: Record) -> dict[str, dict[str, int]]:
-    """Peak bytes by memory and phase, as each budget counts them. A device that keeps account of the host counts its
-    tensors; elsewhere the host's share is the whole process, or an average rank."""
+    """Peak bytes by memory and phase, as each budget counts them: of the host tensors alone on a device that accounts
+    for it, else the whole process, or an average rank."""
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
@@ -157,15 +156,10 @@ def measured(record: Record) -> dict[str, dict[str, int]]:
 
 
 def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
-    """Search one method; its row of the table, with the record that decides the exit code."""
+    """Search one method; returns its row of the table, with the record that decides the exit code."""
     guess = probes.guess()
     most = min(most, max(64, probes.least, BEYOND_PLAN * guess))
     answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)
-    return row(answer, probes)
-
-
-def row(answer: Answer, probes: Probes) -> dict[str, Any]:
-    """An answer as data: depths, parameters, what binds, verdict, trials."""
     found = answer.largest >= answer.least
     passed = [trial.outcome.evidence for trial in answer.trials if trial.num_layers == answer.largest]
     best: Record | None = passed[-1] if found and passed else None
@@ -187,7 +181,7 @@ def row(answer: Answer, probes: Probes) -> dict[str, Any]:
 
 
 def _binding(answer: Answer, best: Record | None, probes: Probes) -> str:
-    """Which memory binds, and how much of how much the largest run took of it."""
+    """The memory that binds, and the largest run's share of it."""
     if answer.is_unlimited:
         return f"none up to {answer.most} layers, the most tried"
     limiting = answer.limiting()
@@ -208,7 +202,7 @@ def _binding(answer: Answer, best: Record | None, probes: Probes) -> str:
 
 
 def texts(result: dict[str, Any]) -> dict[str, str]:
-    """A row of the table as people read it."""
+    """A row of the table for people."""
     mixed = f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})" if result["mixed"] else ""
     return {
         "method": result["method"],

@@ -1,19 +1,16 @@
-"""What each method would need for each size, before anything is allocated: by kind and memory, whether it fits, which
-memory binds, and the largest depth that should fit. Arithmetic alone; no torch in this process."""
+"""The verb `plan`: bytes that each method needs at each size, by memory and kind, what binds, and the largest depth
+that should fit. Arithmetic alone: nothing is allocated, torch is not imported."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from harness.core import method
 from harness.core.child_process import ask
+from harness.core.console import print_table
 from harness.core.job import KINDS, Budget, Job, Plan, Workload, gib
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import machine
@@ -22,7 +19,6 @@ from harness.jobs.sweep import largest, one_pool, resolve
 
 MEMORIES = ("device", "host", "disk")
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # a parameter: two moments, in mixed precision a master, too
-WIDTH = 200  # columns where there is no terminal to ask: nothing is cut off
 
 
 def rows(jobs: list[Job], folders: tuple[Path, ...], exact: bool = False) -> list[dict[str, Any]]:
@@ -31,9 +27,9 @@ def rows(jobs: list[Job], folders: tuple[Path, ...], exact: bool = False) -> lis
 
 
 def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
-    """No step is shorter than its arithmetic at the rate that the machine achieves, than its copies with both
-    directions of the link full, than the host's Adam over what the host holds, or than what these two read and write
-    in the host's memory, however well they overlap. None where the machine's rates are not known."""
+    """A lower bound of a step, however well its parts overlap: the longest of its arithmetic, its copies with both
+    directions of the link full, the host's Adam, and what copies and Adam read and write in the host's memory. None if
+    the machine's rates are not known."""
     if rates is None:
         return None
     at_host = plan.updates_on_host * plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
@@ -59,15 +55,9 @@ def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
     devices = job.world_size if job.device == "cuda" else 1  # of a CPU all ranks share the one
     part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
     depth = largest(trained, job, budget)
+    row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes}
+    row |= {name: getattr(plan, name) for memory in MEMORIES for name in (memory, f"{memory}_bytes")}
     row |= {
-        "options": resolved.options,
-        "device": plan.device,
-        "host": plan.host,
-        "disk": plan.disk,
-        "device_bytes": plan.device_bytes,
-        "host_bytes": plan.host_bytes,
-        "disk_bytes": plan.disk_bytes,
-        "moved_bytes": plan.moved_bytes,
         "least_step_seconds": plan.step_seconds or least_step_seconds(part, plan, budget.rates),
         "time_binds": plan.binds,
         "fits": shortfall is None,
@@ -102,7 +92,7 @@ def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def published_rows(budget: Budget) -> list[dict[str, Any]]:
-    """For each published method its law's limits in this budget, beside the largest size it was published with."""
+    """For each published method the limits that its law gives in this budget, beside its largest published size."""
     if not budget.device_bytes or not budget.host_bytes:
         return []
     found = []
@@ -125,18 +115,17 @@ def published_rows(budget: Budget) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]], exact: bool) -> None:
-    """What each method needs, a line for each memory; what comes of it; a line for each that does not fit or cannot be
-    planned."""
+    """What each method needs, a line for each memory; what follows; a line for each that does not fit or has no
+    plan."""
     planned = [row for row in found if "error" not in row]
-    depth = ["layers"] if len({row["num_layers"] for row in planned}) > 1 else []
-    kinds = [*depth, "memory", *KINDS, "in all", *(["exact"] if exact else [])]
-    needs = _table("What training needs, by arithmetic", *kinds)
-    ends = _table("What comes of it", "layers", "fits", "binds", "largest", "moved a step", "seconds, at least")
-    for row in planned:
-        _add_needs(needs, row, [row["method"], *(str(row[f"num_{name}"]) for name in depth)], exact)
-        _add_end(ends, row)
-    for table in (needs, ends) if planned else ():
-        _console().print(table)
+    depth = ["num_layers"] if len({row["num_layers"] for row in planned}) > 1 else []
+    numbers = ["layers"] * len(depth) + [*KINDS, "in all"] + ["exact"] * exact
+    needs = [line for row in planned for line in _needs(row, ["method", *depth], exact)]
+    ends = ["layers", "fits", "binds", "largest", "moved a step", "seconds, at least"]
+    if planned:
+        columns = ["method", *numbers[: len(depth)], "memory", *numbers[len(depth) :]]
+        print_table(columns, needs, "What training needs, by arithmetic", numbers=numbers)
+        print_table(["method", *ends], map(_end, planned), "What comes of it", numbers=ends)
     for row in planned:
         options = ", ".join(f"{name}={value}" for name, value in row["options"].items() if value not in (None, False))
         if row["time_binds"]:
@@ -144,7 +133,7 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
         if options:
             print(f"{row['method']}, {row['num_layers']} layers: {options}")
     if any(row["options"].get("world_size", 1) > 1 for row in planned):
-        print("world_size: bytes are one rank's, who has a device of its own and its part of the host's budget.")
+        print("world_size: bytes are one rank's, which has a device of its own and its part of the host's budget.")
     print("binds: the memory that one layer more than the largest would pass.")
     print("seconds, at least: a bound by the machine's rates (machines.yaml, or doctor --calibrate), if all overlaps.")
     for row in found:
@@ -157,47 +146,34 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
             print(text)
 
 
-def _add_needs(table: Table, row: dict[str, Any], title: list[str], exact: bool) -> None:
+def _needs(row: dict[str, Any], title: list[str], exact: bool) -> Iterator[list[str]]:
+    cells = [str(row[name]) for name in title]
     for memory in MEMORIES:
         if memory == "device" or row[f"{memory}_bytes"]:
-            cells = [*title, memory, *(_size(row[memory].get(kind)) for kind in KINDS), _size(row[f"{memory}_bytes"])]
-            if exact:
-                cells.append(_size(row["exact"].get(f"{memory}_bytes")))
-            table.add_row(*cells)
-            title = [""] * len(title)
+            sizes = [*(row[memory].get(kind) for kind in KINDS), row[f"{memory}_bytes"]]
+            sizes += [row["exact"].get(f"{memory}_bytes")] if exact else []
+            yield [*cells, memory, *map(_size, sizes)]
+            cells = [""] * len(title)
 
 
-def _add_end(table: Table, row: dict[str, Any]) -> None:
-    table.add_row(
+def _end(row: dict[str, Any]) -> list[str]:
+    seconds = row["least_step_seconds"]
+    return [
         row["method"], str(row["num_layers"]), "yes" if row["fits"] else "no", row["binding"] or "-",
-        f"-l {row['largest_layers']}", _size(row["moved_bytes"]),
-        f"{row['least_step_seconds']:.3g}" if row["least_step_seconds"] else "-",
-    )  # fmt: skip
-
-
-def _table(title: str, *names: str) -> Table:
-    """Without lines, narrow: it should fit a terminal of a hundred columns, and fold rather than cut off in less."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="left" if name == "memory" else "right", overflow="fold")
-    return table
+        f"-l {row['largest_layers']}", _size(row["moved_bytes"]), f"{seconds:.3g}" if seconds else "-",
+    ]  # fmt: skip
 
 
 def show_published(found: list[dict[str, Any]]) -> None:
-    table = Table(title="What bound the published runs, by laws recovered from their logs (largest depths)")
-    for name in ("method", "published", "its seconds a step", "device", "device, as reserved", "host", "verdict"):
-        table.add_column(name, justify="left" if name in ("method", "verdict") else "right")
+    numbers = ("published", "its seconds a step", "device", "device, as reserved", "host")
+    rows = []
     for row in found:
         seconds = f"{row['step_seconds']:.3g}" if row["step_seconds"] else "-"
         depths = (row["published_layers"], seconds, row["device"], row["device_as_reserved"], row["host"] or "-")
-        table.add_row(row["method"], *map(str, depths), row["verdict"])
-    _console().print(table)
+        rows.append((row["method"], *depths, row["verdict"]))
+    title = "What bound the published runs, by laws recovered from their logs (largest depths)"
+    print_table(("method", *numbers, "verdict"), rows, title, numbers=numbers)
     print("Of the engines that were published; the rows above are of those that run here.")
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 
 def _size(size: int | None) -> str:

@@ -1,4 +1,4 @@
-"""What a person sees while a sweep runs: a bar on a terminal, plain lines elsewhere, or JSON lines for programs."""
+"""Progress of a sweep: a bar on a terminal, plain lines elsewhere, or JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
-
-Report = Callable[[dict[str, Any]], None]
+from harness.run.launch import Report
 
 
 @contextmanager
@@ -38,7 +37,7 @@ def _print_json(event: dict[str, Any]) -> None:
 
 
 def _title(event: dict[str, Any]) -> str:
-    """Which job this is and why it is run: by the sizes, too, in which references of one call may differ."""
+    """The job, its number or role, and its sizes: references of one call may differ in them."""
     job: Job = event["job"]
     load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
@@ -128,7 +127,7 @@ class _Bar:
 
 
 def shares_text(event: dict[str, Any]) -> str:
-    """Of several models what each has had of the devices' time, and how much of it was used at all."""
+    """Of several models: each one's share of the devices' time, and the share in use."""
     shares = event.get("shares")
     if not shares:
         return ""
@@ -136,28 +135,19 @@ def shares_text(event: dict[str, Any]) -> str:
 
 
 def summary(record: Record) -> dict[str, Any]:
-    """What a closing line tells, as data."""
-    return {
-        "method": record.job.method,
-        "num_layers": record.job.workload.num_layers,
-        "options": record.job.options,
-        "num_params": record.job.workload.num_params,
-        "status": record.status,
-        "reason": record.reason,
-        "samples_per_second": record.samples_per_second,
-        "peaks": record.peaks,
-        "gate": record.gate.verdict,
-        "gate_text": record.gate.text,
-    }
+    """A closing line as data."""
+    load = record.job.workload
+    sizes = {"num_layers": load.num_layers, "options": record.job.options, "num_params": load.num_params}
+    found = {name: getattr(record, name) for name in ("status", "reason", "samples_per_second", "peaks")}
+    gate = {"gate": record.gate.verdict, "gate_text": record.gate.text}
+    return {"method": record.job.method, **sizes, **found, **gate}
 
 
 def closing_line(record: Record) -> str:
     """One line for people: parameters, samples/s, peaks against budget, gate."""
-    job = record.job
+    job, load, gate = record.job, record.job.workload, record.gate
     options = "".join(f" {name}={value}" for name, value in job.options.items())
-    title = (
-        f"{job.method}{options}, {job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"
-    )
+    title = f"{job.method}{options}, {load.num_layers} layers, {params_text(load.num_params)} parameters"
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
@@ -165,10 +155,8 @@ def closing_line(record: Record) -> str:
     host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
     taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
     device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""
-    verdict = (
-        record.gate.verdict if record.gate.verdict in ("failed", "untested") else f"passed ({record.gate.verdict})"
-    )
-    return f"{title}: {speed}, {device}{host}; gate {verdict}: {record.gate.text}"
+    verdict = f"passed ({gate.verdict})" if gate.passed else gate.verdict
+    return f"{title}: {speed}, {device}{host}; gate {verdict}: {gate.text}"
 
 
 def _of(size: int, limit: int | None) -> str:

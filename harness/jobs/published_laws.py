@@ -1,12 +1,11 @@
-"""What bound the published artifact's methods on its V100 VM, and how long their steps took: laws recovered from its
-logs.
+"""Laws of the published artifact's methods on its V100 VM, recovered from its logs: what bound their size, and the
+seconds of their steps.
 
-Bytes of the device are 4 a parameter and copy (everything was fp32): what each method kept there, its layers' inputs,
-and one transient fitted to its log at 32 layers. The laws are of that artifact, at its sizes; what our methods need is
-in their plans. The allocator reserved more than it gave out, in two methods half again and twice as much, so the
-device's limit is stated without and with that.
+Device bytes are 4 for each parameter and copy (fp32): what each method kept there, its layers' inputs, and one
+transient fitted to its log at 32 layers. The laws hold for that artifact at its sizes; our methods have plans. The
+allocator reserved up to twice what it gave out, so the device's limit is stated without and with that.
 
-Time is compute, and what was not hidden behind it: updates on the host, copies. The rates are those of the machine in
+Time is compute and what was not hidden behind it: updates on the host, copies. The rates are the machine's in
 machines.yaml, from three rows of the published runs (Megatron-LM, ZeRO-Infinity and L2L at 32 layers).
 
 Sources: published logs (allocated, max allocated, max reserved in MiB) and the memory report of DeepSpeed in them.
@@ -32,8 +31,8 @@ EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB wher
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest depths that a law allows: by the device as an ideal allocator would use it, by the device as the
-    allocator was logged to use it, by the host."""
+    """The largest depths that a law allows: by the device with an ideal allocator, by the device with the logged one,
+    by the host."""
 
     device: int
     device_as_reserved: int
@@ -50,11 +49,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Law:
-    """A published method's memory: bytes kept on the device, the transient, bytes a parameter on the host."""
+    """A published method's memory."""
 
     method: str
     published_layers: int  # the largest it was run with
-    static_bytes: Callable[[Workload], int]
+    static_bytes: Callable[[Workload], int]  # on the device
     transient_mib: float  # max allocated - static - inputs, at 32 layers
     reserved_per_allocated: float  # maxima of the log at the largest size
     host_bytes_per_param: float | None
@@ -78,7 +77,7 @@ class Law:
         )
 
     def verdict(self, limits: Limits) -> str:
-        """What bound the published run, and whether its largest size was the limit."""
+        """What bound the published run, and if its largest size was the limit."""
         said = f"bound by the {limits.binding}"
         if limits.binding == "device" and limits.device > 1.1 * limits.device_as_reserved:
             said += (
@@ -119,8 +118,8 @@ LAWS = (
 
 
 def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
-    """A step of a published method. Nothing hid behind compute but STRONGHOLD's updates, and those behind the next
-    forward pass only; it updated a window's layers on the device."""
+    """A step of a published method. Only STRONGHOLD hid anything behind compute: its updates, behind the next forward
+    pass; it updated a window's layers on the device."""
     layer, end, adam_bytes = workload.layer_params, workload.end_params, 28  # a parameter, read and written
     layers, on_host = workload.num_layers * layer, 1 / rates.host_adam_params_per_second
     link, on_device = rates.inbound_bytes_per_second, adam_bytes / rates.device_bytes_per_second
@@ -137,6 +136,6 @@ def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4)
 
 
 def is_published(workload: Workload) -> bool:
-    """Whether these laws speak of this workload, whatever its depth."""
+    """True if the laws hold for this workload; its depth is free."""
     names = ("hidden_size", "num_heads", "seq_len", "batch_size", "vocab_size", "dtype")
     return all(getattr(workload, name) == getattr(PUBLISHED, name) for name in names)

@@ -1,6 +1,6 @@
-"""Many jobs in order: what has a record is not run again, what ends is judged, a crash loses nothing.
+"""Many jobs in order: jobs with a record are not run again, each end is judged, a crash loses nothing.
 
-Each job is followed by the gate. The reference it needs is a job like any other: it is run when no record of it exists.
+The gate follows each job. The reference that it needs is a job like any other, run if no record of it exists.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,13 @@ from harness.core.record import Gate, Record, new_stem, read_all
 from harness.devices import machine
 from harness.jobs import gate
 from harness.places.place import Place
-from harness.run.launch import launch
+from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
-
-Report = Callable[[dict[str, Any]], None]
 
 
 def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | None]:
-    """The job with the options that its plan settled on, the plan, and what does not fit, if anything.
-
-    Raises ValueError for options that make no sense.
-    """
+    """The job with the options that its plan settled on, the plan, and the shortfall, if any. Raises ValueError for
+    wrong options."""
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     budget = machine.rank_budget(job)
@@ -53,7 +48,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
 
 
 def _hint(trained: method.Method, job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
-    """What fits instead. A placement of so many layers, be it planned or asked for, is left out where it does not."""
+    """The largest size that fits instead; without the placement if none fits with it."""
     depth, placement = largest(trained, job, budget), job.options.get("placement")
     if not depth and placement:
         others = {name: value for name, value in job.options.items() if name != "placement"}
@@ -64,7 +59,7 @@ def _hint(trained: method.Method, job: Job, budget: Budget, folders: tuple[Path,
 
 
 def one_pool(plan: Plan, budget: Budget) -> Plan:
-    """The plan as it falls on the memories there are: without a device budget, a CPU's device memory is the host's."""
+    """The plan on the memories there are: without a device budget, a CPU's device memory is the host's."""
     if budget.device_bytes is not None:
         return plan
     kinds = {kind: plan.device.get(kind, 0) + plan.host.get(kind, 0) for kind in {**plan.device, **plan.host}}
@@ -72,7 +67,7 @@ def one_pool(plan: Plan, budget: Budget) -> Plan:
 
 
 def largest(trained: method.Method, job: Job, budget: Budget) -> int:
-    """Layers of the deepest model of this job that should fit the budget, by the method's plan; 0 where none should."""
+    """Layers of the deepest model of this job that fits the budget by the method's plan; 0 if none does."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
         try:
@@ -86,7 +81,7 @@ def largest(trained: method.Method, job: Job, budget: Budget) -> int:
 
 
 class Sweep:
-    """A folder of results and what is to be added to it."""
+    """A folder of results, and the jobs that add to it."""
 
     def __init__(
         self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
@@ -102,7 +97,7 @@ class Sweep:
             self.report({"event": "warning", "text": complaint})
 
     def run(self, jobs: list[Job]) -> list[Record]:
-        """A judged record for each resolved job, in order, measured now or before."""
+        """A judged record of each resolved job, in order, measured now or earlier."""
         if self.place and self.place.is_parallel:
             self._launch_at_once(self.place, jobs)
             self._launch_at_once(self.place, self._references(jobs))
@@ -115,8 +110,8 @@ class Sweep:
         return finished
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
-        """The number-th measurement of a resolved job, judged; made now where there are fewer, whatever its plan
-        foresees. A refusal by plan is no measurement."""
+        """The number-th measurement of a resolved job, judged; made now if there are fewer, even against its plan. A
+        refusal by plan is not a measurement."""
         key = self.key(job)
         known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
@@ -135,7 +130,7 @@ class Sweep:
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
-        """Run together what of these has no record and should fit."""
+        """Run those that have no record and should fit, together."""
         missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
         self.measured_now |= {key for _, key in pairs}
@@ -143,14 +138,14 @@ class Sweep:
             self.records[path] = Record.read(path)
 
     def _references(self, jobs: list[Job]) -> list[Job]:
-        """What those of the jobs that have trained will be compared with."""
+        """The references of those of the jobs that have trained."""
         trained = [self.records[path] for job in jobs for path in self._known(self.key(job))]
         models = [model for record in trained if record.status == "ok" for model in record.models()]
         return [resolve(self._reference(model.job), self.folders)[0] for model in models]
 
     def _known(self, key: str) -> list[Path]:
-        """The records that answer for a key, oldest first; those made now count however they ended: no job is run
-        twice in one sweep."""
+        """The records of a key, oldest first; those made now count however they ended: no job runs twice in one
+        sweep."""
         fresh = key in self.measured_now
         if self.rerun and not fresh:
             return []
@@ -161,7 +156,7 @@ class Sweep:
         key = self.key(job)
         known = [path for path in self._known(key) if self.records[path].answers(job)]
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
-            known = []  # it was refused before it ran; by now there is more memory
+            known = []  # refused by plan then, fits now
         if known:
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
@@ -180,7 +175,7 @@ class Sweep:
         return path
 
     def _made_meanwhile(self, job: Job, key: str) -> Path | None:
-        """A result of this job that another call has put into the folder since this one read it."""
+        """A result of this job that another call has written since this one read the folder."""
         if self.rerun:
             return None
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
@@ -202,7 +197,7 @@ class Sweep:
         return path
 
     def _judge(self, path: Path) -> Record:
-        """The record with its verdict by the reference as it is now: judging is arithmetic."""
+        """The record with its verdict by today's reference: judging is arithmetic."""
         record = self.records[path]
         if record.status != "ok":
             return record
@@ -250,29 +245,29 @@ class Sweep:
                 return Gate("untested", "no-twin", f"no twin at {depth} layers: {error}")
             twins.append(self.records[self._measure(small, {"role": "twin"})])
         record, twin = whole.models()[number], twins[0].models()[min(number, len(twins[0].others))]
-        same_size = [
-            other
-            for other in self.records.values()
-            if other.job.workload == record.job.workload
-            and other.job.steps == record.job.steps
-            and other.job.method != record.job.method
-            and other.job.device == record.job.device
+        peers = [other for other in self.records.values() if self._is_peer(other, record.job)]
+        return gate.judge(record, twins=(twin, twins[1]), peers=peers)
+
+    def _is_peer(self, other: Record, job: Job) -> bool:
+        """Another method's passing record of the same training, by today's source and machine."""
+        same = ("workload", "steps", "device")
+        return (
+            all(getattr(other.job, name) == getattr(job, name) for name in same)
             and other.status == "ok"
             and other.gate.passed
-            and other.job.method in method.names(self.folders)
+            and other.job.method in {*method.names(self.folders)} - {job.method}
             and other.key == self.key(other.job)
-        ]
-        return gate.judge(record, twins=(twin, twins[1]), peers=same_size)
+        )
 
 
 def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """What beside a method's job decides what it measures: the method's source, the corpus, this machine."""
+    """What a measurement depends on beside its job: the method's source, the corpus, this machine."""
     source = method.source_hash(name, folders)
     return {"source": source, "corpus": _corpus_identity(corpus), **machine.checked()}
 
 
 def _corpus_identity(prefix: str | None) -> str:
-    """Size and time of the corpus: other contents are another job."""
+    """Size and time of the corpus: a changed file is another job."""
     if prefix is None:
         return ""
     found = Path(f"{prefix.removesuffix('.bin').removesuffix('.idx')}.bin").stat()

@@ -1,7 +1,7 @@
-"""One job elsewhere, in a container or on a node of a cluster: what is ordered here, what is done there, how it ended.
+"""One job elsewhere, in a container or on a cluster's node: the order made here, its execution there, its end.
 
-There launch.py runs as it does here, and writes the record into the same folder. An order is plain data; the stem of
-record and log is made by whoever orders, so that an end without any record has one, too.
+There launch.py runs as it does here and writes the record into the same folder. An order is plain data; the orderer
+makes the stem of record and log, so that it can write a record for an end that left none.
 """
 
 from __future__ import annotations
@@ -9,36 +9,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from harness.core import failures, log_lines
-from harness.core.child_process import ENVIRONMENT
+from harness.core.child_process import ENVIRONMENT, interrupt_here, when_closed
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import machine
-from harness.run.launch import launch
+from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
-# What decides how fast a job is, and in which order its sums are taken: the same there as here.
+# These decide a job's speed and the order of its sums: the same there as here.
 FORWARDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *ENVIRONMENT)
-# A sign of life of an order, before its worker has any.
-ORDERED = "ordered"
-Report = Callable[[dict[str, Any]], None]
+ORDERED = "ordered"  # the phase of an order whose worker has not reported yet
 
 
 class Place(Protocol):
     """Where jobs run, if not here."""
 
-    is_parallel: bool  # whether several jobs are better given to it at once
+    is_parallel: bool  # give it several jobs at once
 
     def context(self) -> dict[str, str]:
-        """What of the place decides what is measured there; part of a job's identity, over machine.checked()."""
+        """Facts of the place that results depend on; part of a job's identity, over machine.checked()."""
         ...
 
     def launch(
@@ -63,7 +58,7 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
     folders = tuple(Path(folder) for folder in order["folders"])
     os.environ.update(order["environment"])
     if job.device not in machine.devices():
-        reason = f"no {job.device} device is seen there: {' and '.join(machine.devices())} only"
+        reason = f"expected a {job.device} device there, got {' and '.join(machine.devices())}"
         write_end(job, order["key"], stem, failures.Failure("unavailable", reason, {"class": "device", "resource": ""}))
         return
     prepare(job, stem.parent, folders, report)
@@ -71,7 +66,7 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
 
 
 def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
-    """The record and the closing line of an order that left none; `seen` are fields of the record that are known."""
+    """Write the record and the closing line of an order that left none; `seen` are known fields of the record."""
     path = Path(f"{stem}.json")
     fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
     record = Record(job, key, end.status, reason=end.reason, evidence=end.evidence, **fields)
@@ -82,7 +77,7 @@ def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[
 
 
 def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None) -> Path:
-    """Add to a record where it was made, what the place says of its end, and, if it knows better, the end's name."""
+    """Add to a record the place, its evidence on the end and, where the place knows better, the end's name."""
     record = Record.read(path)
     software = {**record.software, "commit": machine.software()["commit"]}  # the source is that of here
     changes: dict[str, Any] = end.changes(record.evidence) if end else {"evidence": record.evidence}
@@ -92,17 +87,11 @@ def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], en
     return path
 
 
-def _end_with_orderer() -> None:
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 def main() -> None:
-    """The order comes on standard input, which stays open: when it closes, whoever ordered is gone, and the run ends as
-    interrupted. Events go to standard output, one JSON object a line."""
+    """The order comes on standard input, which stays open: it closes when the process that ordered is gone, and the run
+    ends as interrupted. Events go to standard output, one JSON object a line."""
     order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_orderer, daemon=True).start()
+    when_closed(0, interrupt_here)
     try:
         perform(order, lambda event: print(json.dumps(event), flush=True))
     except KeyboardInterrupt:

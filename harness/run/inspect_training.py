@@ -1,4 +1,4 @@
-"""What was seen of training: its kernels, and what it left behind, tensor by tensor, small enough for a record."""
+"""Evidence of a training, small enough for a record: its kernels, and what became of each tensor."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from harness.core.method import TensorState
 
 SKETCH_BUCKETS = 8
 SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows: no structure of a tensor has that period
-WORKERS = 4  # each holds one tensor's change: a bound on what the look itself takes
+WORKERS = 4  # each holds one tensor's change: a bound on the inspection's own memory
 TELLING = ("attention", "adam")  # ops that have several kernels
 
 
 class Kernels(TorchDispatchMode):
-    """The telling ops that torch dispatches while this is entered, by the kernels they have chosen.
-
-    What an engine's own library runs, such as DeepSpeed's Adam, is not torch's to dispatch.
-    """
+    """Kernels of the telling ops that torch dispatches while this is entered; not those of an engine's own library,
+    such as DeepSpeed's Adam."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +37,7 @@ class Kernels(TorchDispatchMode):
 
 
 def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
-    """For each tensor against its seeded start: share of elements changed, distance moved, size of the first moment."""
+    """Each tensor against its seeded start: share of elements changed, distance moved, size of the first moment."""
 
     def look(state: TensorState) -> dict[str, Any]:
         weight = state.weight.detach().float().cpu().contiguous()
@@ -55,7 +53,7 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
         }
 
     found: dict[str, dict[str, Any]] = {}
-    waiting = iter(tensors)  # some are made as they are asked for: never more of them than are looked at
+    waiting = iter(tensors)  # some are made on demand: never more than WORKERS at once
     with ThreadPoolExecutor(WORKERS) as pool:
         while states := list(itertools.islice(waiting, WORKERS)):
             found |= zip([state.name for state in states], pool.map(look, states), strict=True)

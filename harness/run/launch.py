@@ -1,6 +1,6 @@
-"""Start a worker for a job, watch it without disturbing it, and see to it that a record of its end exists.
+"""Starts a worker for a job, watches it without disturbing it, and makes sure that a record of its end exists.
 
-The worker has a session of its own. This process imports no torch: what it samples is the worker alone.
+The worker has a session of its own. This process does not import torch: it samples the worker's memory, not its own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from harness.devices.device_lock import turn
 from harness.run import ranks
 
 SAMPLE_SECONDS = 0.1
-LIST_SECONDS = 1.0  # to look for children means to read of every process: 1.5 ms of the cores that train
+LIST_SECONDS = 1.0  # between lists of children, which read every process: 1.5 ms of the cores that train
 GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
-AFTER_TRAINING = ("drain", "inspect", "done")  # memory then is not the method's
+AFTER_TRAINING = ("drain", "inspect", "done")  # phases whose memory is not the method's
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
 Report = Callable[[dict[str, Any]], None]
@@ -47,10 +47,9 @@ def launch(
     recorded: Callable[[], Path | None] = lambda: None,
     stem: Path | None = None,
 ) -> Path:
-    """Run the job in a process of its own; returns the path of its record. The log has the same stem, which is made
-    here where none is given.
+    """Run the job in a process of its own; returns the path of its record, whose stem is `stem` or a new one.
 
-    `recorded` is asked when the device is free: whoever had it may have made the record meanwhile.
+    `recorded` is called when the device is free: the process that held it may have made the record meanwhile.
     A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
     """
     report = report or (lambda event: None)
@@ -83,14 +82,14 @@ class Watch:
         self.sampled = dict(self.peaks)
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
-        self.trainers: list[psutil.Process] = []  # whose memory counts: the worker and its children, or the ranks
-        self.listed = 0.0  # when these were last looked for
-        self.rank: dict[str, Any] = {}  # the event of the rank whose end ended the others
+        self.trainers: list[psutil.Process] = []  # their memory counts: the worker and its children, or the ranks
+        self.listed = 0.0  # time of the last list of these
+        self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
         self.phase, self.started = "start", time.time()
         self.last_event, self.signalled = self.started, 0.0
-        self.stopped = ""  # what this process ended the worker for: a word of failures.End
+        self.stopped = ""  # the reason for which this process ended the worker, as in failures.End
         self.interrupted = False
-        self.broken: BrokenPipeError | None = None  # nobody listens to the report any more
+        self.broken: BrokenPipeError | None = None  # the report's reader is gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
         for other in self.surroundings.get("foreign_processes", []):
@@ -108,7 +107,7 @@ class Watch:
         self.events = os.fdopen(reader, "rb", buffering=0)
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock}
         assert self.process.stdin
-        # Where it died already follow() will say so.
+        # If it is dead already, follow() will notice.
         with contextlib.suppress(OSError):
             if self.wall:
                 self.wall.enter(self.process.pid)  # before it gets the order, so before it takes any memory
@@ -116,7 +115,7 @@ class Watch:
             self.process.stdin.flush()
 
     def follow(self) -> None:
-        """Take in events and samples until the worker has closed its end of the pipe and is gone."""
+        """Take in events and samples until the worker has closed its pipe and ended."""
         pending = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self.events, selectors.EVENT_READ)
@@ -168,7 +167,7 @@ class Watch:
                 self.process.stdin.close()
 
     def obituary(self) -> Record:
-        """The record of a worker that could not write its own: what it had reported, and how it ended."""
+        """The record of a worker that left none: what it had reported, and its end."""
         failure = failures.of_process(self.end)
         if self.rank:
             failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
@@ -179,12 +178,9 @@ class Watch:
         )  # fmt: skip
 
     def complete(self, record: Record) -> Record:
-        """The record with what only this process knows: peaks, limits, and what was behind an end."""
-        changes: dict[str, Any] = {
-            "peaks": {**record.peaks, **self.peaks},
-            "machine": {**record.machine, **self.surroundings},
-            "evidence": record.evidence,
-        }
+        """The record with what only this process knows: peaks, limits, the cause of an end."""
+        changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}, "evidence": record.evidence}
+        changes["machine"] = {**record.machine, **self.surroundings}
         if self.wall:
             changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}
         failure = None
@@ -225,8 +221,8 @@ class Watch:
         self.report(event)
 
     def _sample(self) -> None:
-        """Anonymous and shared memory of the worker and its children, or of all ranks and theirs; pinned memory counts
-        as either."""
+        """Anonymous and shared memory, page-locked included, of the worker and its children, or of all ranks and
+        theirs."""
         if self.phase in AFTER_TRAINING:
             return
         self._sample_shm()
@@ -243,7 +239,7 @@ class Watch:
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
 
     def _confirm(self) -> None:
-        """Count what was sampled, unless training turns out to have been over by then."""
+        """Count the sample, unless training was already over."""
         if self.phase not in AFTER_TRAINING:
             self.peaks = {name: max(self.peaks[name], self.sampled[name]) for name in self.peaks}
 
@@ -253,7 +249,7 @@ class Watch:
             self.shm_free_bytes = min(free, free if self.shm_free_bytes is None else self.shm_free_bytes)
 
     def _check_time(self) -> None:
-        """End a worker that is over its time or, where no time was asked for, gives no sign of life."""
+        """End a worker that exceeds its time or, without --timeout, is silent."""
         now, asked = time.time(), self.job.budget.seconds
         if self.stopped:
             if now - self.signalled > GRACE_SECONDS:
@@ -278,15 +274,9 @@ class Watch:
 
 
 def _resident_bytes(pid: int) -> tuple[int, int]:
-    """Anonymous and shared resident bytes of a process; all of it as anonymous where the system does not tell.
+    """Anonymous and shared resident bytes of a process; all of it as anonymous if the system does not tell them apart.
 
     The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch, results/LOG.md.
     """
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
-        if "RssAnon" in sizes:
-            return sizes["RssAnon"], sizes.get("RssShmem", 0)
-    except OSError:
-        pass
-    return psutil.Process(pid).memory_info().rss, 0
+    sizes = budgets.process_bytes(pid)
+    return sizes.get("RssAnon") or psutil.Process(pid).memory_info().rss, sizes.get("RssShmem", 0)

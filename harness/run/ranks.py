@@ -1,8 +1,8 @@
 """One job by several ranks: torchrun's elastic agent starts them, watches them, and ends them together.
 
-launch.py starts this module where it starts worker.py for a job of one process. This process is the agent: it passes on
-what the first rank of this machine reports, and writes the one record. A rank is a process like worker.py's, with its
-share of the host's budget; its own record lies in a folder beside the job's until the agent has read it.
+launch.py starts this module instead of worker.py if a job has several ranks. This process is the agent: it relays the
+events of this machine's first rank, and writes the job's record. A rank is a process like worker.py's, with its share
+of the host's budget; its own record lies in a folder beside the job's until the agent has read it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from harness.core import failures, log_lines
+from harness.core.child_process import interrupt_here, when_closed
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import machine
@@ -31,21 +32,21 @@ from harness.run.worker import interrupt_once, run
 
 
 def folder_of(path: Path) -> Path:
-    """Where the ranks of the job with this record leave theirs."""
+    """The folder of the ranks' records, of the job with this record."""
     return path.with_name(f".ranks-{path.stem}")
 
 
 def main() -> None:
-    """The agent. The order comes on standard input, which stays open: when it closes, the parent is gone, and the run
+    """The agent. The order comes on standard input, which stays open: it closes when the parent is gone, and the run
     ends as interrupted."""
     order = json.loads(sys.stdin.readline())
     os.set_inheritable(order["lock"], False)
     parent = os.dup(0)
     ours, theirs = socket.socketpair()
-    # The ranks inherit one end as their standard input: it closes when this process is gone, whatever ends it.
+    # The ranks inherit one end as their standard input: it closes however this process ends.
     os.dup2(theirs.fileno(), 0)
     theirs.close()
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    when_closed(parent, interrupt_here)
     relay = threading.Thread(target=_relay, args=(ours, order["events"]), daemon=True)
     relay.start()
     job = Job.from_dict(order["job"])
@@ -68,8 +69,8 @@ def main() -> None:
 
 
 def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int], bool]:
-    """Run this machine's ranks to their end: exit codes of those that failed, in the order in which that was seen, and
-    whether they were interrupted."""
+    """Run this machine's ranks to their end: exit codes of those that failed, in the order seen, and True if they were
+    interrupted."""
     interrupts: list[int] = []
     for kind in (signal.SIGINT, signal.SIGTERM):  # raised in an import, an exception may be taken for its own
         signal.signal(kind, lambda number, frame: interrupts.append(number))
@@ -101,7 +102,7 @@ def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int
 
 
 def _meeting() -> dict[str, Any]:
-    """Of the agents of all machines: this one alone, unless torchrun's own variables name others."""
+    """How the agents of all machines meet: this one alone, unless torchrun's own variables name others."""
     num_nodes = int(os.environ.get("PET_NNODES", "1"))
     found: dict[str, Any] = {"min_nodes": num_nodes, "max_nodes": num_nodes}
     if num_nodes == 1:
@@ -116,7 +117,7 @@ def _meeting() -> dict[str, Any]:
 def _conclude(
     job: Job, folder: Path, failed: dict[int, int], is_interrupted: bool
 ) -> tuple[Record | None, dict[str, Any] | None]:
-    """The job's record, or, where the first rank to fail left none, an event that says how it ended."""
+    """The job's record or, if the first rank to fail left none, an event with its exit code."""
     ended = {int(path.stem): Record.read(path) for path in sorted(folder.glob("*.json"))}
     ended = {rank: dataclasses.replace(record, job=job) for rank, record in ended.items()}
     if failed:
@@ -136,9 +137,8 @@ def _conclude(
 
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
-    """Of the ranks that failed, with their exit codes in the order in which that was seen, and the records that some
-    left, the one that brought the others down: neither ended by the agent nor for want of another rank, and rather
-    killed, which leaves no word, than with one."""
+    """The rank that brought the others down: ended neither by the agent nor for want of another rank; a killed one,
+    without a record, before one with a record. failed: exit codes in the order seen."""
 
     def rank_order(rank: int) -> tuple[bool, bool]:
         record = ended.get(rank)
@@ -149,12 +149,12 @@ def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
 
 
 def followed(record: Record) -> bool:
-    """Whether this end was brought about by that of another rank."""
+    """True if another rank's end caused this one."""
     return record.status == "interrupted" or failures.tells_of_lost_rank(record.reason)
 
 
 def together(records: list[Record]) -> Record:
-    """The first record with what the others add: each peak of whichever has most, and what each rank states."""
+    """The first record with the largest of each peak, and each rank's own statement."""
     names = sorted({name for record in records for name in record.peaks})
     peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
     stated = [rank for record in records for rank in record.machine.get("ranks", [])]
@@ -162,14 +162,13 @@ def together(records: list[Record]) -> Record:
 
 
 def of_nodes(records: list[Record]) -> Record:
-    """One record of those that the machines of a job have written, its first one first: the record of the first rank to
-    fail, else that of rank 0 with what the others add."""
+    """One record of those of a job's machines, rank 0's first: of the first rank to fail, else all together()."""
     failed = [record for record in records if record.status != "ok"]
     return min(failed, key=followed) if failed else together(records)
 
 
 def end_all(processes: list[psutil.Process], seconds: float) -> None:
-    """Kill what is left of these and wait for it; for a dead one that nobody has reaped there is nothing to wait."""
+    """Kill those that still run, and wait for them; not for zombies."""
     deadline = time.time() + seconds
     while processes and time.time() < deadline:
         left = []
@@ -182,12 +181,6 @@ def end_all(processes: list[psutil.Process], seconds: float) -> None:
         time.sleep(0.01 if left else 0)
 
 
-def _watch_parent(parent: int) -> None:
-    while os.read(parent, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 def _relay(ranks: socket.socket, events: int) -> None:
     with open(events, "wb", closefd=False) as parent:
         while data := ranks.recv(65536):
@@ -195,14 +188,14 @@ def _relay(ranks: socket.socket, events: int) -> None:
                 parent.write(data)
                 parent.flush()
             except BrokenPipeError:
-                os.kill(os.getpid(), signal.SIGINT)
+                interrupt_here()
 
 
 def rank(order: dict[str, Any]) -> None:
     """One rank. SIGINT lets it finish its record; SIGTERM, by which the agent ends it when another one has failed, does
     not; when the agent is gone, so is the rank."""
     signal.signal(signal.SIGINT, interrupt_once)
-    threading.Thread(target=_end_with_agent, daemon=True).start()
+    when_closed(0, lambda: os.killpg(0, signal.SIGKILL))
     number, local, local_ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     job = Job.from_dict(order["job"])
     if job.device == "cuda":
@@ -221,23 +214,11 @@ def rank(order: dict[str, Any]) -> None:
     if local and record.status != "ok":
         print(record.evidence.get("traceback", record.reason), file=sys.stderr, flush=True)
     resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    stated = {
-        "rank": number,
-        "node": int(os.environ["GROUP_RANK"]),
-        "resident_peak_bytes": resident_bytes,
-        **record.peaks,
-    }
-    record = dataclasses.replace(record, machine={**record.machine, "ranks": [stated]})
+    stated = {"rank": number, "node": int(os.environ["GROUP_RANK"]), "resident_peak_bytes": resident_bytes}
+    record = dataclasses.replace(record, machine={**record.machine, "ranks": [stated | record.peaks]})
     record.write(folder_of(Path(order["record"])) / f"{number}.json")
     sys.stdout.flush()
     os._exit(0 if record.status == "ok" else 1)
-
-
-def _end_with_agent() -> None:
-    with contextlib.suppress(ConnectionError):  # it left without having read all
-        while os.read(0, 4096):
-            pass
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

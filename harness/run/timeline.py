@@ -1,5 +1,5 @@
-"""Who did what when, as a value: spans of streams and threads, as files in the trace format of Chrome and Perfetto, and
-what of them hid behind what."""
+"""A timeline as a value: spans of streams and threads, files in the trace format of Chrome and Perfetto, and the shares
+of a step that hid behind compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from harness.core.whole_file import write_whole
 
 TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # in the order of a timeline
-KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # what may hide behind compute
+KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # may hide behind compute
 US = 1e6  # microseconds in a second: the format's unit
 Interval = tuple[float, float]
 
@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 class Span(NamedTuple):
     """Work on a part of the model, by a stream or a thread, in seconds."""
 
-    track: str  # one of TRACKS; where several threads share one, with the number of the thread
+    track: str  # one of TRACKS, with the thread's number if several threads share it
     work: str
     of: str
     start: float
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Spans, the steps in which they lie, and what they are of: `title`, `clock` and more."""
+    """Spans, their steps, and what they show: `title`, `clock` and more."""
 
     spans: list[Span]
     steps: list[Span]
@@ -36,8 +36,8 @@ class Timeline(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Of a step, in seconds: how long the device computed; how long each of KINDS was at work meanwhile (hidden), and
-    how long while it did not compute (exposed). Whose exposed times coincide, they are counted each."""
+    """Seconds of a step: compute, and for each of KINDS the work during compute (hidden) and outside of it (exposed).
+    Exposed times that coincide are counted for each kind."""
 
     step: float
     compute: float
@@ -76,7 +76,7 @@ def write(timeline: Timeline, path: Path) -> None:
 
 
 def read(path: Path) -> Timeline:
-    """Raises ValueError, naming the file, where it is no trace of ours."""
+    """Raises ValueError, which names the file, if it is not a trace of this harness."""
     try:
         data = json.loads(path.read_text())
         names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
@@ -88,7 +88,7 @@ def read(path: Path) -> Timeline:
         whole = [span for span in spans if span.track == "steps"]
         return Timeline([span for span in spans if span.track != "steps"], whole, data["otherData"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of this harness: {error}") from error
+        raise ValueError(f"{path}: expected a trace of this harness; {error!r}") from error
 
 
 def _rank(track: str) -> tuple[int, str]:
@@ -100,7 +100,7 @@ def _rank(track: str) -> tuple[int, str]:
 
 
 def share(spans: Iterable[Span], step: Span) -> Share:
-    """Of one step of a timeline."""
+    """The shares of one step."""
     tracks: dict[str, list[Interval]] = {}
     for span in spans:
         start, end = max(span.start, step.start), min(span.end, step.end)
@@ -116,7 +116,7 @@ def share(spans: Iterable[Span], step: Span) -> Share:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The moments of any of them, as disjoint intervals in order."""
+    """The union, as disjoint intervals in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -127,7 +127,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """The moments of both; each is disjoint and in order."""
+    """The intersection of two lists of disjoint intervals in order."""
     found, here, there = [], iter(one), iter(other)
     a, b = next(here, None), next(there, None)
     while a and b:

@@ -1,12 +1,13 @@
-"""The clock that methods do not read: what a run did when, and how long its host memory took.
+"""The trace of a run, what it did when, and the time that its host memory took.
 
-Methods say what work they give to which stream or thread (Device.span); the clock is here. Where streams run by
-themselves a moment is an event of the stream, and events become times when all is over, so nothing waits; of a thread,
-and where streams run in the order of the code, it is the host's clock. Without a trace nothing is noted.
+Methods name their work on streams and threads (Device.span) and read no clock: the clock is here. On an asynchronous
+stream a moment is an event, read when all is over, so nothing waits; on a thread, or a stream of the CPU, it is the
+host's clock. Without a trace nothing is noted.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +21,12 @@ from harness.core.job import Job
 from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write
 
-FIRST_SECONDS = 1.0  # in which memory was taken, before it is told
-STEPS = 3  # of a run, its last ones; in the first of them goes on what was queued before
+FIRST_SECONDS = 1.0  # of taking memory, before the first report
+STEPS = 3  # the last ones of a run; work queued before them may continue in the first
 
 
 class Trace:
-    """Notes of a run's last steps, and of what still goes on after them."""
+    """Notes of a run's last steps, and of work that continues after them."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.first_step = job, max(1, job.steps + 1 - STEPS)
@@ -43,23 +44,20 @@ class Trace:
         return _Note(self, stream, track, work, of) if self.is_on else UNNOTED
 
     def mark(self, stream: Any) -> Any:
-        """This moment: as an event on the stream, where streams have events."""
+        """This moment: an event of the stream, if streams have events."""
         if stream is None or not self.has_events:
             return time.perf_counter()
-        event: Any = (
-            torch.cuda.Event(enable_timing=True)
-            if self.job.device == "cuda"
-            else torch.Event("sim", enable_timing=True)
-        )
+        kind = torch.cuda.Event if self.job.device == "cuda" else functools.partial(torch.Event, "sim")
+        event: Any = kind(enable_timing=True)
         event.record(stream)
         return event
 
     def write(self, marks: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> None:
-        """Once all is queued: wait for it, and write the file. `marks` are the moments at which steps begin and end."""
+        """Wait for all that is queued, and write the file. `marks`: the moments at which steps begin and end."""
         self.streams.span = None
         job, timeline = self.job, self._timeline(marks[self.first_step - 1 :])
         if not timeline.spans:
-            text = f"{job.method} tells nothing of its streams: the trace holds its steps alone"
+            text = f"{job.method} names no work on its streams: the trace holds its steps alone"
             tell({"event": "warning", "text": text})
         assert job.trace
         try:
@@ -93,7 +91,7 @@ class Trace:
 
 
 class _Note:
-    """Two moments around work. What a thread gives to a stream is ordered by the thread."""
+    """Two moments around work; the thread orders what it gives to a stream."""
 
     __slots__ = ("about", "start", "stream", "trace")
 
@@ -110,8 +108,8 @@ class _Note:
 
 
 class Taking:
-    """Tells how much host memory has been taken, and in which time, where that is long: after the first second of it,
-    and then whenever the time has doubled."""
+    """Reports the bytes of host memory taken and the seconds that took: after the first second, then whenever the time
+    has doubled."""
 
     def __init__(self, device: str, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, FIRST_SECONDS
@@ -129,7 +127,7 @@ class Taking:
             self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
 
     def end(self) -> None:
-        """All is taken."""
+        """Report the total: all is taken."""
         if self.seconds >= FIRST_SECONDS:
             self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
         self.streams.taking = nullcontext

@@ -1,8 +1,8 @@
-"""One job in this process: train under the clock, look at what was trained, classify the end, write the record.
+"""One job in this process: train under the clock, inspect the trained tensors, classify the end, write the record.
 
-Started by launch.py with the job on standard input, which stays open: when it closes, the parent is gone and the run
-ends as interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their
-own, so that nothing an engine prints can be mistaken for a measurement.
+launch.py sends the job on standard input, which stays open: it closes when the parent is gone, and the run ends as
+interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their own, so
+that nothing an engine prints is mistaken for a measurement.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import Any
 import psutil
 
 from harness.core import failures, log_lines
+from harness.core.child_process import interrupt_here, when_closed
 from harness.core.job import Job
 from harness.core.method import Method, Step, Trained, create
 from harness.core.record import Record
@@ -34,7 +34,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 class Clock:
-    """Marks between steps: CUDA events, so that no step waits for the device, or the CPU's counter."""
+    """Marks between steps: CUDA events, for which no step waits, or the CPU's counter."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -64,7 +64,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Counted:
-    """Batches that are made when they are asked for, and how many they will be."""
+    """An iterator of batches, and their number."""
 
     batches: Iterator[Any]
     number: int
@@ -77,7 +77,7 @@ class Counted:
 
 
 class Run:
-    """What has been measured so far, in whatever way the run ends."""
+    """Measurements so far, however the run ends."""
 
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
@@ -97,7 +97,7 @@ class Run:
             self.emit({"event": "phase", "phase": phase})
 
     def train(self, method: Method) -> None:
-        """Data, build, warm-up, timed steps, drain: everything between two synchronizations is the method's."""
+        """Data, build, warm-up, timed steps, drain, inspect. All time between two synchronizations is the method's."""
         import torch
 
         from harness.core import data
@@ -117,7 +117,7 @@ class Run:
         self.enter("build")
 
         def feed() -> Iterator[tuple[Any, Any]]:
-            """The first batch is asked for when the method has built its model: the clock starts there."""
+            """The method asks for the first batch when it has built its model: the clock starts there."""
             for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
                 if step == 1:
                     taking.end()
@@ -128,7 +128,7 @@ class Run:
                 self.enter(f"step {step}")
                 yield batch
             self.enter("drain")
-            budgets.lift(job)  # what is allocated to look at the end of training is no part of it
+            budgets.lift(job)  # the inspection's memory is not the training's
 
         training = method.train(job.workload, Counted(feed(), job.steps), job.device)
         try:
@@ -154,7 +154,7 @@ class Run:
 
         try:
             while True:
-                # The second step is watched where it is not timed: the first one is as long as a user waits for it.
+                # Watch the second step if it is warm-up: the first one's duration is reported to the user.
                 if len(self.clock.marks) == 2 <= self.job.warmup:
                     with Kernels() as kernels:
                         step: Step = next(training)
@@ -170,7 +170,7 @@ class Run:
             return end.value or Trained([])
 
     def _collect(self, wait: bool) -> None:
-        """Take in the steps whose losses have arrived; never makes the device wait."""
+        """Take in the steps whose losses have arrived, without making the device wait."""
         losses = self.measured["losses"]
         while self._waiting and (wait or self.clock.done(len(losses) + 1)):
             step = self._waiting.pop(0)
@@ -192,7 +192,7 @@ class Run:
 
 
 def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
-    """Train one job here and return its record, however it ended."""
+    """Train one job here; returns its record, however it ended."""
     started, run = time.time(), Run(job, emit)
     status, reason, evidence = "ok", "", {}
     method = create(job.method, job.options, folders)
@@ -246,21 +246,16 @@ def _to_host(value: Any) -> Any:
     return value if value is None else value.detach().to("cpu", non_blocking=True)
 
 
-def _watch_parent() -> None:
-    """Standard input ends when the parent does: then this run is over, too.
-
-    Past sys.stdin: a thread that waits in it holds its lock, and a forked child, which closes it, would wait forever.
-    """
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
+def _end_orphan() -> None:
+    """The parent is gone: this run is over, too."""
+    interrupt_here()
     time.sleep(ORPHAN_SECONDS)  # main() ends the process before, unless it sits where no signal reaches it
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
 
 
 def interrupt_once(number: int, frame: Any) -> None:
-    """The first signal ends training; what follows it must not end the writing of the record."""
+    """The first signal ends training; later ones must not interrupt the writing of the record."""
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -274,7 +269,7 @@ def main() -> None:
     os.set_inheritable(order["lock"], False)
     os.register_at_fork(after_in_child=lambda: os.close(order["lock"]))
     events = os.fdopen(order["events"], "w", buffering=1)
-    threading.Thread(target=_watch_parent, daemon=True).start()
+    when_closed(0, _end_orphan)
     job = Job.from_dict(order["job"])
     for line in log_lines.header_lines(job):
         print(line, flush=True)
@@ -283,7 +278,7 @@ def main() -> None:
         try:
             events.write(json.dumps(event) + "\n")
         except BrokenPipeError:
-            os.kill(os.getpid(), signal.SIGINT)
+            interrupt_here()
 
     folders = tuple(Path(folder) for folder in order["folders"])
     record = run(job, order["key"], folders, emit)

@@ -93,7 +93,7 @@ def test_the_table_is_for_people(capsys, monkeypatch) -> None:
 
 def test_a_terminal_of_100_columns_cuts_nothing_off(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr("harness.jobs.plan_table.sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr(sys, "argv", ["run.sh", "plan", "-m", "all", "-l", "32", "--host-memory", "90GiB"])
     main()
     text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)

@@ -117,7 +117,7 @@ def test_a_method_that_tells_nothing_of_its_streams_is_named(tmp_path: Path) -> 
     job = Job("resident", WORKLOAD, {}, steps=2, warmup=1, trace=str(tmp_path / "trace.json"))
     launch(job, "key", tmp_path, report=events.append)
     assert [event["text"] for event in events if event["event"] == "warning"] == [
-        "resident tells nothing of its streams: the trace holds its steps alone"
+        "resident names no work on its streams: the trace holds its steps alone"
     ]
     assert read(tmp_path / "trace.json").spans == [] and len(read(tmp_path / "trace.json").steps) == 2
 
@@ -174,7 +174,7 @@ def test_a_virtual_trace_says_so_and_is_read_as_it_was_written(virtual: VirtualR
 
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"trace.json is no trace of this harness"):
+    with pytest.raises(ValueError, match=r"trace.json: expected a trace of this harness"):
         read(tmp_path / "trace.json")
 
 
