@@ -89,10 +89,10 @@ def test_a_file_that_does_not_load_is_named_and_stops_no_other_method(tmp_path: 
 
 
 def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) -> None:
-    (tmp_path / "half_done.py").write_text(ONE_FILE.replace("16 * workload.num_params", "workload.number"))
-    done = run("plan", "-m", "resident,half-done", "-l", "2", "--methods", str(tmp_path))
+    (tmp_path / "wrong_plan.py").write_text(ONE_FILE.replace("16 * workload.num_params", "workload.number"))
+    done = run("plan", "-m", "resident,wrong-plan", "-l", "2", "--methods", str(tmp_path))
     assert done.returncode == 0 and "resident" in done.stdout
-    assert "plan() of half-done fails: AttributeError" in done.stdout
+    assert "plan() of wrong-plan fails: AttributeError" in done.stdout
 
 
 @pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it

@@ -105,7 +105,7 @@ def test_a_terminal_of_100_columns_cuts_nothing_off(capsys, monkeypatch) -> None
 def test_a_plan_needs_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['run.sh', 'plan', '-m', 'all', '-l', '4', '--machine', 'v100-vm'];"
-        "from harness.cli import main; main(); sys.exit('torch' in sys.modules)"
+        "from harness.cli.main import main; main(); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
