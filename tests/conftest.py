@@ -14,7 +14,7 @@ import pytest
 
 from harness.core import method
 from harness.devices import cgroup, machine, sim
-from tests.support import packages
+from tests.support import covering, packages
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,13 +33,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the heavy tests out unless --all or an expression of -m asks for them."""
+    covering.mark(items)
     if config.getoption("--all") or config.getoption("-m"):
         return
     heavy = [item for item in items if item.get_closest_marker("heavy")]
     config.hook.pytest_deselected(items=heavy)
-    items[:] = [item for item in items if item not in heavy]
+    items[:] = [item for item in items if not item.get_closest_marker("heavy")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

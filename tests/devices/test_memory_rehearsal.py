@@ -53,6 +53,7 @@ def test_the_rehearsal_is_a_real_runs_device_peak_to_the_byte(method: str, optio
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("method", "options"), OURS)
+@pytest.mark.cover(2)
 def test_the_plan_is_within_a_tenth_of_the_rehearsal(method: str, options: dict, size: dict, dtype: str) -> None:
     workload = Workload(**size, dtype=dtype)
     trained = create(method, options)

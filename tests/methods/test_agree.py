@@ -78,6 +78,7 @@ def test_one_stale_step_would_be_seen() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 @pytest.mark.parametrize("num_layers", DEPTHS)
+@pytest.mark.cover(2)
 def test_l2l_has_the_very_bits_of_resident_training(num_layers: int, clip_norm: float, dropout: float) -> None:
     workload = tiny(num_layers=num_layers, clip_norm=clip_norm, dropout=dropout)
     assert difference(train("l2l", workload), train_resident(workload)) == ""
@@ -86,6 +87,7 @@ def test_l2l_has_the_very_bits_of_resident_training(num_layers: int, clip_norm: 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 @pytest.mark.parametrize(("num_layers", "window_size", "resident_layers"), windows())
+@pytest.mark.cover(2)
 def test_stronghold_has_the_very_bits_of_resident_training(
     num_layers: int, window_size: int, resident_layers: int, clip_norm: float, dropout: float
 ) -> None:
@@ -132,6 +134,7 @@ def test_micro_batches_are_the_training_of_the_whole_batch(micro_batches: int) -
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}], ids=str)
 @pytest.mark.parametrize("micro_batches", [2, 3])
 @pytest.mark.parametrize(("method", "options"), [("l2l", {}), ("stronghold", {"window_size": 2})])
+@pytest.mark.cover(1)
 def test_layer_by_layer_micro_batches_have_the_very_bits_of_one_after_the_other(
     method: str, options: dict[str, int], micro_batches: int, changes: dict[str, Any]
 ) -> None:

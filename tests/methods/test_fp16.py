@@ -156,6 +156,7 @@ def test_l2l_has_the_very_bits_of_resident_training(changes: dict[str, Any], at_
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
 @pytest.mark.parametrize("clipping", ["deferred", "speculate"])
 @pytest.mark.parametrize("placement", ["W5", "P5", "S5", "D5", "R5", "R1P1W2S1"])
+@pytest.mark.cover(1)
 def test_every_place_skips_the_steps_of_resident_training(
     placement: str, clipping: str, clip_norm: float, at_the_edge: None
 ) -> None:

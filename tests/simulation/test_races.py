@@ -44,6 +44,7 @@ def stronghold_runs() -> list:
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0], ids=["clip", "no_clip"])
 @pytest.mark.parametrize(("num_layers", "window", "resident"), stronghold_runs())
+@pytest.mark.cover(2)
 def test_no_race_in_stronghold(num_layers: int, window: int, resident: int, clip_norm: float) -> None:
     method = create("stronghold", {"window_size": window, "resident_layers": resident})
     assert find_races(method, tiny(num_layers=num_layers, clip_norm=clip_norm)) == []
@@ -55,6 +56,7 @@ def test_no_race_in_stronghold_with_every_layer_resident() -> None:
 
 @pytest.mark.parametrize("changes", PLACED, ids=str)
 @pytest.mark.parametrize("placement", ["P5", "S5", "D5", "R1P1W2S1", "S2W1D2"])
+@pytest.mark.cover(1)
 def test_no_race_in_a_placement(placement: str, changes: dict) -> None:
     options = {"placement": placement, "clipping": changes.get("clipping"), "window_size": changes.get("window_size")}
     workload = tiny(num_layers=5, **{name: value for name, value in changes.items() if name not in options})
@@ -64,6 +66,7 @@ def test_no_race_in_a_placement(placement: str, changes: dict) -> None:
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
 @pytest.mark.parametrize("clipping", ["deferred", "speculate"])
 @pytest.mark.parametrize("placement", ["W5", "S5", "R1P1W2S1", "S2W1D2"])
+@pytest.mark.cover(1)
 def test_no_race_where_steps_of_fp16_overflow(
     placement: str, clipping: str, clip_norm: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +90,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 
 
 @pytest.mark.parametrize("bug", by_symptom(SILENT_BUGS))
+@pytest.mark.heavy
 def test_losses_on_a_cpu_do_not_show_the_bug(bug: Bug) -> None:
     with planted(bug):
         losses = train(bug.method, bug.workload, 3, **bug.options).losses

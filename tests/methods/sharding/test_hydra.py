@@ -87,6 +87,7 @@ def planted(bug: Bug) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("options", "changes"), RUNS, ids=str)
+@pytest.mark.cover(1)
 def test_the_very_bits_of_resident_training(options: dict, changes: dict) -> None:
     workload = tiny(num_layers=5, **changes)
     assert difference(train("hydra", workload, STEPS, **options), train_resident(workload, STEPS)) == ""
@@ -101,6 +102,7 @@ def test_the_very_bits_where_slots_hold_the_whole_model(num_layers: int) -> None
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0], ids=["clip", "no_clip"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.cover(1)
 def test_no_race(options: dict, clip_norm: float) -> None:
     assert find_races(create("hydra", options), tiny(num_layers=5, clip_norm=clip_norm)) == []
 

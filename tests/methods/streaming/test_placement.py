@@ -80,6 +80,7 @@ def test_layers_take_turns_in_the_slots_of_their_ring() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}], ids=str)
 @pytest.mark.parametrize("placement", MIXTURES)
+@pytest.mark.cover(1)
 def test_every_place_has_the_very_bits_of_resident_training(placement: str, changes: dict[str, Any]) -> None:
     assert placed(tiny(**SMALL, **changes), placement) == ""
 
@@ -92,6 +93,7 @@ def test_a_window_of_any_width_has_the_same_bits(window_size: int) -> None:
 @pytest.mark.parametrize("clip_norm", [COMMITTED, SOMETIMES, 0.05], ids=["never", "sometimes", "always"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("placement", ["W5", "P5", "S5", "R1P1W2S1"])
+@pytest.mark.cover(1)
 def test_speculation_has_the_very_bits_however_often_it_is_clipped(
     placement: str, dtype: str, clip_norm: float
 ) -> None:
@@ -135,6 +137,7 @@ def test_micro_batches_have_the_very_bits_in_every_place(micro_batches: int, cha
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("placement", MIXTURES)
+@pytest.mark.cover(1)
 def test_the_plan_foretells_what_one_more_step_moves(placement: str, dtype: str, clip_norm: float) -> None:
     workload, options = tiny(**SMALL, dtype=dtype, clip_norm=clip_norm), {"placement": placement, "window_size": 2}
     one, two = (train("stronghold", workload, steps, **options).trained.moved_bytes for steps in (1, 2))
@@ -155,6 +158,7 @@ UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), (
 
 @pytest.mark.parametrize(("dtype", "clipping"), UPDATES)
 @pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
+@pytest.mark.cover(1)
 def test_the_plan_is_within_a_tenth_of_the_rehearsal_in_both_memories(
     placement: str, dtype: str, clipping: str | None
 ) -> None:

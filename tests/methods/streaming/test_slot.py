@@ -243,6 +243,7 @@ def test_l2l_moves_each_layer_in_twice_and_its_gradient_out_once(num_steps: int)
     ("window_size", "resident_layers", "streamed", "kept"),
     [(1, 0, 5, 1), (2, 0, 5, 2), (5, 0, 5, 5), (2, 1, 4, 2), (2, 4, 1, 1), (2, 5, 0, 0)],
 )
+@pytest.mark.cover(1)
 def test_stronghold_fetches_no_layer_of_the_window_again_at_the_turn(
     window_size: int, resident_layers: int, streamed: int, kept: int, clip_norm: float, num_steps: int
 ) -> None:
@@ -264,6 +265,7 @@ def test_stronghold_fetches_no_layer_of_the_window_again_at_the_turn(
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.cover(1)
 def test_plan_foretells_what_one_more_step_moves(method: str, options: dict[str, int], dtype: str) -> None:
     workload = tiny(hidden_size=32, num_heads=2, num_layers=5, dtype=dtype)
     one, two = (train(method, workload, num_steps, **options).trained.moved_bytes for num_steps in (1, 2))
