@@ -2,9 +2,9 @@
 
 Each layer is sharded over the ranks and lives on the host; it is gathered to the device for its forward pass, again for
 its recompute and backward pass, and its gradient goes back to the host, where torch's AdamW steps after the whole
-backward pass. Upstream code throughout: this file only wraps our model in it.
+backward pass. All upstream code: this file only wraps our model in it.
 
-Of several ranks each trains on its part of every batch; torch averages their gradients.
+Each rank trains on its part of every batch; torch averages the gradients.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Fsdp2Offload:
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         if self.world_size < 1 or workload.batch_size % self.world_size:
             counts = ", ".join(str(n) for n in range(1, workload.batch_size + 1) if workload.batch_size % n == 0)
-            raise ValueError(f"a batch of {workload.batch_size} is for {counts} ranks, not {self.world_size}")
+            raise ValueError(f"a batch of {workload.batch_size} splits over {counts} ranks, not {self.world_size}")
         if workload.dropout and self.world_size > 1:
             raise ValueError("dropout and --ranks exclude each other: each rank would drop other elements")
-        # Sharded over the ranks: all that is kept, and the batch. Whole on each: what is gathered, and its gradients.
+        # Sharded over the ranks: states and the batch. Whole on each rank: gathered weights, and their gradients.
         params = -(-workload.num_params // self.world_size)
         size, workload = workload.weight_bytes, replace(workload, batch_size=workload.batch_size // self.world_size)
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next

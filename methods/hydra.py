@@ -1,9 +1,9 @@
 """Hydra (Nagrecha and Kumar 2021): models larger than the device are cut into shards that take turns on it.
 
-A model in training is a chain of units, each the forward pass, the backward pass or the update of one shard. A rule
-picks whose unit runs next (Sharded-LRTF: the model with the longest remaining time), and while it runs the next one's
-shard is copied into a second slot. Weights, gradients and the optimizer's states live on the host and travel with
-their shard; the device holds two slots as large as the largest shard and what one layer computes with.
+A model in training is a chain of units, each the forward pass, the backward pass or the update of one shard. A policy
+picks the model whose unit runs next (Sharded-LRTF: longest remaining time first); meanwhile the shard of the unit after
+it is copied into a second slot. Weights, gradients and the optimizer's states live on the host and travel with their
+shard; the device holds two slots as large as the largest shard, and one layer's activations.
 
 Clipping is exact: every shard's update is a unit of its own and waits for the global norm. Without clipping the update
 is part of the backward unit, as in the paper.
@@ -31,7 +31,7 @@ SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a
 
 
 def __getattr__(name: str) -> object:
-    """The classes for models of one's own, with torch, which this module does not import."""
+    """The classes for users' models, which import torch, unlike this module."""
     if name not in ("ModelOrchestrator", "ModelTask"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from methods.sharding import orchestrator
@@ -41,14 +41,14 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class Hydra:
-    shard_layers: int | None = None  # a shard is as large as so many layers, or as an end; None: as large as fits
-    double_buffer: bool = True  # a second slot, for what comes next
+    shard_layers: int | None = None  # layers of a shard, or one end; None: as many as fit
+    double_buffer: bool = True  # a second slot, for the next shard
     intermediates: str = "checkpointed"  # layers are recomputed; or "saved": activations go to the host
-    num_models: int = 1  # each with a learning rate of its own; the first one's is the workload's
-    num_batch_sizes: int = 1  # learning rates times so many batch sizes: the workload's, and halves of it
-    num_devices: int = 1  # on a CPU processes, else GPUs
-    hybrid: bool = True  # where a device had no model, the first one has two, each for a half of its batches
-    partitioner: str = "exact"  # shards are rehearsed, and halved where they do not fit; or "presharded": as asked
+    num_models: int = 1  # each with its own learning rate, the first with the workload's
+    num_batch_sizes: int = 1  # batch sizes for each learning rate: the workload's, and halves of it
+    num_devices: int = 1  # processes on a CPU, else GPUs
+    hybrid: bool = True  # with more devices than models, split the first model's batches over two devices
+    partitioner: str = "exact"  # rehearse shards, and halve what does not fit; or "presharded": shard_layers as given
     policy: str = "lrtf"  # longest remaining time first; or srtf, fifo, random
 
     label = "Hydra"
@@ -58,33 +58,33 @@ class Hydra:
 
     @property
     def bit_exact(self) -> bool:
-        """Gradients of halves are summed in another order."""
+        """False if a batch is split over devices: its gradients are summed in another order."""
         return not self._halves(0.0)
 
     def _halves(self, dropout: float) -> bool:
-        """Whether the first model's batches are halved; with dropout, a half would have random numbers of its own."""
+        """True if the first model's batches are halved; not with dropout, whose random numbers would differ."""
         return self.hybrid and self.num_devices > self.num_models and not dropout
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        """The longest shards that fit the device; where no budget of it is known, one layer each."""
+        """Plan the longest shards that fit the device; without a budget, one layer each."""
         if self.intermediates not in ("checkpointed", "saved"):
-            raise ValueError(f"intermediates are checkpointed or saved, not {self.intermediates!r}")
+            raise ValueError(f"intermediates: expected checkpointed or saved, got {self.intermediates!r}")
         if self.num_models < 1:
-            raise ValueError(f"num_models must be at least 1, not {self.num_models}")
+            raise ValueError(f"num_models: expected at least 1, got {self.num_models}")
         if self.num_batch_sizes < 1 or workload.batch_size % 2 ** (self.num_batch_sizes - 1):
             raise ValueError(
-                f"num_batch_sizes={self.num_batch_sizes}: the batch size {workload.batch_size} is not halved so often"
+                f"num_batch_sizes={self.num_batch_sizes}: cannot halve the batch size {workload.batch_size} that often"
             )
         if self.num_devices < 1:
-            raise ValueError(f"num_devices must be at least 1, not {self.num_devices}")
+            raise ValueError(f"num_devices: expected at least 1, got {self.num_devices}")
         if self.partitioner not in ("exact", "presharded"):
-            raise ValueError(f"partitioner is exact or presharded, not {self.partitioner!r}")
+            raise ValueError(f"partitioner: expected exact or presharded, got {self.partitioner!r}")
         key_of(self.policy)
         asked = self.shard_layers
         if self.partitioner == "presharded" and asked is None:
-            raise ValueError("partitioner=presharded needs shard_layers: how many layers a shard has")
+            raise ValueError("partitioner=presharded needs shard_layers, the layers of a shard")
         if asked is not None and not 1 <= asked <= workload.num_layers:
-            raise ValueError(f"shard_layers={asked} is beyond the {workload.num_layers} layers: 1 to them are")
+            raise ValueError(f"shard_layers: expected 1 to {workload.num_layers}, got {asked}")
         room = budget.device_bytes
         if asked is not None or room is None:
             return self._plan(workload, asked or 1)
@@ -126,7 +126,7 @@ class Hydra:
             is_shared = self.num_devices > 1
             models = [gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=each) for each in in_halves]
             if self.num_devices == 1:
-                # Of several models each unit is waited for: the rule goes by what units take.
+                # With several models wait for each unit: the policy uses measured times.
                 devices: list[Any] = [Here(Worker(gpu, models, **options), waits=not is_alone, catches=not is_alone)]
             else:
                 threads = torch.get_num_threads()
@@ -154,7 +154,7 @@ class Hydra:
                 else:
                     tasks.append(Task(*given, **more))
             seconds = [task.second for task in tasks if isinstance(task, First)]
-            # Where devices would wait for the slowest model, the others may be a step ahead of it.
+            # Other models may be a step ahead of the slowest, so that no device waits for it.
             most_ahead = int(number_of_batches is not None and self.num_devices > 1)
             dispatcher = Dispatcher([*tasks, *seconds], devices, self.policy, most_ahead=most_ahead, splits=splits)
             steps: list[list[Step]] = [[] for _ in tasks]
@@ -175,7 +175,7 @@ class Hydra:
             return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others)
 
     def _workloads(self, workload: Workload) -> list[Workload]:
-        """Each model's own: learning rates times batch sizes, each half of the one before."""
+        """Each model's workload: learning rates times batch sizes, each half of the one before."""
         found = []
         for number in range(self.num_models):
             rate, half = divmod(number, self.num_batch_sizes)
@@ -184,7 +184,7 @@ class Hydra:
         return found
 
     def _lengths(self, workload: Workload, num_layers: int) -> list[int]:
-        """Layers of each shard, the ends counted as layers: as many as fit where `num_layers` blocks do."""
+        """Layers of each shard, counting the ends: as many as fit in the room of `num_layers` blocks."""
         return [shard.num_layers for count, shard in _cut(workload, num_layers) for _ in range(count)]
 
     def _plan(self, workload: Workload, num_layers: int) -> Plan:
@@ -199,15 +199,15 @@ class Hydra:
         else:
             device["activations"] = workload.working_bytes + (shards[-1][1].num_layers + 1) * boundary
             activations = inputs * boundary
-        # What an update needs when the activations are gone: the first makes a parameter's moments, mixed precision
-        # takes fp32 gradients of a shard.
+        # An update, after the activations are gone: the first one makes a parameter's moments, mixed precision makes
+        # fp32 gradients of a shard.
         updated = 8 * max(numel for part in tensors for numel in part.values())
         if size < 4:
             updated += _largest(workload, shards, lambda numel, _: 4 * numel)
         embedding, block, head = tensors
         norms = self.num_models * (len(embedding | head) + workload.num_layers * len(block)) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
-        device["activations"] += 8 * workload.batch_size * workload.seq_len  # of a rehearsal the tokens
+        device["activations"] += 8 * workload.batch_size * workload.seq_len  # tokens of a rehearsal
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
         host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
         host["gradients"] += size * whole if self._halves(workload.dropout) else 0
@@ -216,9 +216,9 @@ class Hydra:
         return Plan(device, host, moved_bytes=moved, options=options, updates_on_host=False)
 
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
-        """Of shards of equal size. All weights come for the forward pass and for the backward pass, and gradients with
-        them for the update; a shard that is in a slot already is not fetched."""
-        hits = 1 + self.double_buffer  # where forward turns into backward, and where backward turns into update
+        """For shards of equal size. Forward and backward pass fetch all weights, updates weights and gradients, but for
+        a shard that is still in a slot."""
+        hits = 1 + self.double_buffer  # shards still in a slot at a turn from forward to backward, or to the updates
         fetched = max(0, 2 * num_shards - hits)
         home = 1
         if workload.clip_norm:
@@ -234,6 +234,6 @@ def _cut(workload: Workload, num_blocks: int) -> list[tuple[int, GptShard]]:
 
 
 def _largest(workload: Workload, shards: list[tuple[int, GptShard]], bytes_of: Callable[[int, int], int]) -> int:
-    """Bytes of the largest shard, by what a parameter takes: of its elements and of the bytes of a weight."""
+    """Bytes of the largest shard; `bytes_of` a parameter's elements and the bytes of a weight."""
     size = workload.weight_bytes
     return max(shard.num_bytes(workload, lambda numel: bytes_of(numel, size)) for _, shard in shards)

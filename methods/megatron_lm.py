@@ -1,7 +1,7 @@
 """Megatron-LM (Shoeybi et al. 2019): the fast way to train what fits, on one device; megatron-core's own GPT.
 
-GPTModel with its own layers, its gradient buffers and its optimizer with fp32 main weights; every layer recomputed.
-Upstream code but for attention, which is torch's fused kernel, and on a CPU a few answers about CUDA (_megatron.py).
+GPTModel with its own layers, gradient buffers and optimizer with fp32 main weights; every layer recomputed. Upstream
+code but for attention, which is torch's fused kernel, and on a CPU a few answers about CUDA (engines/megatron.py).
 """
 
 from __future__ import annotations

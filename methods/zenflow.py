@@ -1,7 +1,7 @@
 """ZenFlow (Lan et al. 2025): the largest gradients step on the device at once, the others on the host, later.
 
-DeepSpeed, stage 2. Stale by design: the gate is expected to fail it. DeepSpeed 0.19.8 also stores every matrix
-transposed when it starts, which the gate sees in the first loss.
+DeepSpeed, stage 2. Stale by design, so the gate fails it; it already fails at the first loss, because DeepSpeed 0.19.8
+stores every matrix transposed when it starts.
 """
 
 from __future__ import annotations

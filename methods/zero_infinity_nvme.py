@@ -1,7 +1,6 @@
 """ZeRO-Infinity with weights and optimizer on a folder of the disk. DeepSpeed, stage 3, its asynchronous I/O.
 
-The folder gets a subfolder of this run's own, removed when the run ends in whatever way lets it; what a killed run left
-behind is removed by the next one.
+Each run has a subfolder of its own and removes it at its end; the next run removes those of killed runs.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ NUM_BUFFERS = 8  # of parameters
 
 @dataclass(frozen=True)
 class ZeroInfinityNvme(DeepSpeedMethod):
-    disk: str | None = None  # the folder; the system's temporary one where none is named
-    pipelined: bool | None = None  # reads and writes beside the update; None: where the host has room for its buffers
+    disk: str | None = None  # the folder; None: the system's temporary one
+    pipelined: bool | None = None  # read and write during the update; None: if the host has room for the buffers
     reentrant: bool = True  # recompute; torch's newer way gives wrong gradients here (DeepSpeed 0.19.8 on a CPU)
 
     label = "ZeRO-Infinity (NVMe)"
@@ -102,7 +101,7 @@ def sub_group_params(workload: Workload) -> int:
 
 @contextmanager
 def swap_folder(parent: Path, need: int) -> Iterator[Path]:
-    """A folder of this process below `parent`, gone afterwards. Raises OSError(ENOSPC) where there is no room."""
+    """A folder of this process below `parent`, removed at the end. Raises OSError(ENOSPC) if there is no room."""
     for left in parent.glob(f"{PREFIX}*"):
         if not Path(f"/proc/{left.name.removeprefix(PREFIX)}").exists():
             shutil.rmtree(left, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""What the DeepSpeed methods share: our model under an engine whose configuration is made from the job.
+"""Train our model by a DeepSpeed engine, configured from the job.
 
-DeepSpeed 0.19.8. Settings that look odd say which of its ways they avoid.
+DeepSpeed 0.19.8. Comments at odd settings name the behaviour that they avoid.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def train(
     reentrant: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> Training:
-    """Train by deepspeed.initialize's engine; `reentrant` chooses torch's older recompute, `extra` adds to the
-    configuration."""
+    """Train by deepspeed.initialize's engine. `reentrant`: torch's older recompute. `extra`: more configuration."""
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable("DeepSpeed's Adam is not built: apt-get install g++, then ./run.sh setup")
     deepspeed = import_deepspeed(device)
@@ -73,7 +72,7 @@ def train(
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        # Its answer is whether oneDNN has instructions for it; torch's kernels do without.
+        # It asks for oneDNN's fp16 instructions, which torch's kernels do not need.
         CPU_Accelerator.is_fp16_supported = lambda self: True
     import torch
     import torch.distributed as dist
@@ -102,9 +101,9 @@ def train(
 
 
 def import_deepspeed(device: str) -> Any:
-    """The package, told what device this is. Raises Unavailable where it is missing.
+    """The package, configured for this device. Raises Unavailable if it is missing.
 
-    Its shared-memory communication is left out: at one rank nothing uses it, and the first start would compile it.
+    Without its shared-memory communication: one rank does not use it, and its first start would compile it.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -130,7 +129,7 @@ def import_deepspeed(device: str) -> Any:
 
 
 def _load_built() -> None:
-    """Load what has been compiled. Left alone, DeepSpeed would ask ninja in every run whether to compile it again."""
+    """Load the compiled kernels; otherwise every run of DeepSpeed would start ninja to see if they are current."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _import_module_from_library
@@ -147,10 +146,10 @@ def _load_built() -> None:
 
 
 def build(kernel: str) -> None:
-    """Compile one of DeepSpeed's kernels into EXTENSIONS, minutes, one build at a time; the locks that an interrupted
-    one left are removed first, for DeepSpeed would wait for them without end.
+    """Compile one of DeepSpeed's kernels into EXTENSIONS: minutes, one build at a time. Removes the locks that an
+    interrupted build left, for which DeepSpeed would wait forever.
 
-    Raises Unavailable where a compiler or a library is missing.
+    Raises Unavailable if a compiler or a library is missing.
     """
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
@@ -158,7 +157,7 @@ def build(kernel: str) -> None:
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     with open(EXTENSIONS / "one_build", "w") as one_build:
         fcntl.flock(one_build, fcntl.LOCK_EX)
-        if is_built(kernel):  # by whom was waited for
+        if is_built(kernel):  # by another process meanwhile
             return
         for lock in EXTENSIONS.glob("*/lock"):
             lock.unlink()
@@ -166,7 +165,7 @@ def build(kernel: str) -> None:
         if not builder.is_compatible(verbose=True):
             raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
         flags = builder.cxx_args
-        # Without what only debuggers read: 25 instead of 36 seconds a file.
+        # Without debug symbols: 25 instead of 36 seconds a file.
         builder.cxx_args = lambda: [flag for flag in flags() if flag != "-g"]
         builder.load(verbose=True)
         (EXTENSIONS / f"{kernel}.built").write_text(versions())
@@ -188,7 +187,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if is_partitioned:
-        # Its dtype argument makes bf16 of fp32 on a CPU: the configuration alone decides.
+        # The configuration decides the dtype: Init's dtype argument makes bf16 of fp32 on a CPU.
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = cls(workload)
     else:

@@ -1,7 +1,6 @@
-"""What the DeepSpeed methods share before an engine is there: settings, needs, and what must be compiled first.
+"""Settings, plans and compiled kernels of the DeepSpeed methods; standard library only.
 
-Standard library only, so that plans cost nothing. DeepSpeed's binding of cores to ranks is left out: it divides a
-machine's cores, and the one rank here has them all.
+DeepSpeed's binding of cores to ranks is left out: it divides a machine's cores, and the one rank here has them all.
 """
 
 from __future__ import annotations
@@ -15,34 +14,34 @@ from harness.core.job import Plan, Workload
 from harness.core.method import ROOT
 from methods.shared.memory_needs import precision
 
-EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # what DeepSpeed compiles, once
+EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
-# Whose Adam steps on the host: torch's fused kernel; DeepSpeed's own, equally fast, but compiled; or op by op, as
-# in the published artifact. The first is the default: one call is the same job on every machine.
+# The host's Adam: torch's fused kernel, the default, needs no compiler; DeepSpeed's own is as fast, but compiled;
+# "published" steps op by op, as the published artifact.
 ADAMS = ("fused", "deepspeed", "published")
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
 BUILD_SECONDS = {"cpu_adam": 80, "async_io": 280}  # 2-core EPYC
 
 
 def missing() -> str | None:
-    """What the DeepSpeed methods lack, and what helps."""
+    """The missing package, with the command that installs it."""
     return None if find_spec("deepspeed") else NEEDS
 
 
 def check_adam(adam: str) -> None:
-    """Raises ValueError for an Adam there is not."""
+    """Raise ValueError for an unknown Adam."""
     if adam not in ADAMS:
-        raise ValueError(f"adam is one of {', '.join(ADAMS)}, not {adam!r}")
+        raise ValueError(f"adam: expected one of {', '.join(ADAMS)}, got {adam!r}")
 
 
 def is_built(kernel: str) -> bool:
-    """Whether the kernel has been compiled to its end, for the packages that are installed."""
+    """True if the kernel was compiled for the installed packages, to the end."""
     stamp = EXTENSIONS / f"{kernel}.built"
     return stamp.exists() and stamp.read_text() == versions()
 
 
 def versions() -> str:
-    """Of the packages that a compiled kernel belongs to."""
+    """Versions of the packages that a compiled kernel depends on."""
     try:
         return f"torch {version('torch')}, deepspeed {version('deepspeed')}"
     except PackageNotFoundError as error:
@@ -50,7 +49,7 @@ def versions() -> str:
 
 
 def to_build(*kernels: str) -> str | None:
-    """What has to be compiled, for people; None when all is there, or there is nothing to compile it with."""
+    """What has to be compiled, for people; None if all is, or there is no compiler."""
     if not native_build.find():
         return None
     missing = [kernel for kernel in kernels if not is_built(kernel)]
@@ -72,7 +71,7 @@ def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
 
 
 def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
-    """Parameters, gradients and optimizer on the host; thresholds follow the model, so that layers really leave."""
+    """Weights, gradients and optimizer on the host; thresholds follow the model: layers must leave the device."""
     return {
         "stage": 3,
         "contiguous_gradients": True,
@@ -89,7 +88,7 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
 
 
 def largest_tensor(workload: Workload) -> int:
-    """Elements of the largest parameter: the embedding, or the MLP's."""
+    """Elements of the largest parameter: the embedding's, or the MLP's."""
     return max(workload.vocab_size * workload.hidden_size, 4 * workload.hidden_size**2)
 
 

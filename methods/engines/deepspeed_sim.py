@@ -1,6 +1,6 @@
-"""What DeepSpeed asks of the device it runs on, answered for sim: its kernels are the CPU's, its memory has an end.
+"""DeepSpeed's accelerator for sim: the CPU's kernels, but a limited memory.
 
-DeepSpeed 0.19.8 decides by the device's memory what it flattens there and what on the host.
+DeepSpeed 0.19.8 flattens tensors on the device or on the host, depending on the device's memory.
 """
 
 from __future__ import annotations
@@ -102,6 +102,6 @@ for name, dtype in DTYPES.items():
 
 
 def use() -> None:
-    """Make DeepSpeed run on sim in this process. Raises Unavailable where sim is only accounted for."""
+    """Make DeepSpeed run on sim in this process. Raises Unavailable if sim is not compiled."""
     require_device("sim", "DeepSpeed")
     set_accelerator(SimAccelerator())

@@ -1,7 +1,7 @@
-"""What megatron-core needs to train our model: our attention in its layer, our weights in its shapes, and, where there
-is no CUDA, the few answers about CUDA that its data-parallel buffers and optimizer ask for.
+"""Our model in megatron-core: our attention in its layer, our weights in its shapes, and, without CUDA, stand-ins for
+the few calls to CUDA of its data-parallel buffers and optimizer.
 
-megatron-core 0.16.1; line numbers of what is answered are in the docstrings.
+megatron-core 0.16.1; docstrings name the lines that make these calls.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class FusedAttention(MegatronModule):
 
 
 class _OtherForCuda(TorchFunctionMode):
-    """device='cuda' makes tensors of the device there is, .cuda() keeps them where they are, and .type() says
-    torch.cuda.*: what param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167 assume."""
+    """device='cuda' makes tensors on this device, .cuda() leaves them there, .type() says torch.cuda.*: assumed by
+    param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _OtherForCuda(TorchFunctionMode):
 
 @contextmanager
 def cuda_questions_answered(device: str) -> Iterator[None]:
-    """Nothing on a GPU; elsewhere, Megatron's optimizer finds the device there is where it looks for a CUDA device."""
+    """Without CUDA, let Megatron's optimizer find this device where it looks for a CUDA device."""
     if device == "cuda":
         yield
         return

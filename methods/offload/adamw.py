@@ -1,10 +1,10 @@
 """AdamW on slabs: the very bits of torch.optim.AdamW(fused=True), in fp32 and in mixed precision, on either memory.
 
-On the host the fp32 master of bf16 is split, so that the weight is half of it: 12 bytes a parameter hold weight, master
-and moments. The weight is the master rounded to nearest, ties to even, as torch rounds; beside it lie the master's low
-16 bits. At a tie these two fit two masters, one rounded up and one rounded down; a 17th bit tells which, the sign of
-the second moment, which is never negative. So no bit of the master is lost. An fp16 weight is no part of its master,
-which is kept whole: 14 bytes a parameter.
+On the host the fp32 master of a bf16 weight is split: the weight is its high half, so 12 bytes a parameter hold weight,
+master and moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits
+are stored beside it. At a tie these two match two masters, one rounded up and one rounded down; a 17th bit tells which:
+the sign of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its
+master, which is stored whole: 14 bytes a parameter.
 
 The compiled kernel (adamw_kernel.py) updates these two in one pass; also fp32 from one state into another and, in the
 host's threads, by a gradient that is to be clipped. Everywhere else, and without a compiler, torch's fused kernel
@@ -27,8 +27,8 @@ VECTOR = 16  # elements: torch's kernel gives the same bits whether or not a ten
 
 
 class State(NamedTuple):
-    """Flat slabs of equal length: weights in the dtype that travels, moments in fp32, and the master: None where the
-    weights are fp32 themselves, fp32, or (int16) the low half that the weights lack."""
+    """Flat slabs of equal length: weights in the workload's dtype, moments in fp32, and the master: None for fp32
+    weights; fp32; or int16, the low half that bf16 weights lack."""
 
     weights: Tensor
     master: Tensor | None
@@ -45,7 +45,7 @@ class State(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a slab, of one tensor that decays or does not."""
+    """Elements [start, stop) of one tensor in a slab."""
 
     start: int
     stop: int
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """What one update knows besides its tensors: its number, counted from 1, also as a tensor in the state's memory."""
+    """An update's learning rate and its number, counted from 1, also as a tensor in the state's memory."""
 
     learning_rate: float
     number: int
@@ -61,7 +61,7 @@ class AdamStep(NamedTuple):
 
 
 def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
-    """Tensors of a slab, in its order, as runs of at most so many elements; a cut lies at a multiple of VECTOR."""
+    """Split tensors of a slab, in its order, into runs of at most `max_numel` elements, at multiples of VECTOR."""
     max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
     found: list[list[Piece]] = []
     room = 0
@@ -78,7 +78,7 @@ def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
 
 
 def joined(state: State) -> Tensor:
-    """The fp32 master: a slab of the state, or a copy put together from both halves."""
+    """The fp32 master: a slab of the state, or a copy assembled from both halves."""
     if state.master is None or not state.is_split:
         return state.weights if state.master is None else state.master
     bits = state.weights.view(torch.int16).int().bitwise_left_shift_(16)
@@ -88,7 +88,7 @@ def joined(state: State) -> Tensor:
 
 
 def keep_(state: State, values: Tensor) -> None:
-    """Make these the fp32 master. The second moment of a split one loses its mark and gets it anew."""
+    """Store these values as the fp32 master; a split state's second moment is marked anew."""
     if values is not state.weights:
         state.weights.copy_(values)
     if state.master is None or not state.is_split:
@@ -104,19 +104,13 @@ def keep_(state: State, values: Tensor) -> None:
 
 
 def update(
-    grads: Tensor,
-    source: State,
-    target: State,
-    runs: Sequence[list[Piece]],
-    step: AdamStep,
-    factor: Factor,
-    *,
+    grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor, *,
     by_thread: bool = False,
-) -> None:
-    """One AdamW step of adjacent chunks by their gradient, scaled by the clip factor, out of one state into another,
-    which may be the same; decay on matrices only. `by_thread`: in one of several threads that share the work."""
+) -> None:  # fmt: skip
+    """One AdamW step of adjacent chunks from one state into another, or the same, by their gradient times the clip
+    factor. `by_thread`: called by one of several threads that share the work."""
     is_ahead = target.weights is not source.weights
-    # torch's kernel is as fast in fp32, and has all cores, but scales the gradient in a pass of its own.
+    # In fp32 torch's kernel is as fast, on all cores, but scales the gradient in a separate pass.
     is_scaled = factor is not None and by_thread
     takes_one_pass = source.is_split or grads.dtype == torch.float16
     takes_one_pass |= source.master is None and (is_ahead or is_scaled)
@@ -139,7 +133,7 @@ def update(
 
 
 def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:
-    """The same in place by torch's fused kernel; the fp32 gradient is scaled in place."""
+    """The same by torch's fused kernel, in place; scales the fp32 gradient in place."""
     if factor is not None:
         grads.mul_(factor)
     values = joined(state)

@@ -8,76 +8,74 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from harness.core.method import ROOT
 from harness.core.native_build import Library
 
-PATHS = ("plain", "AVX2", "AVX-512")  # by their number in adamw_kernel.cpp, as the next
-FORMATS = ("fp32", "bf16", "fp16")
+PATHS, FORMATS = ("plain", "AVX2", "AVX-512"), ("fp32", "bf16", "fp16")  # in the order of adamw_kernel.cpp
 LIBRARY = Library("the host's AdamW", 1, ROOT / ".venv" / "adam", (Path(__file__).with_name("adamw_kernel.cpp"),))
-# No operation is fused but where the source says so: its three paths and torch give the same bits.
+# The compiler fuses no operations by itself: the three paths and torch give the same bits.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
 def to_build() -> str | None:
-    """What build() would compile, for people; None when it is there, or there is nothing to compile it with."""
+    """What build() would compile, for people; None if it is built or there is no compiler."""
     return LIBRARY.to_build()
 
 
 def build() -> None:
-    """Compile it. Raises Unavailable where that fails; torch's kernels then do its work."""
+    """Compile the kernel. Raises Unavailable where that fails; training then uses torch's kernels."""
     LIBRARY.build(*FLAGS)
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled kernel; None where there is none."""
+    """The compiled kernel; None if it is not built."""
     return ctypes.CDLL(str(LIBRARY.path)) if LIBRARY.is_built else None
 
 
 def widest_path() -> int:
-    """The index in PATHS of the widest vectors that this processor has."""
+    """Index in PATHS of this processor's widest vectors."""
     library = load()
     assert library is not None
     return int(library.adamw_widest_path())
 
 
 def describe(dtype: str, *, one_pass: bool = False) -> str:
-    """The host's optimizer, for the fairness table; `one_pass` in fp32, too: its threads clip, or update ahead."""
+    """The host's optimizer, for the fairness table; `one_pass`: in fp32, too, because its threads clip or speculate."""
     if dtype == "fp32" and not (one_pass and load()):
         return "torch AdamW, fused, host"
     return f"AdamW in one pass ({PATHS[widest_path()]}), host" if load() else "torch AdamW, fused, in blocks, host"
 
 
 def run(
-    path: int,
-    dtype: str,
-    grads: int,
-    source: list[int],
-    target: list[int],
-    table: list[int],
-    learning_rate: float,
-    num_updates: int,
-    factor: float,
-) -> None:
-    """One step on slabs given by their addresses: weights, rest of their master (0 in fp32), exp_avg, exp_avg_sq; the
-    target may be the source. `dtype` is that of weights and gradients.
+    dtype: str, grads: Any, source: Sequence[Any], target: Sequence[Any], table: list[int], learning_rate: float,
+    num_updates: int, factor: float,
+) -> None:  # fmt: skip
+    """One step from the slabs of one state (weights, in mixed precision the rest of their master, exp_avg, exp_avg_sq)
+    into those of another, or the same. `dtype` is that of weights and gradients.
 
-    `table` has three numbers for each piece of a tensor: start, stop, whether decay applies. Other threads of Python
-    run meanwhile.
+    `table` has three numbers for each piece of a tensor: start, stop, whether decay applies. Releases the GIL.
     """
     library = load()
     assert library is not None
     numbers = (factor, learning_rate, WEIGHT_DECAY, *BETAS, EPSILON, num_updates)
     library.adamw(
-        path,
+        widest_path(),
         FORMATS.index(dtype),
-        ctypes.c_void_p(grads),
-        (ctypes.c_void_p * 4)(*source),
-        (ctypes.c_void_p * 4)(*target),
+        ctypes.c_void_p(grads.data_ptr()),
+        _addresses(source),
+        _addresses(target),
         (ctypes.c_int64 * len(table))(*table),
         ctypes.c_int64(len(table) // 3),
         (ctypes.c_double * len(numbers))(*numbers),
     )
+
+
+def _addresses(slabs: Sequence[Any]) -> ctypes.Array:
+    weights, *rest, exp_avg, exp_avg_sq = (slab.data_ptr() for slab in slabs)
+    return (ctypes.c_void_p * 4)(weights, rest[0] if rest else 0, exp_avg, exp_avg_sq)

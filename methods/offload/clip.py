@@ -1,4 +1,4 @@
-"""A step's gradient norm and clip factor."""
+"""Gradient norms and clip factors."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class Clip:
-    """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and the factor that it
-    asks for, which takes out the loss scale, too. With neither limit nor scale there is no factor, and nobody waits."""
+    """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and its clip factor,
+    which also undoes the loss scale. Without limit and scale there is no factor, and nothing waits for it."""
 
     def __init__(self, device: Device, max_norm: float, scale: LossScale | None = None) -> None:
         self.device, self.max_norm = device, max_norm
-        # The factor where nothing is to be clipped; None is 1.
+        # The factor if nothing is clipped; None is 1.
         self.unclipped = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
         self.squares: list[Tensor] = []  # of the norm so far; kept while copies may read them
@@ -49,8 +49,8 @@ class Clip:
         self.norms.append(norms)
 
     def is_within(self) -> Callable[[], bool]:
-        """Queue the copy of the norm so far to the host. Whether it is within the limit, and finite, waited for: as it
-        only grows, there is no use in an update ahead of the factor where it is not."""
+        """Queue the copy of the norm so far to the host; the result waits for it: true if finite and within the limit.
+        The norm only grows: beyond the limit an update ahead of the factor would be wasted."""
         square = torch.stack(self.norms[-1]).square().sum()
         self.squares.append(square + self.squares[-1] if self.squares else square)
         here, landed = self._send(self.squares[-1])
@@ -62,7 +62,7 @@ class Clip:
         return is_within
 
     def finish(self) -> None:
-        """The norm of all that was added, in the order of the model, as torch.nn.utils.clip_grad_norm_."""
+        """Compute norm and factor of all that was added, in the order of the model."""
         self.total = global_norm([*chain.from_iterable(reversed(self.norms))])
         if self.unclipped is not None:
             self.total = self.total * self.unclipped  # powers of two: no bit is lost
@@ -70,27 +70,27 @@ class Clip:
             self.factor = clip_factor(self.total, self.max_norm)
         if self.unclipped is not None:
             factor = torch.ones_like(self.total) if self.factor is None else self.factor
-            # No number where the gradient is none: no update comes of it.
+            # Not a number if the gradient is not finite: the step is skipped.
             self.factor = torch.where(self.total.isfinite(), factor * self.unclipped, math.nan)
 
     def send_home(self) -> None:
-        """Queue the copy of the factor to the host, for the updates there."""
+        """Queue the copy of the factor to the host, for updates there."""
         if self.factor is not None:
             self.host_factor, self.landed = self._send(self.factor)
 
     def on_host(self) -> Tensor | None:
-        """The factor, waited for; None where there is none."""
+        """Wait for the factor; None if there is none."""
         if self.host_factor is not None:
             self.landed.synchronize()
         return self.host_factor
 
     def is_one(self) -> bool:
-        """Whether there was nothing to clip, waited for."""
+        """Wait for the factor; true if nothing is clipped."""
         factor = self.on_host()
         return factor is None or float(factor) == (self.unclipped or 1)
 
     def overflows(self) -> bool:
-        """Whether a gradient is not finite, waited for in fp16; elsewhere nobody asks."""
+        """In fp16 wait for the factor; true if a gradient is not finite."""
         return self.unclipped is not None and math.isnan(float(self.on_host()))  # type: ignore[arg-type]
 
     def _send(self, value: Tensor) -> tuple[Tensor, Any]:

@@ -1,5 +1,5 @@
-"""Work on slabs that torch does not do, as operations of torch: what watches operations (plans without memory, accounts
-of memory, the tests' race detector) sees it, too."""
+"""Work on slabs that torch lacks, registered as operations of torch: then memory rehearsals, memory accounts and the
+race detector see it, too."""
 
 from __future__ import annotations
 
@@ -27,48 +27,27 @@ _library.define("write(Tensor(a!) file, Tensor slab) -> ()")
 
 
 def adamw(
-    grads: Tensor,
-    source: list[Tensor],
-    target: list[Tensor],
-    factor: Tensor | None,
-    scale: float,
-    table: list[int],
-    learning_rate: float,
-    number: int,
-) -> None:
-    """The compiled kernel on slabs of the host: weights, in mixed precision the rest of their master, two moments.
-    `table` has start, stop and whether decay applies of each piece."""
-    adamw_kernel.run(
-        adamw_kernel.widest_path(),
-        NAMES[grads.dtype],
-        grads.data_ptr(),
-        _addresses(source),
-        _addresses(target),
-        table,
-        learning_rate,
-        number,
-        scale * (1.0 if factor is None else float(factor)),
-    )
-
-
-def _addresses(slabs: list[Tensor]) -> list[int]:
-    weights, *rest, exp_avg, exp_avg_sq = (slab.data_ptr() for slab in slabs)
-    return [weights, rest[0] if rest else 0, exp_avg, exp_avg_sq]
+    grads: Tensor, source: list[Tensor], target: list[Tensor], factor: Tensor | None, scale: float, table: list[int],
+    learning_rate: float, number: int,
+) -> None:  # fmt: skip
+    """The compiled kernel on slabs of the host, by gradients times factor and scale."""
+    by = scale * (1.0 if factor is None else float(factor))
+    adamw_kernel.run(NAMES[grads.dtype], grads, source, target, table, learning_rate, number, by)
 
 
 def reserve(file: Tensor, num_bytes: int) -> None:
-    """Take so many bytes of the disk, all zero, before anything is written. Raises OSError where it has no room."""
+    """Reserve disk space, filled with zeros. Raises OSError if the disk has no room for it."""
     try:
         os.posix_fallocate(file.tolist()[0], 0, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that only takes room as it is written
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # these file systems reserve space only on writing
             error.strerror = f"{error.strerror}: {gib(num_bytes)} of states"
             raise
 
 
 def read(file: Tensor, slab: Tensor) -> None:
-    """Fill a slab of the host from a file. `file` stands for the bytes: the file's descriptor, the one that goes past
-    the system's cache or the same again, and where the bytes begin. Raises OSError."""
+    """Fill a slab of the host from a file. `file` holds two descriptors, through and past the system's cache (or twice
+    the same), and the byte to start at. Raises OSError."""
     pages, handle, start = _pages(file, slab)
     while pages:
         done = os.preadv(handle, [pages], start)
@@ -78,7 +57,7 @@ def read(file: Tensor, slab: Tensor) -> None:
 
 
 def write(file: Tensor, slab: Tensor) -> None:
-    """The way back. Raises OSError, as where the disk is full."""
+    """Write a slab of the host to a file. Raises OSError, for example if the disk is full."""
     pages, handle, start = _pages(file, slab)
     while pages:
         done = os.pwritev(handle, [pages], start)
@@ -86,7 +65,7 @@ def write(file: Tensor, slab: Tensor) -> None:
 
 
 def _pages(file: Tensor, slab: Tensor) -> tuple[memoryview, int, int]:
-    """The slab's bytes, the descriptor for them, and their place in the file."""
+    """The slab's bytes, the descriptor for them, and their offset in the file."""
     cached, direct, start = file.tolist()
     is_whole = slab.data_ptr() % PAGE_BYTES == 0 and slab.nbytes % PAGE_BYTES == 0
     return slab.view(torch.uint8).numpy().data, direct if is_whole else cached, start

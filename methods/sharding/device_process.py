@@ -1,4 +1,4 @@
-"""Where units run: in this process, or in one of a device's own, which shares the slabs at home."""
+"""Devices that run units: in this process, or in one process per device, which share the slabs at home."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from methods.sharding.halve import split
 from methods.sharding.shard import Shard
 from methods.sharding.unit import Result, Unit
 
-HOST = re.compile("sim (host|pinned)")  # what the simulated device's allocators say when it was not the device's memory
+HOST = re.compile("sim (host|pinned)")  # the simulated device's messages when the host's memory ran out
 
 
 class Failure(NamedTuple):
-    """How a unit ended: its traceback, and whether it ran out of the device's memory."""
+    """A failed unit: its traceback; is_memory: it ran out of the device's memory."""
 
     text: str
     is_memory: bool = False
 
 
 class Here:
-    """The device of this process. `waits`: a unit is done when start() returns, not only queued. `catches`: reply() is
-    the failure of one that failed; else that is raised, but for want of the device's memory."""
+    """The device of this process. `waits`: start() returns when the unit is done, not only queued. `catches`: reply()
+    returns any failure; otherwise all but out-of-memory on the device is raised."""
 
     connection = None
 
@@ -51,24 +51,24 @@ class Here:
 
 
 class Elsewhere:
-    """A device in a process of its own. `make_worker` makes its worker there, from `given`. On a CPU sums over another
-    number of threads round otherwise: what is compared to the last bit needs as many as whom it is compared with."""
+    """A device in a process of its own, where `make_worker` makes its worker from `given`. On a CPU the number of
+    threads changes the rounding of sums: runs compared bit by bit need the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
-        # New processes are forked from one that has imported all that they will and started no thread.
+        # New processes are forked from one that has done their imports and started no thread.
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([make_worker.__module__, "torch._dynamo"])
-        if num_threads > 1:  # threads of one process that wait must not keep another's from a core
+        if num_threads > 1:  # waiting threads of one process must not keep cores from another's
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=serve, args=(other, num_threads, make_worker, *given), daemon=True)
         self.process.start()
         other.close()
-        self.told = 0  # how many halvings of shards it knows of
+        self.told = 0  # number of halvings of shards it was sent
         self.moved_bytes = 0
 
     def ready(self) -> None:
-        """Wait until it has made its worker. Raises RuntimeError with the traceback where it could not."""
+        """Wait until it has made its worker. Raises RuntimeError with the traceback if that failed."""
         failure, _ = self.reply()
         if failure is not None:
             raise RuntimeError(failure.text)
@@ -78,7 +78,7 @@ class Elsewhere:
         self.connection.send_bytes(pickle.dumps((unit, following, splits)))
 
     def reply(self) -> Any:
-        """What the unit left, or its failure; and its seconds. Raises EOFError where the process has died."""
+        """The unit's result, or its failure; and its seconds. Raises EOFError if the process has died."""
         left, seconds, self.moved_bytes = pickle.loads(self.connection.recv_bytes())
         return left, seconds
 
@@ -88,7 +88,7 @@ class Elsewhere:
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:
-    """The process of a device: unit after unit, until nobody sends any."""
+    """The process of a device: runs unit after unit until the connection is closed."""
     torch.set_num_threads(num_threads)
     try:
         worker = make_worker(*given)
@@ -102,7 +102,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
         except EOFError:
             return
         started = time.perf_counter()
-        for model, index in splits:  # as they were made where the schedule is, in the same order
+        for model, index in splits:  # in the dispatcher's order
             split(worker.models[model], index)
         left = run_unit(worker, unit, following)
         connection.send_bytes(pickle.dumps((left, time.perf_counter() - started, worker.device.moved_bytes)))
@@ -111,7 +111,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
 def run_unit(
     worker: Any, unit: Unit, following: Unit | None, waits: bool = True, catches: bool = True
 ) -> Result | Failure:
-    """A unit to its end: what it left, or how it failed."""
+    """Run a unit to its end; returns its result or failure."""
     try:
         left = worker.run(unit, following)
         return worker.finished(left) if waits else left
@@ -124,5 +124,5 @@ def run_unit(
 
 
 def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any]) -> Worker:
-    """In the process of a device: its worker, by its name for torch."""
+    """The worker of the device with this torch name, in the device's process."""
     return Worker(Device(name), models, **options)

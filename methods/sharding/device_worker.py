@@ -1,4 +1,4 @@
-"""A device that runs units: its slots, the models' random streams, and copies of what goes from layer to layer."""
+"""A device's worker: its slots, the models' random states, and copies of boundaries between layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from methods.sharding.unit_run import Turn
 
 
 class Worker:
-    """A device with its slots, and the models whose units it runs."""
+    """Runs units of models in the slots of a device."""
 
     def __init__(
         self, device: Device, models: Sequence[Sequence[Shard]], *, double_buffer: bool = True,
@@ -26,13 +26,13 @@ class Worker:
         self.saves, self.keeps_random = intermediates == "saved", keeps_random
         self.double_buffer, self.rehearses = double_buffer, False
         self.slots: list[ShardSlot] = []
-        with suppress(torch.OutOfMemoryError):  # the first unit tells
+        with suppress(torch.OutOfMemoryError):  # reported by the first unit
             self._make_slots()
         for module in (module for shard in shards for layer in shard.layers for module in layer.modules()):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device.name))
         self.busy: ShardSlot | None = None
-        self.graphs: dict[tuple[int, int, int | None], Any] = {}  # of saved forward passes, until their backward passes
+        self.graphs: dict[tuple[int, int, int | None], Any] = {}  # saved forward passes that await their backward pass
 
     def _make_slots(self) -> None:
         self.slots, self.num_shards = [], 0
@@ -41,7 +41,7 @@ class Worker:
         self.num_shards = len(shards)
 
     def _fit(self, rehearses: bool) -> None:
-        """Smaller slots where shards were halved; empty ones after a rehearsal, and nothing counted of it."""
+        """Make smaller slots if shards were halved; after a rehearsal empty them and reset the count of moved bytes."""
         if self.num_shards != sum(map(len, self.models)):
             self.device.synchronize()
             for shard in (shard for model in self.models for shard in model):
@@ -57,8 +57,8 @@ class Worker:
         self.rehearses = rehearses
 
     def prefetch(self, unit: Unit) -> None:
-        """Queue what a unit will need into a slot that the running one does not use; nothing where there is none. Where
-        it will need the running one's shard, its states alone may come already."""
+        """Queue copies of the parts that a unit needs into a slot that the running unit does not use; none if there is
+        no such slot. If both need the same shard, only its states may come now."""
         shard, parts = self.models[unit.model][unit.shard], parts_of(unit)
         shard.name = f"model {unit.model} shard {unit.shard}"
         slot = self._slot_of(shard, unit.version)
@@ -68,7 +68,7 @@ class Worker:
             slot.prefetch(shard, unit.version, parts)
 
     def run(self, unit: Unit, following: Unit | None = None) -> Result:
-        """Do a unit; what follows it, as far as is known, is fetched meanwhile."""
+        """Run a unit; meanwhile prefetch for the one that is expected to follow."""
         self._fit(unit.rehearses)
         self.prefetch(unit)
         self.busy = self._slot_of(self.models[unit.model][unit.shard], unit.version)
@@ -83,7 +83,7 @@ class Worker:
         return result._replace(random=random)
 
     def finished(self, result: Result) -> Result:
-        """The result for another process: all is done, and on the host."""
+        """The result for another process: wait until it is computed, and copy it to the host."""
         self.device.synchronize()
         loss, norms = result.loss, result.norms
         return result._replace(
@@ -91,7 +91,7 @@ class Worker:
         )
 
     def forget(self, unit: Unit) -> None:
-        """After a unit that failed: what it left in its slot, or of its graph, is worth nothing."""
+        """After a failed unit: discard the contents of its slot, and its graph."""
         if self.busy is not None:
             self.busy.shard, self.busy = None, None
         self.graphs.pop((unit.model, unit.shard, unit.part), None)
@@ -101,7 +101,7 @@ class Worker:
             if slot.holds(shard, version):
                 return slot
         free = [slot for slot in self.slots if slot is not self.busy]
-        # The slot that was filled longest ago is first; it goes to the end of the queue.
+        # The first slot is the one filled longest ago; it goes to the end of the queue.
         slot = free[0] if free else self.slots[0]
         self.slots.remove(slot)
         self.slots.append(slot)
@@ -109,7 +109,7 @@ class Worker:
 
     @contextmanager
     def _random(self, unit: Unit) -> Iterator[None]:
-        """Run in the model's own stream of random numbers, and leave this process's as it was."""
+        """Use the model's own random state, and restore this process's afterwards."""
         if not self.keeps_random:
             yield
             return
@@ -134,7 +134,7 @@ class Worker:
             torch.cuda.set_rng_state(state[1], self.device.name)
 
     def to_host(self, tensors: Tensors) -> Tensors:
-        """Copies in page-locked memory that lives until the copy is over; on a CPU the tensors themselves."""
+        """Copies in page-locked memory that lives until the copy has ended; on a CPU the tensors themselves."""
         if self.device.name.type != "cuda":
             return tuple(map_tensor(tensor, lambda t: t.to("cpu")) for tensor in tensors)
         copied = []

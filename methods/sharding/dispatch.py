@@ -1,8 +1,8 @@
-"""Who runs next, and where: a rule gives each free device a waiting model's unit, and tells it what will come next.
+"""The dispatcher: a policy gives each free device a waiting model's unit, and a hint of the unit that comes next.
 
-One device may be this process; several are processes, which share the slabs at home. What is told to come next is a
-hint and binds nobody: a free device takes the waiting model that the rule prefers, so the schedule stays a list
-schedule with Graham's bound, and a hint that was wrong costs a copy.
+A single device is this process; several are processes that share the slabs at home. A hint only prefetches: a free
+device still takes the waiting model that the policy prefers, so the schedule stays a list schedule with Graham's bound,
+and a wrong hint costs one copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from methods.sharding.unit import FORWARD, Unit
 
 
 class Turned(NamedTuple):
-    """One unit as it ran: seconds since the first began."""
+    """One unit as it ran; start and end in seconds since the run began."""
 
     model: int
     shard: int
@@ -35,28 +35,28 @@ class Turned(NamedTuple):
 
 
 class Dispatcher:
-    """Tasks, devices, a rule; and what has run."""
+    """Runs tasks on devices by a policy, and keeps their timeline."""
 
     def __init__(
         self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, most_ahead: float = math.inf,
         splits: list[tuple[int, int]] | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         self.tasks, self.devices, self.policy, self.key = tasks, list(devices), policy, key_of(policy)
-        self.most_ahead = most_ahead  # rounds that a model may have finished before the slowest one has
-        self.held: list[Task] = []  # those that have stepped, and have not been asked for their next minibatch
+        self.most_ahead = most_ahead  # rounds that a model may be ahead of the slowest one
+        self.held: list[Task] = []  # tasks that have stepped and not yet started their next minibatch
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.draw, self.arrivals = random.Random(seed).random, count()
         self.waiting: dict[Task, tuple[int, float]] = {}
         self.running: dict[Any, tuple[Task, Unit, float]] = {}
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
-        self.chains: dict[Task, list[float]] = {}  # seconds of the units of each
-        self.room = math.inf  # bytes of a slot that a shard may take, of those that can be halved
-        self.splits = [] if splits is None else splits  # that were made of these models: model and shard
+        self.chains: dict[Task, list[float]] = {}  # seconds of each task's units
+        self.room = math.inf  # bytes of a slot that a shard may take if it can be halved
+        self.splits = [] if splits is None else splits  # shards that were halved: model and index
 
     def run(self) -> Iterator[tuple[Task, Step]]:
-        """Every task to its end; yields each step as its last unit is done. A unit that fails elsewhere ends its task
-        alone, one that fails here is raised."""
+        """Run every task to its end; yield each step when its last unit is done. A unit that fails in another process
+        ends only its own task; one that fails in this process raises."""
         idle, self.began = list(self.devices), time.perf_counter()
         for task in self.tasks:
             task.start()
@@ -83,12 +83,12 @@ class Dispatcher:
 
     @property
     def rounds(self) -> int:
-        """That every model has finished which has not failed."""
+        """Rounds that every model has finished, without those that failed."""
         return min((task.rounds for task in self.tasks if not task.failure), default=0)
 
     def _release(self) -> None:
-        """Let those go on that are not too far ahead. Of data that all share, nobody asks for more than there is until
-        all have had it: its end is the training's."""
+        """Start the next minibatch of tasks that are not too far ahead. Advance shared data only when every model has
+        used the batch: the end of the data is the end of the training."""
         slowest = self.rounds
         for task in list(self.held):
             may_ask = task.batches_left > 0 or math.isinf(self.most_ahead)
@@ -145,7 +145,7 @@ class Dispatcher:
             left, seconds = Failure(f"the process of its device ended with code {device.process.exitcode}"), 0.0
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
-        if task.failure:  # meanwhile, by the other half of its batch
+        if task.failure:  # the other half of its batch has failed meanwhile
             return None
         self.chains.setdefault(task, []).append(now - started)
         if not isinstance(left, Failure):
@@ -158,8 +158,8 @@ class Dispatcher:
         return None
 
     def _halve(self, task: Task, unit: Unit) -> bool:
-        """After a unit ran out of memory: halve its shard, and all those that keep the slots large; those of models
-        that are running when their units are done. Whether there was any to halve."""
+        """After a unit ran out of memory: halve its shard, and all shards that keep the slots large; those of running
+        models when their units are done. Returns False if no shard can be halved."""
         tasks = [each for each in self.tasks if each.can_split and not each.failure]
         sizes = [slot_bytes(shard) for each in tasks for shard in each.shards if len(shard.layers) > 1]
         if task not in tasks or not sizes:
@@ -174,7 +174,7 @@ class Dispatcher:
         return True
 
     def _fit(self, task: Task) -> None:
-        """Halve those of its shards that are larger than they may be, and can be halved."""
+        """Halve the task's shards that exceed `room`, as far as they can be halved."""
         index = 0
         while index < len(task.shards) and self.room < math.inf and task.can_split and not task.failure:
             if slot_bytes(task.shards[index]) > self.room and len(task.shards[index].layers) > 1:
@@ -183,7 +183,7 @@ class Dispatcher:
                 index += 1
 
     def halve_all(self) -> bool:
-        """Between two runs: halve the largest shards of all models. Whether there was any to halve."""
+        """Between two runs: halve the largest shards of all models. Returns False if no shard can be halved."""
         able = [shard for task in self.tasks for shard in task.shards if len(shard.layers) > 1]
         room = max(map(slot_bytes, able), default=0) // 2
         for task in self.tasks:
@@ -198,8 +198,8 @@ class Dispatcher:
         self.splits.append((task.model, index))
 
     def summary(self) -> dict[str, float]:
-        """Makespan, what two rounds foretold, the bound below which no schedule of these units can be, their ratio,
-        and the devices' use; nothing of a single model, or where units were only queued."""
+        """Makespan, its prediction from two rounds, the lower bound for these units, the ratio to it, and the devices'
+        utilization; empty for a single model."""
         if len(self.chains) < 2:
             return {}
         makespan, num_devices = max(turned.end for turned in self.timeline), len(self.numbers)
@@ -225,7 +225,7 @@ class Dispatcher:
         return {"predicted_makespan_seconds": simulate(chains, num_devices, self.policy).makespan}
 
     def shares(self) -> list[float]:
-        """Of the time of all devices until now what each model has had."""
+        """Each model's share of the devices' time until now."""
         spent = [0.0] * len({task.model for task in self.tasks})
         for turned in self.timeline:
             spent[turned.model] += turned.end - turned.start

@@ -1,5 +1,5 @@
-"""The harness's GPT as an ordered list of layers: embedding, blocks, and the head with its loss; both ends share the
-token embedding, by name.
+"""The harness's GPT as an ordered list of layers: embedding, blocks, and the head with its loss; embedding and head
+share the token embedding, by name.
 
 Shapes: B batch, T tokens, D hidden.
 """
@@ -47,7 +47,7 @@ class Head(nn.Module):
 
 
 def layers(workload: Workload) -> list[NamedLayer]:
-    """Without memory; a shard gives them some."""
+    """The model's layers, without memory: a shard gives them some."""
     with torch.device("meta"):
         modules = [Embedding(workload), *(Layer(workload) for _ in range(workload.num_layers)), Head(workload)]
     prefixes = ["", *(f"layers.{index}." for index in range(workload.num_layers)), ""]
@@ -57,7 +57,7 @@ def layers(workload: Workload) -> list[NamedLayer]:
 
 
 def names(workload: Workload) -> list[str]:
-    """In the order of the whole model's parameters, in which the reference sums the global norm."""
+    """All parameters in the model's order, in which the reference sums the global norm."""
     with torch.device("meta"):
         ends, layer = Ends(workload), Layer(workload)
     found = [f"ends.{name}" for name, _ in ends.named_parameters()]
@@ -68,7 +68,7 @@ def names(workload: Workload) -> list[str]:
 def at_home(
     workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool, in_halves: bool
 ) -> list[Shard]:
-    """The seeded model on the host, cut into shards of so many layers each; in memory that processes share, or not."""
+    """The seeded model on the host, cut into shards of so many layers each. `is_shared`: memory shared by processes."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
     if is_shared:
         settle_shared(shards, in_halves=in_halves)
@@ -85,38 +85,38 @@ def at_home(
 
 
 def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState]:
-    """What training left behind, in this order of names."""
+    """The trained tensors, in this order of names."""
     states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
     weights = {name: shard.at_home(name) for shard in shards for name in shard.own}
     return [TensorState(name, states[name].get(MASTER, weights[name]), states[name]["exp_avg"]) for name in ordered]
 
 
 def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same samples in so many times as many batches; on the host where they go to other processes."""
+    """Split each batch into `number` parts. `to_host`: for other processes."""
     for inputs, targets in batches:
         pair = (inputs.cpu(), targets.cpu()) if to_host else (inputs, targets)
         yield from zip(*(tokens.chunk(number) for tokens in pair), strict=True)
 
 
 def batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
-    """One that takes no memory to rehearse with."""
+    """A batch for rehearsals, of one element of memory."""
     token = torch.zeros((), dtype=torch.int64, device=device)
     return (token.expand(workload.batch_size, workload.seq_len),) * 2
 
 
 def random_state(workload: Workload, device: str) -> Any:
-    """That of this process, with which training alone starts; None where none is needed."""
+    """This process's random state, with which a model trained alone starts; None without dropout."""
     if not workload.dropout:
         return None
     return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
 
 
 def elsewhere(device: str, number: int, make: Callable[[str], Any], stack: ExitStack) -> list[Any]:
-    """So many devices, each with a process of its own, until the stack is left."""
+    """Devices in processes of their own, until the stack is left."""
     if device == "sim":
-        raise Unavailable("sim is one device: --devices 1 there, or --device cpu, whose devices are processes")
+        raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:
-        raise Unavailable(f"num_devices={number}: this machine has {torch.cuda.device_count()}")
+        raise Unavailable(f"num_devices={number}: this machine has {torch.cuda.device_count()} GPUs")
     devices = [make(f"cuda:{index}" if device == "cuda" else device) for index in range(number)]
     for each in devices:
         stack.callback(each.close)
@@ -126,7 +126,7 @@ def elsewhere(device: str, number: int, make: Callable[[str], Any], stack: ExitS
 
 
 def raise_failures(tasks: Sequence[Task]) -> None:
-    """Once all others are done, that of the first model that failed."""
+    """Raise the failure of the first model that failed; called when all others are done."""
     failed = [task for task in tasks if task.failure]
     if failed:
         kind = torch.OutOfMemoryError if failed[0].lacks_memory else RuntimeError
@@ -135,7 +135,7 @@ def raise_failures(tasks: Sequence[Task]) -> None:
 
 
 def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:
-    """For a record what became of a model that is not the first."""
+    """The record's entry for a model that is not the first."""
     changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
     norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
     return OtherModel(changes, [float(step.loss) for step in steps], norms, tensors(shards, ordered))

@@ -1,7 +1,4 @@
-"""A shard cut in two where it lies: for what turns out not to fit a device.
-
-The slabs at home stay where they are, each half takes its part of them. Sizes in bytes.
-"""
+"""Halve a shard that does not fit a device: its slabs at home stay in place, each half takes its part of them."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ from methods.sharding.shard import PARTS, NamedLayer, Shard
 
 
 def slot_bytes(shard: Shard) -> int:
-    """What it takes in a slot."""
+    """Bytes that it takes in a slot."""
     return sum(shard.num_bytes(part) for part in PARTS)
 
 
 def split(shards: list[Shard], index: int) -> None:
-    """Replace a shard of several layers by two halves of it, as equal as may be; nothing else of the model changes."""
+    """Replace a shard of several layers by two halves, as equal in bytes as possible."""
     whole = shards[index]
     sizes = [0] * len(whole.layers)
     for name in whole.own:

@@ -1,4 +1,4 @@
-"""Hydra for models of one's own: tasks, and the orchestrator that trains them together on one device or several.
+"""Hydra for users' models: tasks, and the orchestrator that trains them together on one or more devices.
 
     tasks = [ModelTask("small", model, criterion, dataloader, lr=1e-3, epochs=2), ...]
     orchestrator = ModelOrchestrator(tasks, devices=["cpu", "cpu"])
@@ -6,7 +6,7 @@
     report = orchestrator.train_models()
 
 A model is an ordered list of layers: nn.Sequential, or a module that holds all its parameters in such a list named
-`layers`. Afterwards it is trained, as if it had been alone.
+`layers`. Its trained weights are those of training it alone.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from methods.sharding.user_model import bring_home, named_layers, ordered_layers
 
 @dataclass(eq=False)
 class ModelTask:
-    """A model, its data, and how it is to be trained.
+    """A model, its data, and how to train it.
 
-    Raises ValueError, one line, for a model without ordered layers or words that make no sense.
+    Raises ValueError for a model without ordered layers, or invalid arguments.
     """
 
     name: str
     model: nn.Module
     criterion: Callable[..., Tensor]  # of the last layer's output and the targets
-    dataloader: Any  # has a length, gives (inputs, targets)
+    dataloader: Any  # with a length; yields (inputs, targets)
     lr: float
     epochs: int = 1
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # of parameters and lr
-    max_norm: float = 0.0  # gradients are clipped to this norm; 0: they are not
-    clipping: str = "global"  # exact, by updates of their own; or "shard": each shard's by its own norm
-    shards: Sequence[int] | None = None  # presharded: numbers of layers; None: as long as fits the device
+    max_norm: float = 0.0  # clip gradients to this norm; 0: do not
+    clipping: str = "global"  # exact: updates are units of their own; or "shard": each shard by its own norm
+    shards: Sequence[int] | None = None  # layers of each shard; None: as many as fit the device
     schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1
-    seed: int = 0  # of the model's own stream of random numbers, for dropout
+    seed: int = 0  # of the model's own random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)
-    begun: Any = field(default=None, init=False)  # the first batch and what follows it, where it was looked at
+    begun: Any = field(default=None, init=False)  # after first_batch(): that batch, and the iterator of the rest
     failure: str = field(default="", init=False)  # the traceback that ended it
 
     def __post_init__(self) -> None:
@@ -66,13 +66,13 @@ class ModelTask:
         if self.epochs < 1:
             raise ValueError(f"{self.name}: epochs must be at least 1, not {self.epochs}")
         if not hasattr(self.dataloader, "__len__"):
-            raise ValueError(f"{self.name}: its dataloader has no length, by which the longest model is known")
+            raise ValueError(f"{self.name}: its dataloader has no length, which scheduling needs")
         self.layers = ordered_layers(self.name, self.model)
         if self.shards is not None and (sum(self.shards) != len(self.layers) or min(self.shards) < 1):
             raise ValueError(f"{self.name}: shards {list(self.shards)} are not the {len(self.layers)} layers it has")
 
     def first_batch(self) -> tuple[Any, Any]:
-        """Looked at, and not lost. Raises ValueError where there is none."""
+        """The first batch, which batches() still yields. Raises ValueError if there is none."""
         if self.begun is None:
             rest = iter(self.dataloader)
             self.begun = next(rest, None), rest
@@ -92,21 +92,20 @@ class ModelTask:
 
 @dataclass
 class Report:
-    """What a training of several models was: seconds, their ratio to the bound, each unit as it ran."""
+    """A training of several models: seconds and ratios, and each unit as it ran."""
 
     summary: dict[str, float]
     timeline: list[Turned]
-    failures: dict[str, str]  # by task's name the traceback that ended it
+    failures: dict[str, str]  # traceback by name of the task
 
 
 class ModelOrchestrator:
-    """Trains tasks together. `devices`: names as torch has them; the same one twice is two of its processes.
+    """Trains tasks together. `devices`: torch's names; the same name twice is two processes on it.
 
-    `device_memory`: bytes that training may take of each, slots and what is computed with; None is whatever slots for
-    the largest layer need, and too little is answered by the smallest that would do. `policy`: which model a free
-    device takes: `lrtf`, the one with the longest remaining time, `srtf`, the shortest, `fifo` or `random`; meanwhile
-    its next shard is on its way (`double_buffer`). `intermediates` are `checkpointed` or `saved`. `hybrid`: with more
-    devices than models the longest trains on halves of its batches, to the bits of two micro-batches, where the
+    `device_memory`: bytes that training may take of each device; None: slots for the largest layer. `policy`: the model
+    that a free device takes: `lrtf`, longest remaining time first, `srtf`, shortest, `fifo` or `random`.
+    `double_buffer`: a second slot, for the next shard. `intermediates`: `checkpointed` or `saved`. `hybrid`: with more
+    devices than models, split the longest model's batches over two devices, to the bits of two micro-batches if the
     criterion is a mean over the batch.
     """
 
@@ -124,12 +123,12 @@ class ModelOrchestrator:
         self.tasks, self.devices, self.policy = list(tasks), list(devices), policy
         self.device_memory, self.double_buffer, self.intermediates = device_memory, double_buffer, intermediates
         self.models: list[list[Shard]] = []
-        self.hybrid = hybrid  # where a device had no model, the longest one has two
+        self.hybrid = hybrid
 
     def generate(self) -> list[dict[str, Any]]:
-        """Cut every model into shards and bring it home; for each its name, the layers of its shards, bytes at home.
+        """Cut every model into shards and bring it home; returns name, layers of each shard, and bytes at home.
 
-        Raises ValueError where the device is too small for some layer, naming the layer and the smallest that is not.
+        Raises ValueError if the device is too small for a layer, naming the layer and the smallest feasible memory.
         """
         self.models, found = [], []
         for task, lengths in zip(self.tasks, self._lengths(), strict=True):
@@ -144,7 +143,7 @@ class ModelOrchestrator:
         return found
 
     def _longest(self) -> int | None:
-        """The model whose batches are halved: the longest, where a device had none."""
+        """The model whose batches are halved: with more devices than models, the longest."""
         if not self.hybrid or len(self.tasks) >= len(self.devices):
             return None
         able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
@@ -156,8 +155,8 @@ class ModelOrchestrator:
         return cut(named_layers(task), lengths, functools.partial(make, task.optimizer, task.lr), mixed=False)
 
     def _lengths(self) -> list[list[int]]:
-        """Layers of each model's shards: as asked for, else the longest runs with which the device's peak is foretold
-        to be within its memory, all shards of all models having the same room."""
+        """Layers of each model's shards: as given, else the longest runs with which the predicted peak is within the
+        device's memory. All shards of all models have the same room."""
         alone = [[shard_sizes(shard) for shard in self._cut(task, [1] * len(task.layers))] for task in self.tasks]
         if self.device_memory is None:
             rooms = [max(sum(sizes.values()) for sizes in layers) for layers in alone]
@@ -167,7 +166,7 @@ class ModelOrchestrator:
         least, name = max(zip(sizes, names, strict=True))
         room, num_slots = self.device_memory, 1 + self.double_buffer
         peak = self._foretold(self._runs(alone, least))
-        if peak is None:  # its code does not run without memory: the rehearsal will tell
+        if peak is None:  # unknown: the code does not run without memory
             if least <= room // num_slots:
                 return self._runs(alone, room // num_slots)
             raise ValueError(f"{name} needs {gib(least)} ({least} bytes) by itself, a shard has room for {gib(room)}")
@@ -199,15 +198,15 @@ class ModelOrchestrator:
         return [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in self.tasks]
 
     def _options(self) -> dict[str, Any]:
-        """Of a worker."""
+        """Arguments of a worker."""
         norms = [task.max_norm for task in self.tasks]
         return {"double_buffer": self.double_buffer, "intermediates": self.intermediates, "max_norms": norms}
 
     def train_models(self) -> Report:
-        """Every model to its end; what fails ends alone. Their weights and losses are those of training it alone.
+        """Train every model to its end, with the weights and losses of training it alone; a failure ends one model.
 
-        On devices with a memory of their own the shards are rehearsed first, and halved where they do not fit after
-        all; raises torch.OutOfMemoryError where single layers do not.
+        On devices with their own memory shards are rehearsed first, and halved if they do not fit; raises
+        torch.OutOfMemoryError if single layers do not fit.
         """
         if not self.models:
             self.generate()
@@ -250,7 +249,7 @@ class ModelOrchestrator:
         return Task(*given, **words)
 
     def _random(self, seed: int) -> Any:
-        """Where random numbers of a model come from: the CPU's and, for models there, the GPU's."""
+        """A model's random state: the CPU's and, with GPUs, the GPU's."""
         names = ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
         return (*(torch.Generator(name).manual_seed(seed).get_state() for name in names), None)[:2]
 

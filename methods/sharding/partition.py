@@ -1,6 +1,6 @@
 """Where to cut a model into shards: the longest runs of layers that fit; standard library only.
 
-Memory grows with each layer that a run takes, so the longest prefix that fits leaves the fewest shards. Sizes in bytes
+Memory grows with each layer of a run, so taking the longest run that fits gives the fewest shards. Sizes are in bytes,
 by the parameter's name: a parameter that several layers of a run share is counted once.
 """
 
@@ -13,14 +13,11 @@ from harness.core.job import Workload, gib
 from methods.shared.memory_needs import ALIGNMENT, aligned
 
 Sizes = dict[str, int]
-MOMENTS = 2  # of AdamW, fp32; beside them it counts its steps
+MOMENTS = 2  # of AdamW, fp32
 
 
 def longest_runs(layers: Sequence[Sizes], room: int, names: Sequence[str] = ()) -> list[int]:
-    """Numbers of layers of each shard, none of which takes more than `room`.
-
-    Raises ValueError naming the first layer that does so by itself.
-    """
+    """Number of layers of each shard, none larger than `room`. Raises ValueError naming the first layer that is."""
     lengths: list[int] = []
     held: Sizes = {}
     for index, sizes in enumerate(layers):
@@ -38,7 +35,7 @@ def longest_runs(layers: Sequence[Sizes], room: int, names: Sequence[str] = ()) 
 
 
 def run_sizes(layers: Sequence[Sizes]) -> set[int]:
-    """What each run of layers takes."""
+    """Sizes of all runs of layers."""
     found = set()
     for start in range(len(layers)):
         held: Sizes = {}
@@ -49,7 +46,7 @@ def run_sizes(layers: Sequence[Sizes]) -> set[int]:
 
 
 class GptShard(NamedTuple):
-    """A run of the harness's GPT; both ends share the token embedding."""
+    """A run of the harness's GPT; embedding and head share the token embedding."""
 
     has_embedding: bool
     num_blocks: int
@@ -61,7 +58,7 @@ class GptShard(NamedTuple):
         return self.has_embedding + self.num_blocks + self.has_head
 
     def num_bytes(self, workload: Workload, bytes_of: Callable[[int], int]) -> int:
-        """By the bytes that a parameter of so many elements takes."""
+        """`bytes_of`: bytes of a parameter by its number of elements."""
         embedding, block, head = gpt_tensors(workload)
         ends = (embedding if self.has_embedding else {}) | (head if self.has_head else {})
         blocks = self.num_blocks * sum(map(bytes_of, block.values())) if self.num_blocks else 0
@@ -69,8 +66,8 @@ class GptShard(NamedTuple):
 
 
 def gpt_shards(workload: Workload, num_blocks: int, bytes_of: Callable[[int], int]) -> list[tuple[int, GptShard]]:
-    """longest_runs() of the harness's GPT by arithmetic, whatever its depth: how many of each kind of shard, in order.
-    A shard has room for `num_blocks` blocks, and for an end."""
+    """longest_runs() of the harness's GPT by arithmetic: the number of each kind of shard, in order. A shard has room
+    for `num_blocks` blocks, and for either end."""
     block = GptShard(False, 1, False).num_bytes(workload, bytes_of)
     ends = [GptShard(*kind).num_bytes(workload, bytes_of) for kind in ((True, 0, False), (False, 0, True))]
     room = max(num_blocks * block, *ends)
@@ -86,7 +83,7 @@ def gpt_shards(workload: Workload, num_blocks: int, bytes_of: Callable[[int], in
 
 
 def gpt_tensors(workload: Workload) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Of the harness's GPT the embedding, a block and the head: by parameter name the number of its elements."""
+    """Number of elements by parameter name of the GPT's embedding, a block and the head."""
     size, vocab = workload.hidden_size, workload.vocab_size
     matrices = {"qkv": 3 * size, "proj": size, "fc1": 4 * size}
     block = {f"{name}.weight": rows * size for name, rows in matrices.items()} | {"fc2.weight": 4 * size * size}
@@ -98,6 +95,6 @@ def gpt_tensors(workload: Workload) -> tuple[dict[str, int], dict[str, int], dic
 
 
 def adamw_bytes(numel: int, weight_bytes: int) -> int:
-    """A parameter on its way: weight, gradient, moments, step count; an fp32 master where weights are narrower."""
+    """A parameter in a slot: weight, gradient, moments, step count; in mixed precision an fp32 master."""
     states = (MOMENTS + (weight_bytes < 4)) * aligned(4 * numel) + ALIGNMENT
     return 2 * aligned(weight_bytes * numel) + states

@@ -1,7 +1,7 @@
-"""Whether what is to be trained fits the device: a rehearsal of two minibatches that leaves nothing behind.
+"""Rehearse training for two minibatches, leaving nothing behind, to see that it fits the device.
 
-Of the second one the optimizer has states from its start. What runs out of memory is halved, for good, and repeated.
-Without memory, the same rehearsal foretells the peak. Sizes in bytes.
+In the second minibatch the optimizer has its states from the start. Shards that run out of memory are halved for good,
+and the rehearsal is repeated. On tensors without memory the same rehearsal predicts the peak. Sizes in bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NUM_MINIBATCHES = 2
 
 
 def rehearse(make_tasks: Callable[[], list[Task]], devices: Sequence[Any], splits: list[tuple[int, int]]) -> list[Any]:
-    """Run rehearsing tasks until all fit, halving shards; the devices that live on.
+    """Run rehearsing tasks, halving shards, until all fit; returns the devices that still live.
 
-    Raises torch.OutOfMemoryError where shards of one layer do not fit. Any other failure is the training's to find.
+    Raises torch.OutOfMemoryError if shards of one layer do not fit. Any other failure is left for training to report.
     """
     while True:
         tasks = make_tasks()
@@ -42,7 +42,7 @@ def rehearse(make_tasks: Callable[[], list[Task]], devices: Sequence[Any], split
 
 
 def rehearsing(number: int, shards: list[Shard], batch: tuple[Any, Any], **words: Any) -> Task:
-    """A task that trains on one batch and leaves nothing behind."""
+    """A task that trains on one batch and sends nothing home."""
     return Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearses=True, **words)
 
 
@@ -52,9 +52,9 @@ def foretold_bytes(
     words: Sequence[dict[str, Any]],
     **options: Any,
 ) -> int | None:
-    """Peak of a device that trains these models by turns; None where their code does not run without memory.
+    """Peak bytes of a device that trains these models by turns; None if their code does not run without memory.
 
-    `make_models` cuts them anew; `words` are a task's, of each model; `options` the worker's.
+    `make_models` cuts them anew; `words`: arguments of each model's task; `options`: arguments of the worker.
     """  # fmt: skip
     models = make_models()
     try:
@@ -71,7 +71,7 @@ def foretold_bytes(
             for _ in Dispatcher(tasks, [Here(worker)]).run():
                 pass
             return tracker.stats()["device_peak"]
-    except Exception:  # whatever their code does with numbers that are not there
+    except Exception:  # users' code may read numbers that are not there
         return None
 
 

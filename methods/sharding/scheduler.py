@@ -1,13 +1,13 @@
 """Hydra's scheduling problem without its models: chains of units, devices that take one unit at a time, a rule.
 
 A model in training is a chain: its units (forward, backward or update of one shard) run one after another, each on any
-device, none is interrupted. Sharded-LRTF gives a free device to the waiting model with the longest remaining time. It
-is a list schedule, so Graham's bound holds; of equal units it is Hu's rule, which is optimal. Standard library only:
-the clock here is virtual, the dispatcher uses the same rules under the real one.
+device, without interruption. Sharded-LRTF gives a free device to the waiting model with the longest remaining time. It
+is a list schedule, so Graham's bound holds; for equal units it is Hu's rule, which is optimal. Standard library only:
+the clock here is virtual, the dispatcher uses the same policies under the real one.
 
 Times in any unit, the same throughout. Sources: Nagrecha and Kumar 2021, arXiv:2110.08633 (Hydra); Graham 1969, SIAM
-J. Appl. Math. 17 (list schedules); Hu 1961, Oper. Res. 9; McNaughton 1959, Manage. Sci. 6 (the lower bound is what
-could be reached if units might be interrupted).
+J. Appl. Math. 17 (list schedules); Hu 1961, Oper. Res. 9; McNaughton 1959, Manage. Sci. 6 (the lower bound can be
+reached if units may be interrupted).
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import NamedTuple
 Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
 
 
-# Of what a rule may know of a model that waits for a device: the time of all its units that have not started, how many
-# models began to wait before it did, and a number from [0, 1) that was drawn when it began to wait.
+# From a waiting model's remaining time, its place in the order of arrival, and a number drawn from [0, 1) on arrival.
 Key = Callable[[float, int, float], float]
 
-# A free device takes the waiting model with the smallest key; of equal ones that which waits longest.
+# A free device takes the waiting model with the smallest key; of equal ones the one that waits longest.
 POLICIES: dict[str, Key] = {
     "lrtf": lambda remaining, arrival, draw: -remaining,
     "srtf": lambda remaining, arrival, draw: remaining,
@@ -34,14 +33,14 @@ POLICIES: dict[str, Key] = {
 
 
 def key_of(policy: str) -> Key:
-    """The rule of that name. Raises ValueError naming those there are."""
+    """The policy of that name. Raises ValueError listing all."""
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}: choose one of {', '.join(POLICIES)}")
     return POLICIES[policy]
 
 
 class Schedule(NamedTuple):
-    """Which unit started when and where; units in the order of their starts."""
+    """Each unit's model, device, start and end, in the order of starts."""
 
     makespan: float
     models: list[int]
@@ -51,9 +50,9 @@ class Schedule(NamedTuple):
 
 
 def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> Schedule:
-    """The schedule that the rule makes, under a virtual clock. `seed` is of the random rule's draws.
+    """The policy's schedule under a virtual clock. `seed`: of the random policy.
 
-    Raises ValueError for an unknown rule, no device, or a time that is not positive.
+    Raises ValueError for an unknown policy, no device, or a time that is not positive.
     """
     _check(chains, num_devices)
     key, draw = key_of(policy), random.Random(seed).random
@@ -78,7 +77,7 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
             starts.append(now)
             ends.append(now + seconds)
         now = running[0][0]
-        while running and running[0][0] == now:  # all that end now wait before any device is given away
+        while running and running[0][0] == now:  # all that end now arrive before any device is given away
             _, device, model = heappop(running)
             free.append(device)
             if next_unit[model] < len(chains[model]):
@@ -88,21 +87,21 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:
-    """No schedule is shorter: all devices busy throughout, or the longest model without a pause."""
+    """No schedule is shorter: all devices always busy, or the longest model without a pause."""
     _check(chains, num_devices)
     times = [sum(chain) for chain in chains]
     return max(sum(times) / num_devices, max(times))
 
 
 def graham_bound(chains: Chains, num_devices: int) -> float:
-    """No list schedule is longer, whatever its rule: while the chain that ends last waits, all devices are busy."""
+    """No list schedule is longer: while the chain that ends last waits, all devices are busy."""
     _check(chains, num_devices)
     times = [sum(chain) for chain in chains]
     return sum(times) / num_devices + (1 - 1 / num_devices) * max(times)
 
 
 def whole_models(chains: Chains) -> list[list[float]]:
-    """The same models placed whole: one unit each. Under lrtf that is the longest-processing-time rule."""
+    """The same models as one unit each: under lrtf the longest-processing-time rule."""
     return [[sum(chain)] for chain in chains]
 
 

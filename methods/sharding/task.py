@@ -1,8 +1,8 @@
-"""A model in training is a coroutine that names its next unit and is told what became of it.
+"""A model in training is a coroutine that yields its next unit and is sent the unit's result.
 
-Of a minibatch the units are F_1 .. F_K-1, FB_K, B_K-1 .. B_1: the last shard's forward pass, the loss and its backward
-pass are one. Where gradients are clipped by their global norm the updates are units of their own, after B_1; else each
-is done with its backward pass.
+The units of a minibatch are F_1 .. F_K-1, FB_K, B_K-1 .. B_1: the last shard's forward pass, the loss and its backward
+pass are one unit. With clipping by the global norm the updates are units of their own, after B_1; otherwise each is
+part of its backward unit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from methods.sharding.unit import BACKWARD, FORWARD, LOSS, UPDATE, Result, Unit
 Coroutine = Generator[Unit | Step | None, Result | None, None]
 Passes = Generator[Unit | Step | None, Result | None, tuple[Tensor, dict[str, Tensor]]]
 
-# What a unit takes before it was ever measured, relative to a forward pass: the backward pass recomputes.
+# Estimated times before any is measured, relative to a forward pass: the backward pass recomputes.
 GUESSES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
-GUESSED_SECONDS = 1e-10  # for each byte of weights; only ratios matter, and only until a unit was measured
+GUESSED_SECONDS = 1e-10  # for each byte of weights; only ratios matter, until a unit has been measured
 
 
 class Task:
-    """A model, its data, and how far its training is."""
+    """A model, its data, and the progress of its training."""
 
     def __init__(
         self, model: int, shards: list[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
@@ -39,7 +39,7 @@ class Task:
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
         self.random, self.keeps_graphs, self.num_steps = random_state, keeps_graphs and len(shards) > 1, 0
         self.batches_left: float = math.inf if num_batches is None else num_batches
-        self.per_round, self.num_done = per_round, 0  # minibatches of a round of all models, and how many are done
+        self.per_round, self.num_done = per_round, 0  # minibatches in a round of all models, and finished ones
         self.updates, self.rehearses = [0] * len(shards), rehearses
         self.script, self.position = self._script(), 0
         self.cursor = 0  # the shard of the next unit
@@ -49,15 +49,15 @@ class Task:
         }
         self.coroutine = training(self)
         self.next_unit: Unit | None = None
-        self.device: Any = None  # the only one that can go on, where graphs are kept there
+        self.device: Any = None  # the device that keeps this task's graphs, and must run its next unit
         self.failure = ""  # the traceback of the unit that ended it
-        self.lacks_memory = False  # of the device, which is why it failed
+        self.lacks_memory = False  # it failed because the device ran out of memory
         self.can_split = not self.keeps_graphs
 
     @property
     def remaining(self) -> float:
-        """Seconds of all its units that have not started, by what they took last; of those of this round, where nobody
-        knows how many rounds there are."""
+        """Seconds of all its units that have not started, as last measured; only of this round if the number of rounds
+        is unknown."""
         whole = sum(self.seconds[each] for each in self.script)
         batches = self.per_round - self.num_done % self.per_round
         batches_left = batches if math.isinf(self.batches_left) else self.batches_left
@@ -79,7 +79,7 @@ class Task:
         return turn + [(UPDATE, i) for i in range(last + 1) if self.update == "later"]
 
     def split(self, index: int) -> None:
-        """Halve a shard, between two units: the next one is then of what has not been done of it."""
+        """Halve a shard between two units: the next unit is of the half that is still to be done."""
         size = max(1, self.shards[index].num_bytes("weights"))
         split(self.shards, index)
         before, self.seconds, self.script = self.seconds, {}, self._script()
@@ -102,7 +102,7 @@ class Task:
         return unit and Unit(unit.model, unit.shard, unit.kind, unit.version, update=unit.update)
 
     def following(self) -> Unit | None:
-        """The unit after the next, as far as it is known now."""
+        """The unit after the next one; None if unknown."""
         place = self.position + 1
         if place == len(self.script) and self.batches_left <= 1:
             return None
@@ -110,13 +110,13 @@ class Task:
         return Unit(self.model, shard, kind, self.version(shard), update=self.update)
 
     def start(self) -> None:
-        """Name the first unit, or, after a step, that of the next minibatch; none where there is no more data."""
+        """Advance to the first unit of the next minibatch; none if the data has ended."""
         item = next(self.coroutine, None)
         assert not isinstance(item, Step)
         self.next_unit = item
 
     def advance(self, result: Result, seconds: float) -> Step | None:
-        """Take in what the unit left. The step, where it was the last of a minibatch: start() then goes on."""
+        """Process the unit's result. Returns the step after the last unit of a minibatch; then call start()."""
         unit = self.next_unit
         assert unit is not None
         self.seconds[unit.kind, unit.shard] = seconds
@@ -133,11 +133,11 @@ class Task:
         return item if isinstance(item, Step) else None
 
     def wakes(self) -> bool:
-        """Whether it has a unit to do again that it had to wait for others to have."""
+        """True if it has a unit again after waiting for another task."""
         return False
 
     def fail(self, text: str) -> None:
-        """End this model's training; its weights stay as its last update left them."""
+        """End this model's training; its weights stay as of its last update."""
         self.failure, self.next_unit = text, None
         self.coroutine.close()
 
@@ -147,13 +147,13 @@ class Task:
         return Version(self.updates[index], borrowed)
 
     def norm(self, norms: dict[str, Tensor]) -> Tensor:
-        """The global gradient norm, of each parameter's in the model's order."""
+        """The global gradient norm, summed in the model's order."""
         return global_norm([norms[name] for name in self.names if name in norms])
 
 
 def training(task: Task) -> Coroutine:
-    """The minibatches of a model, unit by unit. What is sent for a unit is what it left, or None where shards have been
-    halved before it could be done."""
+    """The minibatches of a model, unit by unit. Send each unit's result, or None if shards were halved before it could
+    be done."""
     for inputs, targets in task.batches:
         task.num_steps += 1
         loss, norms = yield from passes(task, inputs, targets)
@@ -161,9 +161,9 @@ def training(task: Task) -> Coroutine:
 
 
 def passes(task: Task, inputs: Any, targets: Any, part: int | None = None) -> Passes:
-    """Forward and backward pass of a batch, or of a part of it: the loss, and norms by the parameter's name."""
+    """Forward and backward pass of a batch, or of a part of it; returns the loss, and norms by parameter name."""
     task.cursor, x = 0, (inputs,)
-    kept: list = []  # of each layer that is still to be differentiated
+    kept: list = []  # one for each layer that is still to be differentiated
     while True:
         kind = FORWARD if task.cursor < len(task.shards) - 1 else LOSS
         done = yield task.unit(kind, task.cursor, x=x, targets=targets if kind == LOSS else None, part=part)
@@ -190,7 +190,7 @@ def passes(task: Task, inputs: Any, targets: Any, part: int | None = None) -> Pa
 
 
 def updates(task: Task, loss: Tensor, norms: dict[str, Tensor]) -> Coroutine:
-    """Where they are units of their own; then the step."""
+    """The updates that are units of their own, then the step."""
     total = task.norm(norms)
     factor = clip_factor(total, task.max_norm) if task.max_norm else None
     task.cursor = 0

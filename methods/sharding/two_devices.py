@@ -1,8 +1,8 @@
-"""One model on two devices: halves of each batch are two chains of units, which join where the step begins.
+"""One model on two devices: halves of each batch are two chains of units, which join before the updates.
 
-Their gradients are summed on the host, the first half's first: to the bits of training on two micro-batches whose
-losses are halved, where the criterion is a mean over the batch. The second half has random numbers of its own. A batch
-that has no two halves is one chain, as ever.
+The host sums their gradients, the first half's first: to the bits of training on two micro-batches whose losses are
+halved, if the criterion is a mean over the batch. The second half has random numbers of its own. A batch of odd size is
+one chain.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Second(Task):
         return self.first.rounds
 
     def start(self) -> None:
-        self.is_new = False  # whoever starts it sees that it has a unit
+        self.is_new = False
 
     def begin(self, inputs: Any, targets: Any) -> None:
         self.is_new, self.is_done, self.position = True, False, 0

@@ -1,9 +1,9 @@
-"""What a device does for a model in one turn: the forward pass, the backward pass or the update of one shard.
+"""A unit: the forward pass, the backward pass or the update of one shard.
 
-A unit is a function of the shard at home and of what it is given; it writes home at its end only, so one that failed
-can be repeated, there or elsewhere. `checkpointed` keeps of a forward pass the input of each layer and the random state
-before it, on the host, and recomputes the layer. `saved` keeps what autograd saves, on the host as well; weights are
-no part of that: they are found again in whichever slot the shard will lie.
+A unit reads the shard at home and its arguments, and writes home only at its end, so a failed one can be repeated on
+any device. `checkpointed` keeps each layer's input and the random state before it, on the host, and recomputes the
+layer. `saved` keeps the tensors that autograd saves, on the host, but for the weights: the backward pass finds
+them in the shard's slot.
 
 Boundaries between layers are tuples of tensors.
 """
@@ -22,14 +22,14 @@ INTERMEDIATES = ("checkpointed", "saved")
 
 
 class Kept(NamedTuple):
-    """Of one layer's forward pass: its input, and the random state before it."""
+    """A layer's input in the forward pass, and the random state before it."""
 
     x: Tensors
     random: Any
 
 
 class Unit(NamedTuple):
-    """One turn: which shard of which model, what is done, and with what. Tensors on the host."""
+    """One unit and its arguments. Tensors are on the host."""
 
     model: int
     shard: int
@@ -38,19 +38,19 @@ class Unit(NamedTuple):
     x: Tensors = ()
     targets: Any = None
     dy: Tensors = ()
-    kept: Any = None  # of the forward pass
+    kept: Any = None  # Kept of each layer, from the forward pass
     random: Any = None  # the model's random state
-    factor: Tensor | None = None  # by which gradients are scaled before the update
-    learning_rate: float | None = None  # None leaves the optimizer's own
-    update: str = "later"  # or "now": with the backward pass; or "clipped": by the shard's own norm
-    rehearses: bool = False  # nothing goes home: it is done to see whether it fits
-    part: int | None = None  # 0 or 1: of a batch in two halves, whose gradients go home to slabs of their own
+    factor: Tensor | None = None  # clip factor of the update
+    learning_rate: float | None = None  # None: the optimizer's own
+    update: str = "later"  # or "now": with the backward pass; or "clipped": the same, by the shard's own norm
+    rehearses: bool = False  # copies nothing home
+    part: int | None = None  # half of the batch, 0 or 1; the halves' gradients have slabs of their own at home
 
 
 class Result(NamedTuple):
-    """What a unit leaves for the model's next one. Tensors on the host; loss and norms on the device."""
+    """A unit's result for the model's next unit. Tensors are on the host; loss and norms on the device."""
 
-    y: Tensors = ()  # a forward pass's output, a backward pass's gradient of the input
+    y: Tensors = ()  # the output of a forward pass, the input's gradient of a backward pass
     kept: Any = None
     random: Any = None
     loss: Tensor | None = None
@@ -58,7 +58,7 @@ class Result(NamedTuple):
 
 
 def parts_of(unit: Unit) -> set[str]:
-    """What of a shard a unit needs on the device."""
+    """Parts of its shard that a unit needs on the device."""
     if unit.kind == UPDATE:
         return {"weights", "grads", "states"}
     computes = {"weights", "borrowed"}

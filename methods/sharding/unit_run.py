@@ -19,7 +19,7 @@ class Turn:
 
     def __init__(self, worker: Any, slot: ShardSlot, shard: Shard, unit: Unit) -> None:
         self.worker, self.slot, self.shard, self.unit = worker, slot, shard, unit
-        self.home = "seconds" if unit.part else "grads"  # where its gradients go
+        self.home = "seconds" if unit.part else "grads"  # the slab at home for its gradients
 
     def _span(self, work: str = "") -> Any:
         return self.worker.device.span("compute", work or self.unit.kind, self.shard.name)
@@ -38,7 +38,7 @@ class Turn:
         return Result(host, kept)
 
     def loss(self) -> Result:
-        """All layers but the last as in a forward pass, then the loss, then the backward pass of them all."""
+        """The forward pass, the loss, and the backward pass of all layers."""
         with self._span():
             loss, dy = self._loss()
         return self._end(dy)._replace(loss=loss.detach())
@@ -67,7 +67,7 @@ class Turn:
         return loss, dy
 
     def _share(self, loss: Tensor) -> Tensor:
-        """Of the whole batch's."""
+        """The part's share of the whole batch's loss."""
         return loss if self.unit.part is None else loss / 2
 
     def backward(self) -> Result:
@@ -82,7 +82,7 @@ class Turn:
         return Result()
 
     def _down(self, layers: Sequence[nn.Module], kept: list[Kept], dy: Tensors) -> Tensors:
-        """Recompute and differentiate layer by layer, the last one first."""
+        """Recompute and differentiate layer by layer, last to first."""
         for layer, (x_kept, random) in zip(reversed(layers), reversed(kept), strict=True):
             x = leaves(self.worker.to_device(x_kept))
             self.worker.set_random(random)
@@ -94,7 +94,7 @@ class Turn:
         return dy
 
     def _start_gradients(self) -> None:
-        """Zeros, but what later shards have sent home of parameters that this one has, too."""
+        """Zeros, plus the gradients that later shards have sent home for shared parameters."""
         self.slot.slabs["grads"].zero_()
         if self.shard.sums:
             homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
@@ -105,7 +105,7 @@ class Turn:
             self.worker.device.moved_bytes += num_bytes(pairs)
 
     def _end(self, dy: Tensors) -> Result:
-        """The gradients are complete: send them home, or use them at once."""
+        """Send the complete gradients home, or update by them at once."""
         norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
@@ -125,7 +125,7 @@ class Turn:
             self.slot.offload(parts, names, self.home)
 
     def _step(self, factor: Tensor | None) -> None:
-        """One step of the optimizer on the shard's own parameters; the weights and its states go home."""
+        """One optimizer step on the shard's own parameters; sends weights and states home."""
         shard, slot = self.shard, self.slot
         if shard.trained:
             if factor is not None:
@@ -138,7 +138,7 @@ class Turn:
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
 
     def _forward_saved(self) -> Result:
-        """The graph stays in this process until the shard's backward pass; the device keeps nothing of it."""
+        """Keep the graph in this process until the shard's backward pass, its tensors on the host."""
         inputs: list[Tensor | None] = []
         anchor = torch.zeros((), device=self.worker.device.name, requires_grad=True)
         with torch.enable_grad(), self._saving(), self._span():
@@ -156,7 +156,7 @@ class Turn:
         return tuple(inputs)
 
     def _saving(self) -> Any:
-        """What autograd saves lies on the host; a weight is remembered by its place in the shard's slab."""
+        """Keep the tensors that autograd saves on the host; of a weight only its place in the shard's slab."""
         worker, weights = self.worker, self.slot.slabs["weights"].untyped_storage()
 
         def pack(tensor: Tensor) -> Any:
@@ -175,7 +175,7 @@ class Turn:
 
 
 class _Start(torch.autograd.Function):
-    """Where a saved graph starts: hands the input through, and keeps its gradient but not the input."""
+    """The start of a saved graph: passes the input through, and keeps its gradient but not the input."""
 
     @staticmethod
     def forward(ctx: Any, inputs: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
@@ -195,7 +195,7 @@ def call(layer: nn.Module, x: Tensors) -> Tensors:
 
 
 def leaves(x: Tensors) -> Tensors:
-    """The same tensors where a new graph starts: those with gradients ask for them."""
+    """The same tensors as leaves of a new graph, with gradients if they are floating point."""
     return tuple(map_tensor(part, lambda t: t.detach().requires_grad_(t.is_floating_point())) for part in x)
 
 

@@ -1,4 +1,4 @@
-"""A model of one's own as an ordered list of layers, cut into shards, at home."""
+"""A user's model as an ordered list of layers, and at home in shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from methods.shared.memory_needs import aligned
 
 
 class WithLoss(nn.Module):
-    """The last layer and the criterion: its inputs and the targets to the loss."""
+    """The last layer and the criterion: from the layer's inputs and the targets to the loss."""
 
     def __init__(self, layer: nn.Module, criterion: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class WithLoss(nn.Module):
 
 
 def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
-    """The layers in their order. Raises ValueError where the model has none, or one that cannot be recomputed."""
+    """The layers in order. Raises ValueError if the model has none, or one that cannot be recomputed."""
     found = model if isinstance(model, nn.Sequential) else getattr(model, "layers", None)
     inside = {id(parameter) for layer in found or () for parameter in layer.parameters()}
     if not isinstance(found, nn.Sequential | nn.ModuleList) or not len(found):
-        raise ValueError(f"{name}: {type(model).__name__} has no ordered layers: nn.Sequential is, or a list `layers`")
+        raise ValueError(f"{name}: {type(model).__name__} has no ordered layers: use nn.Sequential, or a list `layers`")
     if any(id(parameter) not in inside for parameter in model.parameters()):
         raise ValueError(f"{name}: {type(model).__name__} has parameters outside of its list of layers")
     for index, layer in enumerate(found):
@@ -62,7 +62,7 @@ def named_layers(task: Any) -> list[NamedLayer]:
 
 
 def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
-    """Move a model's weights into slabs that processes share; the model itself stays a view of them."""
+    """Move a model's weights into slabs that processes share; the model's parameters become views of them."""
     settle_shared(shards, in_halves=in_halves)
     home = {name: shard for shard in shards for name in shard.own}
     for index, layer in enumerate(task.layers):
@@ -76,7 +76,7 @@ def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
 
 
 def shard_sizes(shard: Shard) -> dict[str, int]:
-    """Bytes in a slot by name: weight, gradient, states."""
+    """Bytes in a slot by parameter name: weight, gradient, states."""
     found = {}
     for name in shard.sites:
         states = [shard.states_at.places[f"{name} {key}"] for key in shard.states_of.get(name, ())]

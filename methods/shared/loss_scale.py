@@ -1,8 +1,8 @@
-"""The loss scale of fp16: gradients are computed times a power of two, or most of them would be rounded to zero.
+"""The loss scale of fp16: a power of two that keeps gradients from being rounded to zero.
 
-The rule is one for all methods. The scale is 2^16 at first. Where any gradient of a step is not finite the step is
-skipped: weights, moments and the number of updates stay as they are, and the scale is halved, down to 1. After 1000
-steps in a row that were not skipped it is doubled. The learning rate goes by the number of the step, skipped or not.
+All methods use this rule. The scale starts at 2^16. If any gradient of a step is not finite the step is skipped:
+weights, moments and the number of updates stay, and the scale is halved, down to 1. After 1000 steps in a row without a
+skip it is doubled. The learning rate follows the number of the step, skipped or not.
 
 Source: Micikevicius et al. 2018; with DeepSpeed's numbers, without hysteresis.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LossScale:
-    """What the loss of the step at work is scaled by: 1 for good where the dtype needs no scale."""
+    """The scale of the current step's loss: always 1 in dtypes other than fp16."""
 
     def __init__(self, workload: Workload) -> None:
         self.is_used = workload.dtype == "fp16"
@@ -28,11 +28,11 @@ class LossScale:
         self.num_good = 0  # steps in a row
 
     def overflows(self, norm: Tensor) -> bool:
-        """Whether the norm of the whole gradient is not finite, waited for. Without a scale nobody asks."""
+        """With a scale in use, wait for the global gradient norm; true if it is not finite."""
         return self.is_used and not math.isfinite(float(norm))
 
     def step(self, loss: Tensor, norm: Tensor | None, *, is_skipped: bool = False) -> Step:
-        """The step as the method yields it; afterwards `value` is the next one's."""
+        """The step as the method yields it; sets `value` for the next one."""
         if not self.is_used:
             return Step(loss, norm)
         ended = Step(loss, norm, loss_scale=self.value, is_skipped=is_skipped)

@@ -1,4 +1,4 @@
-"""What streaming a model's layers needs, by arithmetic, and a method's row in the fairness table; no torch."""
+"""Memory that methods need, by arithmetic, and a method's row in the fairness table; standard library only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from harness.core.job import Plan, Workload
 
-CHUNK = 2**18  # elements of a layer that a thread of the host updates at once: few, so that all threads end together
+CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
 BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in mixed precision
 
 ALIGNMENT = 64  # bytes: every tensor of a slab starts where an allocation would
-NUM_BUFFERS = 3  # layers' states of the disk on the host at once: one read, one updated, one written
+NUM_BUFFERS = 3  # buffers on the host for states on the disk: one read, one updated, one written
 
 
 def aligned(size: int, alignment: int = ALIGNMENT) -> int:
@@ -19,14 +19,14 @@ def aligned(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def stored_numel(numel: int) -> int:
-    """Elements of a layer on the disk: whole pages of whatever dtype, to be read past the system's cache."""
+    """Elements of a layer on the disk: whole pages in any dtype, to be read past the system's cache."""
     return aligned(numel, 2048)
 
 
 def writable(disk: str | None) -> Path:
-    """The folder that was named, or the system's temporary one. Raises ValueError where nothing can be written."""
+    """The named folder, or the system's temporary one. Raises ValueError if it is not writable."""
     folder = Path(disk or tempfile.gettempdir())
-    try:  # permissions alone say nothing to root, nor over a network
+    try:  # permissions alone do not tell, as root or over a network
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -34,15 +34,15 @@ def writable(disk: str | None) -> Path:
 
 
 def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:
-    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master, of which the host's weights are half
-    in bf16; what an update makes fp32 for a moment is not counted here."""
+    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; in bf16 the host's weights are half
+    of it. Temporary fp32 copies of an update are not counted."""
     size = workload.weight_bytes
     master = 0 if size == 4 else 2 if host and workload.dtype == "bf16" else 4
     return {"weights": size, "gradients": size, "optimizer": 8 + master}
 
 
 def resident_plan(workload: Workload) -> Plan:
-    """Everything on the device; gradients come and go with the step, so its fullest moment is one of five."""
+    """Everything on the device; gradients live for one step, so the peak is at one of five moments."""
     params, size = workload.num_params, workload.weight_bytes
     is_whole = workload.micro_batches == 1
     boundaries = workload.num_layers * workload.boundary_bytes // workload.micro_batches
@@ -50,10 +50,8 @@ def resident_plan(workload: Workload) -> Plan:
     embedding = workload.vocab_size * workload.hidden_size
     moments = (  # bytes of gradients and of activations
         (0 if is_whole else size * params, boundaries + workload.head_bytes + starts),
-        (
-            size * (workload.end_params if is_whole else params),
-            boundaries + workload.layer_bytes + starts,
-        ),  # the top layer's backward pass
+        # the top layer's backward pass
+        (size * (workload.end_params if is_whole else params), boundaries + workload.layer_bytes + starts),
         (size * (params - workload.layer_params), workload.layer_bytes),  # the bottom layer's
         (size * (params + 2 * embedding), 2 * workload.boundary_bytes),  # the tied embedding's two gradients are summed
         (4 * params, 0),  # the update
@@ -70,7 +68,7 @@ def resident_plan(workload: Workload) -> Plan:
 
 
 def precision(workload: Workload) -> str:
-    """What is kept in which dtype, for the fairness table."""
+    """Dtypes of weights, master and moments, for the fairness table."""
     if workload.dtype == "fp32":
         return "weights fp32"
     scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
@@ -78,7 +76,7 @@ def precision(workload: Workload) -> str:
 
 
 def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
-    """The row of a method that trains harness/core/gpt.py's layers by torch."""
+    """The row of a method that trains the layers of harness/core/gpt.py by torch."""
     return {
         "implementation": implementation,
         "model": "harness/core/gpt.py",

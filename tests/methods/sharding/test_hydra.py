@@ -186,14 +186,14 @@ def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding() -> N
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"shard_layers": 13}, "shard_layers=13 is beyond the 12 layers"),
-        ({"num_models": 0}, "num_models must be at least 1, not 0"),
-        ({"num_batch_sizes": 4}, "the batch size 4 is not halved so often"),
-        ({"num_devices": 0}, "num_devices must be at least 1, not 0"),
-        ({"partitioner": "pilot"}, "exact or presharded, not 'pilot'"),
+        ({"shard_layers": 13}, "shard_layers: expected 1 to 12, got 13"),
+        ({"num_models": 0}, "num_models: expected at least 1, got 0"),
+        ({"num_batch_sizes": 4}, "cannot halve the batch size 4 that often"),
+        ({"num_devices": 0}, "num_devices: expected at least 1, got 0"),
+        ({"partitioner": "pilot"}, "expected exact or presharded, got 'pilot'"),
         ({"partitioner": "presharded"}, "presharded needs shard_layers"),
         ({"policy": "longest"}, "no policy 'longest': choose one of lrtf, srtf, fifo, random"),
-        ({"intermediates": "kept"}, "checkpointed or saved, not 'kept'"),
+        ({"intermediates": "kept"}, "expected checkpointed or saved, got 'kept'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_in_one_line(options: dict, text: str) -> None:
