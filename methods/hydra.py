@@ -24,10 +24,10 @@ from methods.sharding.partition import GptShard, adamw_bytes, gpt_shards, gpt_te
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that the norm of a gradient takes on a device; and what else is as small
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a gradient's norm on a device, and the number of other scalars there
 NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
-MOST_TURNS = 2000  # of the last ones a record tells which model had which device, from when to when
-SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; held against a memory rehearsal
+MOST_TURNS = 2000  # units of the timeline that a record keeps, the last ones
+SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; checked by a rehearsal
 
 
 def __getattr__(name: str) -> object:
