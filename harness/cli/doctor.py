@@ -1,4 +1,4 @@
-"""The verb `doctor`: what this machine has, what each method still needs, and, asked for, how fast the machine is."""
+"""The verb `doctor`: what this machine has, what each method still needs, and with --calibrate the machine's rates."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from harness.cli import options
 from harness.core import method, native_build
 from harness.core.child_process import ask
 from harness.core.job import Job, Workload, gib
@@ -22,24 +23,22 @@ GB = 1e9
 
 
 @click.command()
-@click.option("--calibrate", is_flag=True, help="Measure what plans reckon with: under a minute on an idle machine.")
-@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer that is timed.")
-@click.option("-b", "batch_size", type=int, default=4)
-@click.option("--heads", "num_heads", type=int, default=16)
-@click.option("--seq", "seq_len", type=int, default=1024)
-@click.option("--dtype", default="fp32", help="fp32; bf16 or fp16, mixed precision.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=method.ROOT / "results",
-    help="The disk that holds this folder is the one looked at.",
-)
-def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:  # fmt: skip
-    """What this machine has and what is missing, with the command that helps. Exit code 7 where nothing can run."""
+@click.option("--calibrate", is_flag=True, help="Measure the rates that plans use: under a minute on an idle machine.")
+@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer to time.")
+@click.option("-b", "batch_size", type=int, default=4, help="Samples per step.")
+@options.num_heads
+@options.seq_len
+@options.dtype
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to check and time.")
+@options.results
+def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
+    """Show what this machine has and what is missing, with the command that helps. --results names the disk to check.
+
+    Exit code 7: no method can run.
+    """
     chosen = machine.devices()[0] if device == "auto" else device
     if chosen not in machine.devices():
-        raise ValueError(f"no {chosen} device here: --device takes auto or {machine.devices()[0]}")
+        raise ValueError(f"no {chosen} device here: try --device auto or {machine.devices()[0]}")
     workload = Workload(**sizes)
     for name, text in (*hardware(results), *software(), *methods(chosen)):
         print(f"{name:20}{text}")
@@ -79,7 +78,7 @@ def software() -> list[tuple[str, str]]:
 
 
 def methods(device: str) -> list[tuple[str, str]]:
-    """A line for each method."""
+    """Each method: ready, or what it still needs."""
     return [(name, _missing(name, device) or _to_build(name) or f"ready on {device}") for name in method.names()]
 
 
@@ -93,7 +92,7 @@ def _to_build(name: str) -> str | None:
 
 
 def measure(workload: Workload, device: str, results: Path) -> None:
-    """Calibrate in a process of its own, while no job runs on the device, and keep what it found."""
+    """Calibrate in a process of its own while no job runs on the device, and keep the rates."""
     results.mkdir(parents=True, exist_ok=True)
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
@@ -107,7 +106,7 @@ def measure(workload: Workload, device: str, results: Path) -> None:
 
 
 def told(entry: dict[str, Any]) -> str:
-    """An entry in a few lines for people."""
+    """A calibration in a few lines."""
     rates, found = entry["rates"], entry["measured"]
     of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
     copies, updates = found["copies"], found["updates"]

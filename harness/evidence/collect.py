@@ -1,8 +1,8 @@
-"""The verb `case`: runs what is missing for one figure or for all, writes tables, draws figures.
+"""The verb `case`: run what is missing for one figure or all, write tables, draw figures.
 
-What is to be run is planned anew before each run, from the records there are and the time left, so that it can be
-killed anywhere. When time is short, points whose method more claims of their cases name come first, and of those the
-quick ones. Times are rough: a process, its reference's, and for each the bytes and operations of its plan.
+Before each run the missing runs are planned again from the records and the time left: an interrupted call loses
+nothing. When time is short, runs whose method more claims name come first, of these the quick ones. Times are rough:
+a process and its reference's, from the bytes and operations of the plan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from harness.jobs.largest_depth import Probes, find
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep, resolve
 
-# Guesses, good to a factor of about two: a process with its imports and its judgement; fp32 arithmetic; building and
-# inspecting a model's state; what moves between device and host and is updated there.
+# Good to a factor of about two: a process with its imports and its gate; fp32 arithmetic; building and inspecting a
+# model's state; moving state between device and host and updating it there.
 PROCESS_SECONDS = {"sim": 4.0, "cuda": 12.0}
 OPERATIONS_PER_SECOND = {"sim": 2e10, "cuda": 2e13}
 BUILT_BYTES_PER_SECOND = 2e9
@@ -38,22 +38,21 @@ MOST_LAYERS = 2**20
 
 
 @dataclass
-class Point:
-    """A run, with its repeats, or the search for a method's largest size; `job` is resolved, a search's at the depth
-    that its plan foresees."""
+class PlannedRun:
+    """A job with its repeats, or a search for the largest size, whose `job` has the depth that fits by plan."""
 
     cases: list[int]
     job: Job
     plan: Plan
     is_search: bool
-    missing: int  # runs still to be made
-    is_guess: bool = False  # at a size that a search has still to find
-    claims: int = 0
-    is_taken: bool = field(default=True)
+    missing: int  # runs still to make
+    is_guess: bool = False  # at a size that a search will still find
+    num_claims: int = 0  # that name its method
+    is_taken: bool = True  # False: left out for time
 
     @property
     def seconds(self) -> float:
-        """Of what is missing: each run, and a reference for each model of it; repeats share theirs."""
+        """The missing runs, and a reference for each model, which repeats share."""
         job, state = self.job, self.plan.device_bytes + self.plan.host_bytes
         num_models = int(job.options.get("num_models", 1))
         step = num_models * job.workload.flops_per_step / OPERATIONS_PER_SECOND[job.device]
@@ -74,25 +73,25 @@ class Campaign:
         self.numbers, self.used = numbers, used
         self.sweep = Sweep(results, report=report)
         self.told = claims.load()
-        self.tried: list[tuple[Job, bool]] = []  # attempts of this call, and whether they were searches
+        self.tried: list[tuple[Job, bool]] = []  # attempts of this call; True: a search
         self.finished: list[Record] = []
 
     def run(self, seconds: float | None = None) -> None:
-        """Run what is missing, as far as the time goes."""
+        """Run what is missing until the time is over."""
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if end is None else end - time.monotonic()
             todo = [point for point in self.points(left) if point.missing and point.is_taken and not point.is_guess]
             if not todo:
                 return
-            # Searches first, for sizes depend on them; then in turn, so that repeats of a point lie apart in time.
+            # Searches first, because sizes depend on them; then in turns, so that repeats are spread over time.
             todo.sort(key=lambda point: (not point.is_search, -point.missing))
             done = len(self.finished)
             self._advance(todo[0], {"index": done + 1, "total": done + len(todo)})
 
-    def points(self, seconds: float | None = None) -> list[Point]:
-        """Every point of the cases; those left out are not taken."""
-        found: list[Point] = []
+    def points(self, seconds: float | None = None) -> list[PlannedRun]:
+        """Every run of the cases, recorded or missing."""
+        found: list[PlannedRun] = []
         for number in self.numbers:
             module = case.load(number)
             records = case.select(number, self.used, list(self.sweep.records.values()))
@@ -113,7 +112,7 @@ class Campaign:
 
     def _add(
         self,
-        found: list[Point],
+        found: list[PlannedRun],
         number: int,
         job: Job,
         records: list[Record],
@@ -128,10 +127,10 @@ class Campaign:
         same = next((point for point in found if point.job == resolved and point.is_search == is_search), None)
         if same is not None:
             same.cases += [number] if number not in same.cases else []
-            same.claims += about
+            same.num_claims += about
             return
         missing = self._missing_of_search(job, records) if is_search else self._missing(resolved, records)
-        found.append(Point([number], resolved, plan, is_search, missing, is_guess, about))
+        found.append(PlannedRun([number], resolved, plan, is_search, missing, is_guess, about))
 
     def _missing(self, job: Job, records: list[Record]) -> int:
         done = [record for record in records if record.key == case.key(job) and record.is_lasting and is_judged(record)]
@@ -141,27 +140,27 @@ class Campaign:
         return max(0, wanted - len(done))
 
     def _repeats(self, job: Job) -> int:
-        """Processes that are to run this job: a size is found by one, a time needs several."""
+        """Processes for this job: one finds a size, a time needs several."""
         lengths = {(each.steps, each.warmup) for number in self.numbers for each in case.profiles(number, self.used)}
         return self.used.repeats if (job.steps, job.warmup) in lengths else 1
 
     def _missing_of_search(self, job: Job, records: list[Record]) -> int:
-        """None when both sides of the edge are on record; find() itself knows what else it needs."""
+        """0 when both sides of the edge have records; find() decides what else it needs."""
         best, failed = case.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
         is_done = len(depths) == 2 and depths[1] == depths[0] + 1 and is_judged(best[-1])
         is_tried = any(is_search and tried.method == job.method for tried, is_search in self.tried)
         return 0 if is_done or is_tried else PROBES
 
-    def _choose(self, found: list[Point], seconds: float | None) -> None:
-        """Take points while there is time: most claims first, then the quickest."""
+    def _choose(self, found: list[PlannedRun], seconds: float | None) -> None:
+        """Take runs while there is time: most claims first, then the quickest."""
         if seconds is None:
             return
-        for point in sorted(found, key=lambda point: (-point.claims, point.seconds)):
+        for point in sorted(found, key=lambda point: (-point.num_claims, point.seconds)):
             point.is_taken = point.seconds <= seconds
             seconds -= point.seconds if point.is_taken else 0.0
 
-    def _advance(self, point: Point, place: dict[str, Any]) -> None:
+    def _advance(self, point: PlannedRun, place: dict[str, Any]) -> None:
         job = point.job
         if point.is_search:
             self.tried.append((job, True))
@@ -169,21 +168,21 @@ class Campaign:
             self.finished += [found["record"]] if found["record"] else []
             return
         host = machine.budget(job.budget, job.device).host_bytes
-        if host is not None and point.plan.host_bytes > host:  # what it would exhaust is this machine
+        if host is not None and point.plan.host_bytes > host:  # it would exhaust this machine
             record = self.sweep.run([job])[0]
         else:
             record = self.sweep.attempt(job, self._repeats(job) - point.missing + 1, place)
-        self.tried += [(job, False)] * (1 if record.is_result else self.used.repeats)  # no crash is repeated
+        self.tried += [(job, False)] * (1 if record.is_result else self.used.repeats)  # a crash is not repeated
         self.finished.append(record)
 
 
 def is_judged(record: Record) -> bool:
-    """False where a run ended and the harness was killed before its verdict: the next attempt only judges."""
+    """False if the harness was killed between the end of the run and its gate: the next attempt only judges it."""
     return record.status != "ok" or record.gate.verdict != "untested" or bool(record.gate.reason)
 
 
-def plan_rows(points: Sequence[Point]) -> list[dict[str, str]]:
-    """The plan as people read it."""
+def plan_rows(points: Sequence[PlannedRun]) -> list[dict[str, str]]:
+    """The plan as a table."""
     return [
         {
             "case": ", ".join(map(str, point.cases)),
@@ -191,7 +190,7 @@ def plan_rows(points: Sequence[Point]) -> list[dict[str, str]]:
             "layers": f"search, about {point.job.workload.num_layers}" if point.is_search else _layers(point),
             "device": gib(point.plan.device_bytes),
             "host": gib(point.plan.host_bytes),
-            "claims": str(point.claims),
+            "claims": str(point.num_claims),
             "minutes": f"{point.seconds / 60:.1f}",
             "runs": point.state,
         }
@@ -199,7 +198,7 @@ def plan_rows(points: Sequence[Point]) -> list[dict[str, str]]:
     ]
 
 
-def closing_line(points: Sequence[Point], used: Profile) -> str:
+def closing_line(points: Sequence[PlannedRun], used: Profile) -> str:
     taken = [point for point in points if point.is_taken]
     left_out = sum(point.missing > 0 and not point.is_taken for point in points)
     minutes = sum(point.seconds for point in taken) / 60
@@ -211,52 +210,45 @@ def closing_line(points: Sequence[Point], used: Profile) -> str:
     )
 
 
-def _layers(point: Point) -> str:
+def _layers(point: PlannedRun) -> str:
     return f"about {point.job.workload.num_layers}" if point.is_guess else str(point.job.workload.num_layers)
 
 
 def main(
-    number: str, name: str | None, on: str | None, seconds: float | None, repeats: int | None, results: Path,
+    number: str, profile: str | None, machine: str | None, seconds: float | None, repeats: int | None, results: Path,
     out: Path | None, only: str | None, as_json: bool,
 ) -> list[Record]:  # fmt: skip
-    """The verb; returns the records of what was run. Raises ValueError for words that make no sense together."""
+    """The records of what was run. Raises ValueError for an unknown case, profile or machine."""
     there = case.numbers()
     if number not in ("all", *map(str, there), *case.others()):
         words = ", ".join([*map(str, there), *case.others()])
-        raise ValueError(f"no case {number!r}: choose one of {words}, or all of those with a number")
+        raise ValueError(f"expected a case of {words}, or all of those with a number, got {number!r}")
     records = list(read_all(results)[0].values())
-    facts = records[-1].machine if only and records else None
-    used = case.profile_of(name, on, facts)
-    if number in case.others():
-        return _run_other(number, used, results, out or results / "figures", only, as_json)
+    used = case.profile_of(profile, machine, records[-1].machine if only and records else None)
+    out = out or results / "figures"
+    if not only:
+        used.check_machine()
+    if number in case.others():  # a case that makes its own runs
+        with reporter(as_json) as report:
+            return case.load(number).main(used, results, out, only, report)
     numbers = there if number == "all" else [int(number)]
     used = used if repeats is None else dataclasses.replace(used, repeats=repeats)
     finished = [] if only else _measure(numbers, used, results, seconds, as_json)
     records = list(read_all(results)[0].values())
-    out = out or results / "figures"
     for each in numbers:
         _write(each, used, records, out, only, is_one=len(numbers) == 1)
     return finished
 
 
-def _run_other(name: str, used: Profile, results: Path, out: Path, only: str | None, as_json: bool) -> list[Record]:
-    """A case that does it all itself: it has one run, and no time to divide."""
-    if not only:
-        used.check_machine()
-    with reporter(as_json) as report:
-        return case.load(name).main(used, results, out, only, report)
-
-
 def _measure(numbers: list[int], used: Profile, results: Path, seconds: float | None, as_json: bool) -> list[Record]:
-    used.check_machine()
     with reporter(as_json) as report:
         campaign = Campaign(numbers, used, results, report)
         points = campaign.points(seconds)
+        rows = plan_rows(points)
         if as_json:
-            print(json.dumps({"event": "plan", "points": plan_rows(points)}), flush=True)
+            print(json.dumps({"event": "plan", "points": rows}), flush=True)
         else:
             if len(numbers) > 1 or seconds is not None:
-                rows = plan_rows(points)
                 print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
             print(closing_line(points, used), flush=True)
         campaign.run(seconds)
@@ -264,11 +256,11 @@ def _measure(numbers: list[int], used: Profile, results: Path, seconds: float | 
 
 
 def _write(number: int, used: Profile, records: list[Record], out: Path, only: str | None, is_one: bool) -> None:
-    """The table and the figure of a case; of several cases, one without records is only told."""
+    """Write the table and the figure of a case. Of several cases, one without records is only reported."""
     try:
-        path = (
-            case.extract(number, used, records, out) if only != "draw" else Path(f"{case.stem(number, used, out)}.csv")
-        )
+        path = Path(f"{case.stem(number, used, out)}.csv")
+        if only != "draw":
+            path = case.extract(number, used, records, out)
         made = [] if only == "extract" else case.draw(number, path)
     except ValueError as error:
         if is_one:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.cli.job_options import Bytes, Numbers, make_jobs
-from harness.cli.main import exit_code
+from harness.cli import job_verbs
+from harness.cli.job_options import make_jobs
+from harness.cli.job_verbs import exit_code
+from harness.cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.jobs.command import command
@@ -24,7 +25,7 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
     ("words", "told"),
     [
         ("-m strongholt", "did you mean stronghold"),
-        ("-l 4", "-m is missing: choose one of all"),
+        ("-l 4", "-m is missing: try one of all"),
         ("-m resident -h", "help is --help"),
         ("-m resident -h 250", "try 240 or 256"),
         ("-m resident -l 0", "num_layers must be at least 1, not 0"),
@@ -33,8 +34,8 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m resident -b 6 --micro-batches 4", "has no 4 equal parts: it has 1, 2, 3, 6"),
         ("-m resident --micro-batches 2 --dropout 0.1", "dropout and micro-batches exclude each other"),
         ("-m zero-offload --micro-batches 2", "leave them out, or -m l2l, resident, stronghold"),
-        ("-m resident -l four", "'four' is no number"),
-        ("-m resident -l 8:2", "'8:2' is no range"),
+        ("-m resident -l four", "expected numbers such as 4, 1,2,4 or 2:8:2, got 'four'"),
+        ("-m resident -l 8:2", "expected a range first:last:step such as 2:8:2, got '8:2'"),
         ("-m stronghold -l 4 -w 5", "-w takes 1 to 4"),
         ("-m stronghold -l 4 -w 0", "-w takes 1 to 4"),
         ("-m stronghold -l 4 --placement R2X2", "is no placement: runs of R (resident"),
@@ -42,9 +43,9 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m stronghold --option windows=3", "it has window_size, resident_layers"),
         ("-m stronghold --option 3", "NAME=VALUE"),
         ("-m resident --data /nowhere/corpus", "cannot read the corpus /nowhere/corpus.idx"),
-        ("-m resident --results /proc/results", "name another folder with --results"),
+        ("-m resident --results /proc/results", "try another folder with --results"),
         ("-m resident --results /dev/null", "--results"),
-        ("case 4 --profile demo --results /tmp --out /proc/figures", "name another folder with --out"),
+        ("case 4 --profile demo --results /tmp --out /proc/figures", "try another folder with --out"),
         ("-m hydra -l 2 -h 32 --models 2 --devices 2 --device sim", "leave --devices out, or add --device cpu"),
         ("-m resident --dtype fp64", "fp32, bf16 or fp16"),
         ("-m hydra --dtype fp16", "no loss scale here: --dtype bf16, or -m fsdp2-offload, l2l"),
@@ -53,10 +54,13 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m resident --steps 0", "steps must be at least 1"),
         ("-m resident --warmup 20", "warm-up must be from 0 to 19"),
         ("-m resident --timeout 0", "must be positive"),
-        ("-m resident --device-memory 12", "no size"),
-        ("-m resident,l2l -l 2 --trace /tmp/trace.json", "--trace is of one run in one process, here"),
-        ("-m l2l -l 2 --trace /proc/traces/trace.json", "name another folder with --trace"),
-        ("case overlaps", "no case 'overlaps': choose one of 1, 2, 3, 4, 5, 6, overlap, or all"),
+        ("-m resident --device-memory 12", "expected a positive size"),
+        ("-m resident,l2l -l 2 --trace /tmp/trace.json", "--trace needs one run in one local process"),
+        ("-m l2l -l 2 --trace /proc/traces/trace.json", "try another folder with --trace"),
+        (
+            "case overlaps",
+            "expected a case of 1, 2, 3, 4, 5, 6, overlap, or all of those with a number, got 'overlaps'",
+        ),
         ("-m resident --methods /nowhere", "/nowhere"),
         ("-m resident -l 1000000", "the largest that should fit has -l"),
         ("-m resident --device cuda", "no cuda device"),
@@ -169,14 +173,14 @@ def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
 )  # fmt: skip
 def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
     words = shlex.split(command(job))[1:]
-    parsed = main.run.make_context("run", words).params
+    parsed = job_verbs.run.make_context("run", words).params
     assert make_jobs(parsed, ()) == [job]
 
 
 @pytest.mark.parametrize("words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"])
 def test_a_word_that_no_method_has_a_use_for_is_an_error(words: str) -> None:
-    parsed = main.run.make_context("run", words.split()).params
-    with pytest.raises(ValueError, match=f"{words.split()[2]} is of no use to {words.split()[1]}".replace(",", ", ")):
+    parsed = job_verbs.run.make_context("run", words.split()).params
+    with pytest.raises(ValueError, match=f"{words.split()[2]} does not apply to {words.split()[1]}".replace(",", ", ")):
         make_jobs(parsed, ())
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cli.main import exit_code
+from harness.cli.job_verbs import exit_code
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all

@@ -1,0 +1,220 @@
+"""The verbs that train or plan: run, sweep, plan, search largest, case, setup, demo."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.cli import options
+from harness.cli.job_options import WithMethods, check_corpus, job_options, make_jobs, place_of, place_options
+from harness.cli.options import FILE, FOLDER, Duration, check_writable
+from harness.core.console import print_table
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.devices import budgets
+from harness.jobs.progress import reporter
+from harness.jobs.sweep import Sweep, resolve
+
+EXIT = {
+    "crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "does-not-fit": 4, "timeout": 6, "unavailable": 7,
+    "interrupted": 130,
+}  # fmt: skip
+GATE_FAILED, INTERRUPTED = 5, 130
+PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of search largest
+EXAMPLES = """\b
+Examples:
+  ./run.sh demo
+  ./run.sh -m stronghold -l 4 -h 256 -b 2
+  ./run.sh -m all -l 4 -h 256 -b 2
+  ./run.sh sweep -m resident,stronghold -l 2:8:2 -w 1,2,4
+  ./run.sh plan -m all -l 32 --machine v100-vm
+"""
+
+
+@click.command(cls=WithMethods, epilog=EXAMPLES)
+@job_options
+@click.option("--trace", type=FILE, metavar="FILE",
+              help="Write a timeline of the last three steps, for Perfetto or chrome://tracing.")  # fmt: skip
+@place_options
+def run(**words: Any) -> None:
+    """Train by one method, several or all. A job that has a record is not run again (--rerun)."""
+    _train(words)
+
+
+@click.command(cls=WithMethods, epilog=EXAMPLES)
+@job_options
+@place_options
+def sweep(**words: Any) -> None:
+    """Train every combination of the lists given. A job that does not fit is a result, not an error."""
+    _train(words, is_sweep=True)
+
+
+@click.command(cls=WithMethods)
+@job_options
+@click.option("--exact", is_flag=True, help="Add the device peak of a rehearsal, for methods that have one.")
+def plan(exact: bool, **words: Any) -> None:
+    """Show what each method needs, and the largest depth that should fit. Trains nothing, allocates nothing."""
+    from harness.jobs import plan_table, published_laws
+
+    folders = _folders(words)
+    jobs = make_jobs(words, folders)
+    found = plan_table.rows(jobs, folders, exact)
+    is_published = words["machine_name"] == published_laws.MACHINE and published_laws.is_published(jobs[0].workload)
+    published = plan_table.published_rows(jobs[0].budget) if is_published else []
+    if words["as_json"]:
+        for row in (*found, *({"published": row} for row in published)):
+            print(json.dumps(row))
+        return
+    if all("error" in row for row in found):
+        raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
+    plan_table.show(found, exact)
+    if published:
+        plan_table.show_published(published)
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def search(context: click.Context) -> None:
+    """Find the largest size that trains here, by real runs."""
+    if context.invoked_subcommand is None:
+        raise ValueError("expected what to search; try ./run.sh search largest -m METHOD")
+
+
+@search.command(cls=WithMethods, context_settings={"default_map": PROBE})
+@click.option("--repeats", type=click.IntRange(1), default=1, help="Processes that confirm each side of the edge.")
+@job_options
+def largest(**words: Any) -> None:
+    """Find the largest depth that each method trains in these budgets, up to -l, and what fails above it.
+
+    Every probe is a run with a record: the same call continues, or shows the table.
+    """
+    from harness.jobs.largest_depth import FEWEST_STEPS, Probes, find, texts
+
+    if words["steps"] < FEWEST_STEPS:
+        raise ValueError(f"--steps: expected at least {FEWEST_STEPS} for a probe, got {words['steps']}")
+    folders = _folders(words)
+    jobs = make_jobs({**words, "num_layers": [1]}, folders)
+    _check_budgets(jobs)
+    check_corpus(jobs[0].workload)
+    with reporter(words["as_json"]) as report:
+        runs = Sweep(words["results"], folders, report, words["rerun"])
+        probes = [Probes(runs, job) for job in jobs]
+        check_writable(words["results"])
+        found = [find(method_probes, words["repeats"], max(words["num_layers"])) for method_probes in probes]
+    records = [result.pop("record") for result in found]
+    if words["as_json"]:
+        for result in found:
+            print(json.dumps({"event": "answer", **result}))
+    else:
+        rows = [texts(result) for result in found]
+        print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
+    sys.exit(exit_code([record for record in records if record], is_sweep=True))
+
+
+@click.command()
+@click.argument("number", metavar="N|overlap|all")
+@click.option("--profile", metavar="NAME", help="Scale: demo (minutes, on a CPU), quick, paper, or fit (this machine).")
+@click.option("--machine", metavar="NAME", help="Machine of machines.yaml whose memories are the budgets.")
+@click.option("--budget", "seconds", type=Duration(), help="Time for missing runs; the plan shows what is left out.")
+@click.option("--repeats", type=click.IntRange(1), help="Processes per point; intervals need three.")
+@options.results
+@click.option("--out", type=FOLDER, help="Folder of tables and figures; default: RESULTS/figures.")
+@click.option("--extract", "only", flag_value="extract", help="Only write the table, from the records.")
+@click.option("--draw", "only", flag_value="draw", help="Only draw the figure, from the table.")
+@options.as_json
+def case(**words: Any) -> None:
+    """Make a figure of the papers, or all: run what is missing, write the table, draw it.
+
+    overlap is a figure of this project: which copies hide behind compute in one step.
+    """
+    from harness.evidence import collect
+
+    if words["only"] is None:
+        check_writable(words["results"])
+    if words["out"]:
+        check_writable(words["out"], "--out")
+    sys.exit(exit_code(collect.main(**words), is_sweep=True))
+
+
+@click.command()
+@options.results
+@options.as_json
+def setup(results: Path, as_json: bool) -> None:
+    """Compile what the methods and the simulated device need, so that no later call waits for it."""
+    from harness.cli.demo import set_up
+
+    check_writable(results)
+    set_up(results, as_json)
+
+
+@click.command()
+@options.results
+@options.as_json
+def demo(results: Path, as_json: bool) -> None:
+    """Show everything at a tiny size, in minutes and without a GPU: every method, the six figures, the report."""
+    from harness.cli.demo import show_all
+
+    check_writable(results)
+    sys.exit(exit_code(show_all(results, as_json), is_sweep=True))
+
+
+VERBS = (run, sweep, plan, search, case, setup, demo)
+
+
+def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
+    folders = _folders(words)
+    asked = make_jobs(words, folders)
+    jobs, left_out = [], []
+    for job in asked:
+        try:
+            resolved, _, shortfall = resolve(job, folders)
+        except ValueError as error:
+            left_out.append(f"{job.method}, {job.workload.num_layers} layers: {error}")
+            continue
+        if shortfall and len(asked) == 1 and not is_sweep:
+            raise ValueError(shortfall)
+        jobs.append(resolved)
+    if not jobs:
+        raise ValueError(left_out[0])
+    if words["on"] == "local":
+        _check_budgets(jobs)
+    if words.get("trace"):
+        if len(asked) > 1 or words["on"] != "local" or jobs[0].world_size > 1:
+            raise ValueError("--trace needs one run in one local process: one method and size, no --on, no --ranks")
+        check_writable(words["trace"].parent, "--trace")
+        jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
+    place = place_of(words, jobs[0].device)
+    check_corpus(jobs[0].workload)
+    check_writable(words["results"])
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    with reporter(words["as_json"]) as report:
+        records = Sweep(words["results"], folders, report, words["rerun"], place).run(jobs)
+    sys.exit(exit_code(records, is_sweep))
+
+
+def _folders(words: dict[str, Any]) -> tuple[Path, ...]:
+    return tuple(path.resolve() for path in words["methods_folder"])
+
+
+def _check_budgets(jobs: list[Job]) -> None:
+    budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
+
+
+def exit_code(records: list[Record], is_sweep: bool) -> int:
+    """0 success, 3 crash, 4 out of memory or disk, 5 failed gate, 6 timeout, 7 unavailable, 130 interrupted.
+
+    Of several jobs, a run without a verdict is a result, and so is a failed gate of a method that is not exact by its
+    own description; a crash or any other failed gate is an error.
+    """
+    several = is_sweep or len(records) > 1
+    codes = {EXIT.get(record.status, 0) for record in records}
+    if any(record.status == "ok" and not record.gate.passed and (record.is_exact or not several) for record in records):
+        codes.add(GATE_FAILED)
+    serious = codes & ({3, GATE_FAILED, INTERRUPTED} if several else codes)
+    return min(serious - {0}, default=0)

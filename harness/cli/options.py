@@ -1,0 +1,92 @@
+"""Click types, and the options that several verbs take, each declared once."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.core import method
+from harness.devices import named_machines
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+results = click.option(
+    "--results", type=FOLDER, default=method.ROOT / "results", help="Folder of records, logs and figures."
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+methods = click.option(
+    "--methods", "methods_folder", type=FOLDER, multiple=True, is_eager=True, help="Add a folder of methods."
+)
+machine_of_records = click.option(
+    "--machine", metavar="NAME", help="Read only records of machines whose name contains NAME; v100-vm: the paper's."
+)
+num_heads = click.option("--heads", "num_heads", type=int, default=16, help="Attention heads per layer.")
+seq_len = click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample.")
+dtype = click.option("--dtype", default="fp32", help="fp32, or mixed precision with bf16 or fp16.")
+
+
+def together(*options: Any) -> Any:
+    """One decorator of several options, which --help shows in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+class Numbers(click.ParamType):
+    """A number, several (1,2,4), or a range that includes its end (2:8:2)."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: Any, context: Any) -> list[int]:
+        found: list[int] = []
+        for part in str(value).split(","):
+            if not re.fullmatch(r"-?\d+(:-?\d+){0,2}", part):
+                self.fail(f"expected numbers such as 4, 1,2,4 or 2:8:2, got {value!r}", param, context)
+            start, *rest = (int(number) for number in part.split(":"))
+            stop, step = (rest[0] if rest else start), (rest[1] if len(rest) > 1 else 1)
+            if step < 1 or stop < start:
+                self.fail(f"expected a range first:last:step such as 2:8:2, got {part!r}", param, context)
+            found.extend(range(start, stop + 1, step))
+        return list(dict.fromkeys(found))
+
+
+class Bytes(click.ParamType):
+    """A size with its unit, in bytes."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: Any, context: Any) -> int:
+        try:
+            return named_machines.size_bytes(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, context)
+
+
+class Duration(click.ParamType):
+    """A time with its unit, in seconds."""
+
+    name = "TIME"
+
+    def convert(self, value: Any, param: Any, context: Any) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(value))
+        if not match or not float(match[1]):
+            self.fail(f"expected a positive time in s, m or h, such as 90m, got {value!r}", param, context)
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def check_writable(folder: Path, option: str = "--results") -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; try another folder with {option}") from error
