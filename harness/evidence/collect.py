@@ -111,14 +111,9 @@ class Campaign:
         return found
 
     def _add(
-        self,
-        found: list[PlannedRun],
-        number: int,
-        job: Job,
-        records: list[Record],
-        is_search: bool = False,
+        self, found: list[PlannedRun], number: int, job: Job, records: list[Record], is_search: bool = False,
         is_guess: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         resolved, plan, _ = resolve(job)
         about = sum(
             claim.case == number and any(point.method == job.method for point in claim.expected.named)
@@ -187,7 +182,8 @@ def plan_rows(points: Sequence[PlannedRun]) -> list[dict[str, str]]:
         {
             "case": ", ".join(map(str, point.cases)),
             "method": point.job.method + ("".join(f" {k}={v}" for k, v in point.job.options.items())),
-            "layers": f"search, about {point.job.workload.num_layers}" if point.is_search else _layers(point),
+            "layers": f"{'search, ' * point.is_search}{'about ' * (point.is_search or point.is_guess)}"
+            f"{point.job.workload.num_layers}",
             "device": gib(point.plan.device_bytes),
             "host": gib(point.plan.host_bytes),
             "claims": str(point.num_claims),
@@ -208,10 +204,6 @@ def closing_line(points: Sequence[PlannedRun], used: Profile) -> str:
         f" {minutes:.0f} minutes at a rough rate, at most {gib(most[0])} of device and {gib(most[1])} of host memory"
         + (f"; {left_out} left out, for time" if left_out else "")
     )
-
-
-def _layers(point: PlannedRun) -> str:
-    return f"about {point.job.workload.num_layers}" if point.is_guess else str(point.job.workload.num_layers)
 
 
 def main(

@@ -122,7 +122,9 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
             found += zip(both["repeats_x"], both["repeats_y"], strict=True)
             if both.empty:
                 choices = " or ".join((ours if len(ours) > 1 else theirs)["name"])
-                complaints.append(f"{load.num_layers} layers: several runs to choose from: name one, as {choices}")
+                complaints.append(
+                    f"{load.num_layers} layers: expected one run on each side, found several: try {choices}"
+                )
     if not found and not complaints:
         complaints.append(_no_common_workload(a, b))
     return found, complaints

@@ -181,7 +181,7 @@ def test_different_workloads_are_not_compared_and_the_fields_are_named(tmp_path:
 def test_several_windows_are_to_choose_from(tmp_path: Path) -> None:
     windows = [record("stronghold", options={"window_size": size}, key=str(size)) for size in (1, 2)]
     found, complaints = side_by_side(tmp_path, windows, [record()])
-    assert found == [] and "as stronghold:window_size=1 or stronghold:window_size=2" in complaints[0]
+    assert found == [] and "try stronghold:window_size=1 or stronghold:window_size=2" in complaints[0]
     results = str(write(tmp_path / "all", *windows, record()))
     (chosen,) = compare.select("stronghold:window_size=2,num_layers=2", Path(results))["repeats"]
     assert chosen == [windows[1]]
@@ -200,7 +200,7 @@ FAILED = {"gate": Gate("failed", "loss", "it learns nothing")}
 
 def test_what_has_no_throughput_is_not_to_choose_from(tmp_path: Path) -> None:
     _, (complaint,) = side_by_side(tmp_path, windows_of({}, {}, FAILED, CRASHED), [record()])
-    assert complaint.endswith("name one, as stronghold:window_size=1 or stronghold:window_size=2")
+    assert complaint.endswith("try stronghold:window_size=1 or stronghold:window_size=2")
 
 
 def test_the_only_one_that_has_a_throughput_needs_no_choice(tmp_path: Path) -> None:

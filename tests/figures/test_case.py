@@ -203,7 +203,7 @@ def test_a_plan_leaves_out_what_there_is_no_time_for_and_keeps_what_most_claims_
     budget = sum(point.seconds for point in every) / 2
     taken = [point for point in campaign.points(budget) if point.is_taken]
     assert 0 < len(taken) < len(every) and sum(point.seconds for point in taken) <= budget
-    assert max(point.claims for point in every) == max(point.claims for point in taken)
+    assert max(point.num_claims for point in every) == max(point.num_claims for point in taken)
 
 
 def project(folder: Path) -> Path:
