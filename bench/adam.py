@@ -20,24 +20,24 @@ from harness.devices.streams import Device
 from methods.offload import adamw_kernel
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
-from methods.streaming.layer_state import Home
+from methods.streaming.layer_state import LayerState
 
 FACTOR = torch.tensor(0.5)
 
 
 def ours(device: Device, layer: Workload) -> Callable[[], None]:
-    """A layer's home and its update, by the threads of a training."""
-    home = Home(device, new_layer(layer), "layers.0.", layer, host=True)
-    home.grads.normal_()
-    home.landed = device.outbound.record_event()
+    """A layer's state and its update, by the threads of a training."""
+    state = LayerState(device, new_layer(layer), "layers.0.", layer, host=True)
+    state.grads.normal_()
+    state.landed = device.outbound.record_event()
 
     def update() -> None:
         clip = Clip(device, 0.0)
         if layer.dtype == "fp32":
             clip.factor = FACTOR
             clip.send_home()
-        home.update_when_landed(1e-4, clip)
-        home.updated.result()
+        state.update_when_landed(1e-4, clip)
+        state.updated.result()
 
     return update
 

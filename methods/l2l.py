@@ -45,34 +45,27 @@ class L2L:
         from methods.offload.layout import new_layer
         from methods.shared.loss_scale import LossScale
         from methods.streaming.embedding_and_head import ResidentEnds
-        from methods.streaming.layer_state import Home
+        from methods.streaming.layer_state import LayerState
         from methods.streaming.slot import Gradients, Slot
 
         with Device(device) as gpu:
-            ends = ResidentEnds(gpu, workload)
-            homes = [
-                Home(gpu, new_layer(workload), f"layers.{i}.", workload, host=True) for i in range(workload.num_layers)
-            ]
-            slot = Slot(homes[0])
-            slot.gradients = Gradients(homes[0])
-            scale = LossScale(workload)
+            ends, names = ResidentEnds(gpu, workload), [f"layers.{i}." for i in range(workload.num_layers)]
+            layers = [LayerState(gpu, new_layer(workload), name, workload, host=True) for name in names]
+            slot, gradients, scale = Slot(layers[0]), Gradients(layers[0]), LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
-                xs, saved = ends.embed(inputs), []
-                for home in homes:
-                    slot.prefetch(home)
-                    slot.wait()
-                    xs, kept = slot.forward(xs)
-                    saved.append(kept)
+                xs = ends.embed(inputs)
+                for layer in layers:
+                    slot.load(layer)
+                    xs = layer.forward(xs)
                 loss, dxs = ends.loss(xs, targets, scale.value)
                 clip = Clip(gpu, workload.clip_norm, scale)
-                for home in reversed(homes):
-                    slot.prefetch(home)
-                    slot.wait()
-                    dxs = slot.backward(saved.pop(), dxs)
-                    clip.add(slot.norms())
-                    slot.offload(home)
-                    slot.wait()
+                for layer in reversed(layers):
+                    slot.load(layer)
+                    dxs = layer.backward(dxs, gradients.slab)
+                    clip.add(layer.norms(gradients.slab))
+                    gradients.send_home(layer)
+                    gpu.synchronize()
                 ends.backward(dxs)
                 del dxs  # before the next step's
                 clip.add(ends.norms())
@@ -80,9 +73,9 @@ class L2L:
                 clip.send_home()
                 is_skipped = clip.overflows()
                 if not is_skipped:
-                    ends.home.update(learning_rate, clip.factor)
-                    for home in homes:
-                        home.update(learning_rate, clip.on_host())
+                    ends.update(learning_rate, clip)
+                    for layer in layers:
+                        layer.update(learning_rate, clip.on_host())
                 yield scale.step(loss, clip.total, is_skipped=is_skipped)
             gpu.synchronize()
-            return Trained((state for home in (ends.home, *homes) for state in home.states()), gpu.moved_bytes)
+            return Trained((tensor for state in (ends.state, *layers) for tensor in state.tensors()), gpu.moved_bytes)

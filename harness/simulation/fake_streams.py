@@ -264,8 +264,8 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 def _install(streams: FakeStreams, num_workers: int, stack: ExitStack) -> None:
     """Put the streams in the table; tell host memory from device memory, and name things, where they are made."""
     names = ("layer_state", "disk", "slot")
-    home, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
-    new_device, new_room, new_home = streams_of.Device.__init__, streams_of.Device.room, home.Home.__init__
+    state, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
+    new_device, new_room, new_state = streams_of.Device.__init__, streams_of.Device.room, state.LayerState.__init__
 
     def make_device(self: Any, *args: Any, **options: Any) -> None:
         new_device(self, *args, **{**options, "num_workers": num_workers})
@@ -276,13 +276,13 @@ def _install(streams: FakeStreams, num_workers: int, stack: ExitStack) -> None:
         streams.memories.of(slab, made_by="room").is_host = host
         return slab
 
-    def make_home(self: Any, *args: Any, host: bool, **options: Any) -> None:
+    def make_state(self: Any, *args: Any, host: bool, **options: Any) -> None:
         with streams.memories.allocating(host=host):
-            new_home(self, *args, host=host, **options)
+            new_state(self, *args, host=host, **options)
         streams.name(self, self.prefix)
 
     def numbered(make: Any, name: str) -> Any:
-        numbers = itertools.count()
+        numbers = itertools.count(1)
 
         def made(self: Any, *args: Any, **options: Any) -> None:
             make(self, *args, **options)
@@ -294,7 +294,7 @@ def _install(streams: FakeStreams, num_workers: int, stack: ExitStack) -> None:
 
     stack.enter_context(mock.patch.dict(streams_of.STREAMS, cpu=streams))
     stack.enter_context(mock.patch.object(streams_of.Device, "room", make_room))
-    made = {streams_of.Device: make_device, home.Home: make_home}
+    made = {streams_of.Device: make_device, state.LayerState: make_state}
     for cls, name in ((disk.Shelf, "shelf"), (slot.Slot, "slot"), (slot.Gradients, "gradients")):
         made[cls] = numbered(cls.__init__, name)
     for cls, make in made.items():

@@ -139,7 +139,7 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
             yield attribute, value
             continue
         for name, slab in value._asdict().items():
-            yield name if attribute == "state" else f"{attribute} {name}", slab
+            yield name if attribute in ("state", "current") else f"{attribute} {name}", slab
 
 
 @functools.cache

@@ -31,8 +31,7 @@ from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
-from methods.streaming.layer_state import Home
-from methods.streaming.slot import Slot
+from methods.streaming.layer_state import LayerState
 
 CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
@@ -93,10 +92,11 @@ def computable(workload: Workload, device: str) -> Workload:
 def compute(workload: Workload, device: Device) -> dict[str, Any]:
     """Forward, and recompute with backward, of a layer; the head with its loss and gradients."""
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
-    slot = Slot(Home(device, new_layer(workload), "layers.0.", workload, host=False), "R")
+    layer = LayerState(device, new_layer(workload), "layers.0.", workload, host=False)
+    layer.bind(layer.current.weights)
     x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
-    both = median_seconds(device, lambda: slot.backward(slot.forward([x])[1], [dy]))
-    forward = median_seconds(device, lambda: slot.forward([x]))
+    both = median_seconds(device, lambda: layer.forward([x]) and layer.backward([dy], layer.grads))
+    forward = median_seconds(device, lambda: layer.forward([x]))
     targets = torch.randint(workload.vocab_size, size[:2], device=device.name)
     ends = ResidentEnds(device, workload)
     head = median_seconds(device, lambda: ends.loss([x], targets, 1.0))
@@ -143,14 +143,14 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     most = max(1, most)
     for threads in sorted({1, most, *(2**power for power in range(1, 10) if 2**power < most)}):
         with Device(device_name, num_workers=threads) as device:
-            homes = [Home(device, new_layer(small), f"layers.{i}.", small, host=True) for i in range(threads)]
+            homes = [LayerState(device, new_layer(small), f"layers.{i}.", small, host=True) for i in range(threads)]
             for home in homes:
                 home.landed = device.outbound.record_event()
             params = threads * small.layer_params
             alone[str(threads)] = params / median_seconds(device, lambda homes=homes: update_all(homes))  # type: ignore[misc]
             if threads == most:
                 loaded = under_copies(device, homes, small.layer_params)
-                there = Home(device, new_layer(small), "layers.0.", small, host=False)
+                there = LayerState(device, new_layer(small), "layers.0.", small, host=False)
                 on_device = small.layer_params / median_seconds(device, lambda: there.update(1e-4, None))  # noqa: B023
     return {"alone": alone, "ahead": ahead(small, device_name, most), "under_copies": {"threads": most, **loaded},
             "on_device": on_device}  # fmt: skip
@@ -160,13 +160,13 @@ def ahead(small: Workload, device_name: str, threads: int) -> float:
     """Parameters a second of the host from one state into another, as where an update is made ahead of the norm."""
     with Device(device_name, num_workers=threads) as device:
         place: dict[str, Any] = {"host": True, "spare": True}
-        homes = [Home(device, new_layer(small), f"layers.{i}.", small, **place) for i in range(threads)]
+        homes = [LayerState(device, new_layer(small), f"layers.{i}.", small, **place) for i in range(threads)]
         for home in homes:
             home.landed = device.outbound.record_event()
         return threads * small.layer_params / median_seconds(device, lambda: speculate_all(homes))
 
 
-def speculate_all(homes: list[Home]) -> None:
+def speculate_all(homes: list[LayerState]) -> None:
     for home in homes:
         clip = Clip(home.device, 0.0)
         clip.add([torch.zeros((), device=home.device.name)])
@@ -176,14 +176,14 @@ def speculate_all(homes: list[Home]) -> None:
         home.speculation.done.result()
 
 
-def update_all(homes: list[Home]) -> None:
+def update_all(homes: list[LayerState]) -> None:
     for home in homes:
         home.update_when_landed(1e-4, Clip(home.device, 0.0))
     for home in homes:
         home.updated.result()
 
 
-def under_copies(device: Device, homes: list[Home], layer_params: int) -> dict[str, float]:
+def under_copies(device: Device, homes: list[LayerState], layer_params: int) -> dict[str, float]:
     """Both at once, for as long as so many updates take."""
     num_bytes = COPY_BYTES[device.name.type] // 4
     slabs = [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, False, True, False)]

@@ -1,4 +1,4 @@
-"""Both ends of the model, kept and updated on the device: embedding and loss.
+"""Both ends of the model, resident on the device: embedding, and head with loss.
 
 Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes whole and goes on as a list of its micro-batches.
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 from harness.core.gpt import Ends
 from harness.core.job import Workload
 from harness.devices.streams import Device
-from methods.streaming.layer_state import Home
-from methods.streaming.slot import Slot
+from methods.offload.clip import Clip
+from methods.streaming.layer_state import LayerState
 
 
 class ResidentEnds:
@@ -21,21 +21,20 @@ class ResidentEnds:
     def __init__(self, device: Device, workload: Workload) -> None:
         with torch.device("meta"):
             self.module = Ends(workload)
-        self.device, self.home = device, Home(device, self.module, "ends.", workload, host=False)
-        self.slot = Slot(self.home, "R")
+        self.device, self.state = device, LayerState(device, self.module, "ends.", workload, host=False)
+        self.state.bind(self.state.current.weights)
         self.num_parts = workload.micro_batches
 
     def embed(self, inputs: Tensor) -> list[Tensor]:
-        """Token ids to (B, T, D); only the small graph of the look-up is kept for backward()."""
-        with self.device.span("compute", "forward", self.home.prefix):
+        """Token ids to (B, T, D); keeps only the small graph of the look-up for backward()."""
+        with self.device.span("compute", "forward", self.state.prefix):
             self.embedded = [self.module.embed(part) for part in inputs.chunk(self.num_parts)]
         return [x.detach() for x in self.embedded]
 
     def loss(self, xs: list[Tensor], targets: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss, detached, and the gradients of the last layer's outputs, times `scale`, as all gradients are
-        then; starts this step's gradients."""
-        with self.device.span("compute", "loss", self.home.prefix):
-            self.home.collect_gradients(self.home.grads)
+        """The mean loss, detached, and the gradients of the last layer's outputs, times the loss scale."""
+        with self.device.span("compute", "loss", self.state.prefix):
+            self.state.collect_gradients(self.state.grads)
             total, dxs = torch.zeros((), device=xs[0].device), []
             for x, part in zip(xs, targets.chunk(self.num_parts), strict=True):
                 x = x.detach().requires_grad_()
@@ -48,10 +47,13 @@ class ResidentEnds:
 
     def backward(self, dxs: list[Tensor]) -> None:
         """Add the look-up's share to the gradients."""
-        with self.device.span("compute", "backward", self.home.prefix):
+        with self.device.span("compute", "backward", self.state.prefix):
             for x, dx in zip(self.embedded, dxs, strict=True):
                 x.backward(dx)
         del self.embedded
 
     def norms(self) -> list[Tensor]:
-        return self.slot.norms()
+        return self.state.norms(self.state.grads)
+
+    def update(self, learning_rate: float, clip: Clip) -> None:
+        self.state.update(learning_rate, clip.factor)

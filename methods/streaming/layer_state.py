@@ -1,4 +1,7 @@
-"""A layer at home: flat slabs of weights, gradient and AdamW's state, and the update that they get there."""
+"""A layer where it lives: flat slabs of weights, gradient and AdamW state, the module that computes, and its updates.
+
+Shapes: B samples of a micro-batch, T tokens, D hidden. A layer takes all micro-batches of a step, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.core.gpt import DTYPES, initialize
 from harness.core.job import Workload
@@ -24,21 +28,20 @@ if TYPE_CHECKING:
 
 
 class Speculation(NamedTuple):
-    """An update on its way into a home's spare state: its step, its end, and whether any of it was left out."""
+    """An update on its way into the spare state: its step, its end, and an entry for each chunk that was left out."""
 
     step: AdamStep
     done: Future
     skipped: list[bool]
 
 
-class Home:
-    """A layer where it lives: the host, or the device for what is resident. Its gradient and state, weights and
-    gradient in the dtype that travels; and the module that computes with them. Homes are made in the order in which a
-    forward pass needs them.
+class LayerState:
+    """A layer's state in its memory: the host, or the device if resident. Weights and gradient have the workload's
+    dtype. Layers are made in the order of the forward pass, which is also the order of their updates' deadlines.
 
-    A spare state takes an update that is made ahead of the clip factor; a commit exchanges it for the one in force. A
-    streamed home lies on the host and is updated by the device, in a slot; where its update need not wait, its gradient
-    never comes home. With a shelf, the state but for the weights lies on the disk.
+    `spare` is a second state, which takes an update made ahead of the clip factor; a commit exchanges the two.
+    `streamed` layers live on the host and are updated on the device, in a slot; where no update waits for the norm,
+    their gradient never comes home. With a `shelf` all of the state but the weights is on the disk.
     """
 
     def __init__(
@@ -54,12 +57,12 @@ class Home:
         shelf: Shelf | None = None,
     ) -> None:
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
-        self.updater = "update" if host else "compute"  # whose work update() is
+        self.updater = "update" if host else "compute"  # the track of update() in a trace
         self.has_dropout = workload.dropout > 0
         self.deadline = device.next_place()
         dtype, numel = DTYPES[workload.dtype], self.layout.numel
         kept = kept_dtypes(workload, host=host)
-        self.shelf, self.state = shelf, _room_for_state(device, numel, dtype, [] if shelf else kept, host=host)
+        self.shelf, self.current = shelf, _room_for_state(device, numel, dtype, [] if shelf else kept, host=host)
         self.spare = _room_for_state(device, numel, dtype, kept, host=host) if spare else None
         sends_gradients = workload.waits_for_norm or not streamed
         self.grads = device.room(numel, dtype, host=host) if sends_gradients else torch.empty(0, dtype=dtype)
@@ -69,21 +72,21 @@ class Home:
         self.updated: Future = Future()
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
-        self.due: tuple[AdamStep, Tensor | None] | None = None  # an update that the device owes, and its clip factor
-        self.landed: Any = None  # the gradient is here
+        self.landed: Any = None  # the event of the gradient's arrival here
+        self.saved: list[tuple[Tensor, Tensor]] = []  # of each micro-batch the layer's input, and its output's graph
         self._rooms: dict[str, Tensor] = {}  # where the gradient of each parameter goes
         if shelf is None:
-            self._draw(workload, self.state)
+            self._draw(workload, self.current)
         else:
             shelf.prefix = prefix
             shelf.visit(lambda kept: self._draw(workload, self.state_of(kept))).result()
 
     def state_of(self, kept: list[Tensor]) -> State:
-        """The state in force, with what AdamW keeps besides the weights in these slabs, which may be longer."""
-        return _state(self.state.weights, [slab[: self.layout.numel] for slab in kept])
+        """The state in force: these slabs, which may be longer than the layer, beside the weights."""
+        return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 
     def _draw(self, workload: Workload, state: State) -> Future:
-        """Starting values, drawn where they stay or, to be split, where the first moment will be."""
+        """Initialize in place; a split master is first drawn into the slab of the first moment."""
         drawn = state.exp_avg if state.is_split else joined(state)
         named = [self.prefix + name for name in self.layout.names]
         initialize(zip(named, self.layout.views(drawn), strict=True), workload)
@@ -104,21 +107,52 @@ class Home:
             # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.
             parameter.data = weight
 
+    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+        """Return the layer's outputs and keep only its inputs for backward(). xs: (B, T, D) each.
+
+        Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
+        stops the recompute where nothing more is needed.
+        """
+        self.saved = []
+        with self.device.span("compute", "forward", self.prefix):
+            for x in xs:
+                x = x.detach().requires_grad_()
+                y = checkpoint(self.module, x, use_reentrant=False, preserve_rng_state=self.has_dropout)
+                self.saved.append((x, y))
+        return [y.detach() for _, y in self.saved]
+
+    def backward(self, dys: list[Tensor], grads: Tensor) -> list[Tensor]:
+        """Recompute the layer on its inputs, leave the sum of its gradients in the slab `grads`, return the inputs'
+        gradients. dys: (B, T, D) each."""
+        saved, self.saved, dxs = self.saved, [], []
+        with self.device.span("compute", "backward", self.prefix):
+            self.collect_gradients(grads)
+            for (x, y), dy in zip(saved, dys, strict=True):
+                torch.autograd.backward(y, dy)
+                assert x.grad is not None
+                dxs.append(x.grad)
+        return dxs
+
     def collect_gradients(self, grads: Tensor) -> None:
-        """Have the backward passes to come leave the sum of their gradients in a slab on the device: of each parameter
-        the first is copied there, so nothing need be cleared, and the next ones are added."""
+        """Have the next backward passes leave the sum of their gradients in a slab on the device: each parameter's
+        first gradient is copied there, so nothing need be cleared, and the next ones are added."""
         self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
         for name in self.layout.names:
             self.module.get_parameter(name).grad = None
 
+    def norms(self, grads: Tensor) -> list[Tensor]:
+        """The norm of each parameter's gradient in this slab, fp32, on the device."""
+        with self.device.span("compute", "norm", self.prefix):
+            return norms_of(self.layout.views(grads))
+
     def update(self, learning_rate: float, factor: Factor) -> None:
-        """One AdamW step from this home's gradient, scaled by the clip factor; decay on matrices only."""
+        """Update in place by the gradient here, scaled by the clip factor."""
         with self.device.span(self.updater, "update", self.prefix):
-            update(self.grads, self.state, self.state, self.chunks, self.next_step(learning_rate), factor)
+            update(self.grads, self.current, self.current, self.chunks, self.next_step(learning_rate), factor)
 
     def update_when_landed(self, learning_rate: float, clip: Clip) -> None:
-        """Queue the update on the host's threads: it waits for the gradient and for the clip factor, nothing waits
-        for it but the next prefetch of this layer. A speculation that is whole is committed where the factor is 1."""
+        """Queue the update on the host's threads, after the gradient and the clip factor; only the layer's next
+        prefetch waits for it. Where the factor is 1, a complete speculation is committed instead."""
         landed, spare, ahead = self.landed, self.spare, self.speculation
         step = ahead.step if ahead else self.next_step(learning_rate)
 
@@ -129,23 +163,24 @@ class Home:
                 if ahead is not None and spare is not None:
                     ahead.done.result()
                     if not ahead.skipped and clip.is_one():
-                        self.state, self.spare = spare, state  # every chunk comes to the same end
+                        self.current, self.spare = spare, state  # every chunk comes to the same end
                         return
                 with self.device.span("update", "update", self.prefix):
                     update(self.grads, state, state, self.chunks[first:last], step, factor, by_thread=True)
 
-            # What waits for the factor shall not keep a thread from what need not.
+            # An update that waits for the factor must not occupy a thread that another update could use.
             return self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
 
         self.speculation = None
         if self.shelf is None:
-            self.updated = begin(self.state)
+            self.updated = begin(self.current)
         else:
             self.updated = self.shelf.visit(lambda kept: begin(self.state_of(kept)))
 
     def speculate_when_landed(self, learning_rate: float, clip: Clip) -> None:
-        """Queue an update into the spare state as if nothing were clipped, as long as the norm so far allows it."""
-        landed, state, spare = self.landed, self.state, self.spare
+        """Queue an update into the spare state as if nothing were clipped; it stops once the norm so far exceeds the
+        limit."""
+        landed, state, spare = self.landed, self.current, self.spare
         is_within, unclipped = clip.is_within(), clip.unclipped
         skipped: list[bool] = []
         assert spare is not None
@@ -162,38 +197,30 @@ class Home:
         done = self.device.workers.update(self.deadline, landed, len(self.chunks), work)
         self.speculation = Speculation(step, done, skipped)
 
-    def drop(self, *, is_ahead: bool) -> None:
-        """Leave the gradient unused, and what the host's threads, or `is_ahead` the device, have made of it."""
-        self.num_updates -= is_ahead or self.speculation is not None
+    def drop(self) -> None:
+        """Skip this step's update (fp16 overflow); discard a speculation."""
         if self.speculation is not None:
+            self.num_updates -= 1
             self.updated, self.speculation = self.speculation.done, None
 
     def commit(self) -> None:
         """Put the spare state in force."""
         assert self.spare is not None
-        self.state, self.spare = self.spare, self.state
-
-    def owe(self, learning_rate: float, clip: Clip, is_ahead: bool) -> None:
-        """Put in force what the device has made ahead, where the clip factor is 1; else it owes the update."""
-        if is_ahead and clip.is_one():
-            self.commit()
-            return
-        self.num_updates -= is_ahead
-        self.due = self.next_step(learning_rate), clip.factor
+        self.current, self.spare = self.spare, self.current
 
     def next_step(self, learning_rate: float) -> AdamStep:
         self.num_updates += 1
         return AdamStep(learning_rate, self.num_updates, self.steps.fill_(self.num_updates))
 
-    def states(self) -> Iterator[TensorState]:
-        state = self.state if self.shelf is None else self.state_of(self.shelf.read())
+    def tensors(self) -> Iterator[TensorState]:
+        state = self.current if self.shelf is None else self.state_of(self.shelf.read())
         columns = (self.layout.views(joined(state)), self.layout.views(state.exp_avg))
         for name, weight, exp_avg in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, weight, exp_avg)
 
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """A gradient of the parameter has just been computed, or added to the earlier ones."""
+    """Take a parameter's gradient, just computed or added to the earlier ones, into its room."""
     if parameter.grad is not None and parameter.grad is not rooms[name]:
         rooms[name].copy_(parameter.grad)
         parameter.grad = rooms[name]
@@ -204,7 +231,7 @@ def _state(weights: Tensor, kept: list[Tensor]) -> State:
 
 
 def _room_for_state(device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool) -> State:
-    """On the disk nothing is kept here but the weights."""
+    """Zeroed slabs of the weights and of what is `kept` beside them: nothing where that is on the disk."""
     weights = device.room(numel, dtype, host=host)
     rooms = [device.room(numel, each, host=host) for each in kept]
     return _state(weights, rooms or [torch.empty(0), torch.empty(0)])

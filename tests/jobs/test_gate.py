@@ -29,9 +29,9 @@ MUTANTS = {
         "partial-update",
     ),
     "skips one layer's update": (
-        "methods/stronghold.py",
-        "elif waits:\n",
-        "elif waits and i:\n",
+        "methods/streaming/update_rules.py",
+        "if isinstance(layer, self.timing.late):",
+        "if isinstance(layer, self.timing.late) and layer is not self.layers[0]:",
         "unchanged",
     ),
     "clips by each layer's own norm": (
@@ -41,15 +41,15 @@ MUTANTS = {
         "gradient-scale",
     ),
     "drops the schedule on host layers": (
-        "methods/stronghold.py",
-        "home.update_when_landed(learning_rate, clip)\n                refill()",
-        "home.update_when_landed(workload.learning_rate, clip)\n                refill()",
+        "methods/streaming/layer_kinds.py",
+        "self.state.update_when_landed(learning_rate, clip)",
+        f"self.state.update_when_landed({WORKLOAD.learning_rate}, clip)",
         "update-size",
     ),
     "uses last step's weights once": (
         "methods/stronghold.py",
-        "refill()\n                is_ahead",
-        "[slots[i].prefetch(homes[i]) for i in sorted(slots)[step == 3 :]]\n                is_ahead",
+        "window.refill()  # with",
+        "[each.fetch(window.slots[each]) for each in window.lowest[step == 3 :]]  # with",
         "loss",
     ),
 }
@@ -86,7 +86,7 @@ def test_stale_weights_that_move_no_loss_are_seen_in_the_weights() -> None:
 
 
 def test_the_same_method_loaded_afresh_passes_exactly() -> None:
-    with planted("methods/stronghold.py", "layers, (_, streamed) = range", "layers, (_, streamed)  = range"):
+    with planted("methods/stronghold.py", "layers = new_layers", "layers  = new_layers"):
         assert gate.judge(trained("stronghold", {"window_size": 2}), reference()).verdict == "exact"
 
 

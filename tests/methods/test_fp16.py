@@ -20,9 +20,9 @@ from harness.jobs import gate
 from harness.jobs.sweep import Sweep, resolve
 from harness.run import worker
 from harness.simulation.batches import token_batches
+from methods.offload.clip import Clip
 from methods.shared import loss_scale
 from methods.shared.loss_scale import LossScale
-from methods.streaming import slot
 from tests.methods.test_agree import difference, largest_difference
 from tests.support.bugs import COMMITTED, overflow
 from tests.support.planting import planted
@@ -182,13 +182,13 @@ def test_updates_ahead_are_put_in_force_or_dropped_as_the_gradients_turn_out(
     at_the_edge: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[bool, bool]] = []
-    finish = slot.Clip.send_home
+    finish = Clip.send_home
 
     def spy(self: Any) -> None:
         finish(self)
         said.append((self.is_one(), self.overflows()))
 
-    monkeypatch.setattr(slot.Clip, "send_home", spy)
+    monkeypatch.setattr(Clip, "send_home", spy)
     train("stronghold", overflowing(clip_norm=0.0), STEPS, placement="W5", clipping="speculate")
     assert set(said) == {(True, False), (False, True)}
 
@@ -232,14 +232,16 @@ def test_the_same_steps_skipped_pass_the_gate(at_the_edge: None) -> None:
 # One broken line each: file, the line as it is, the line as it must not be, the gate's reason.
 MUTANTS = {
     "takes the step all the same": (
-        "methods/stronghold.py", "is_skipped = clip.overflows()", "is_skipped = False", "not-finite",
+        "methods/streaming/update_rules.py", "self.is_skipped = self.clip.overflows()", "self.is_skipped = False",
+        "not-finite",
     ),
     "keeps the scale once": (
-        "methods/stronghold.py", "is_skipped=is_skipped)", "is_skipped=is_skipped and step > 1)", "loss-scale",
+        "methods/stronghold.py", "yield rule.step(loss)", "rule.is_skipped &= step > 1; yield rule.step(loss)",
+        "loss-scale",
     ),
     "counts a skipped update": (
         "methods/streaming/layer_state.py",
-        "self.num_updates -= is_ahead or self.speculation is not None\n",
+        "self.num_updates -= 1\n",
         "pass\n",
         "update-size",
     ),

@@ -41,54 +41,45 @@ class Bug(NamedTuple):
         return {"window_size": 2, "placement": self.placement, "clipping": self.clipping}
 
 
-FETCH_WAITS = "(device.compute.record_event(), self.sent, self.home.landed)"
-UPDATE_ALL = """\
-                    elif waits:
-                        home.update_when_landed(learning_rate, clip)
-"""
-REFILL = """\
-                refill()
-"""
-UPDATE_LATER = """\
-                for home in homes:
-                    home.update_when_landed(learning_rate, clip)
-"""
+SLOT, STATE, CLIP = "methods/streaming/slot.py", "methods/streaming/layer_state.py", "methods/offload/clip.py"
+DISK, STRONGHOLD = "methods/streaming/disk.py", "methods/stronghold.py"
+FETCH_WAITS = "(device.compute.record_event(), self.sent, layer.landed)"
 
 # Waits between streams and threads that a CPU, which does one thing after another, can do without.
 SILENT_BUGS = [
     Bug(
         "weights_overwritten_while_in_use",
-        "methods/streaming/slot.py",
+        SLOT,
         FETCH_WAITS,
-        "(self.sent, self.home.landed)",
+        "(self.sent, layer.landed)",
         "slot 1 weights",
     ),
     Bug(
         "weights_overwritten_after_waiting_for_the_wrong_stream",
-        "methods/streaming/slot.py",
+        SLOT,
         FETCH_WAITS,
-        "(device.inbound.record_event(), self.sent, self.home.landed)",
+        "(device.inbound.record_event(), self.sent, layer.landed)",
         "slot 1 weights",
     ),
     Bug(
         "parked_weights_overwritten_while_in_use",
-        "methods/streaming/slot.py",
+        SLOT,
         FETCH_WAITS,
-        "(self.sent, self.home.landed)",
+        "(self.sent, layer.landed)",
         "slot 2 weights",
         placement="P5",
     ),
     Bug(
         "state_overwritten_while_going_home",
-        "methods/streaming/slot.py",
+        SLOT,
         FETCH_WAITS,
-        "(device.compute.record_event(), self.home.landed)",
+        "(device.compute.record_event(), layer.landed)",
         "slot 1 exp_avg",
         placement="S5",
     ),
     Bug(
         "gradient_fetched_before_it_has_come_home",
-        "methods/streaming/slot.py",
+        SLOT,
         FETCH_WAITS,
         "(device.compute.record_event(), self.sent)",
         "layers.0.grads",
@@ -96,23 +87,23 @@ SILENT_BUGS = [
     ),
     Bug(
         "layer_computed_before_its_weights_arrive",
-        "methods/streaming/slot.py",
+        SLOT,
         "self.device.compute.wait_event(self.loaded.result())",
         "self.loaded.result()",
         "slot 1 weights",
     ),
     Bug(
         "device_updates_before_the_state_arrives",
-        "methods/streaming/slot.py",
-        "device.compute.wait_event(self.completed.result())",
+        SLOT,
+        "self.device.compute.wait_event(self.completed.result())",
         "self.completed.result()",
         "slot 1 exp_avg",
         placement="S5",
     ),
     Bug(
         "device_updates_ahead_before_the_state_arrives",
-        "methods/streaming/slot.py",
-        "device.compute.wait_event(self.completed.result())",
+        SLOT,
+        "self.device.compute.wait_event(self.completed.result())",
         "self.completed.result()",
         "slot 1 exp_avg",
         clip_norm=0.0,
@@ -120,29 +111,29 @@ SILENT_BUGS = [
     ),
     Bug(
         "state_sent_home_before_it_is_updated",
-        "methods/streaming/slot.py",
-        'device.outbound.wait_event(done)\n            with device.span("outbound", "state"',
-        'with device.span("outbound", "state"',
+        SLOT,
+        '"outbound", "state", layer.prefix, [done]',
+        '"outbound", "state", layer.prefix, []',
         "slot 1 exp_avg",
         placement="S5",
     ),
     Bug(
         "gradient_sent_home_before_it_is_computed",
-        "methods/streaming/slot.py",
-        'device.outbound.wait_event(done)\n            with device.span("outbound", "gradient"',
-        'with device.span("outbound", "gradient"',
+        SLOT,
+        '"outbound", "gradient", layer.prefix, [done]',
+        '"outbound", "gradient", layer.prefix, []',
         "gradients 1 slab",
     ),
     Bug(
         "gradient_overwritten_while_going_home",
-        "methods/streaming/slot.py",
-        "self.device.compute.wait_event(self.gradients.drained)",
+        SLOT,
+        "self.device.compute.wait_event(self.drained)",
         "pass",
         "gradients 1 slab",
     ),
     Bug(
         "layer_updated_before_its_gradient_lands",
-        "methods/streaming/layer_state.py",
+        STATE,
         "landed.synchronize()\n                factor",
         "factor",
         "layers.2.grads",
@@ -150,7 +141,7 @@ SILENT_BUGS = [
     ),
     Bug(
         "layer_updated_ahead_before_its_gradient_lands",
-        "methods/streaming/layer_state.py",
+        STATE,
         "landed.synchronize()\n            if skipped or not is_within():",
         "if skipped:",
         "layers.2.grads",
@@ -159,14 +150,14 @@ SILENT_BUGS = [
     ),
     Bug(
         "clip_factor_sent_home_before_it_is_computed",
-        "methods/offload/clip.py",
+        CLIP,
         "[done]",
         "[]",
         "what clamp made",
     ),
     Bug(
         "norm_so_far_sent_home_before_it_is_computed",
-        "methods/offload/clip.py",
+        CLIP,
         "[done]",
         "[]",
         "what sum made",
@@ -174,14 +165,14 @@ SILENT_BUGS = [
     ),
     Bug(
         "clip_factor_used_before_it_lands",
-        "methods/offload/clip.py",
+        CLIP,
         "self.landed.synchronize()",
         "pass",
         "what clone made",
     ),
     Bug(
         "norm_so_far_used_before_it_lands",
-        "methods/offload/clip.py",
+        CLIP,
         "            landed.synchronize()\n            return float(here)",
         "            return float(here)",
         "what clone made",
@@ -190,8 +181,8 @@ SILENT_BUGS = [
     Bug(
         "l2l_updates_before_the_gradient_lands",
         "methods/l2l.py",
-        "slot.offload(home)\n                    slot.wait()",
-        "slot.offload(home)",
+        "gradients.send_home(layer)\n                    gpu.synchronize()",
+        "gradients.send_home(layer)",
         "layers.0.grads",  # the others are waited for with the next layer's weights
         clip_norm=0.0,
         method="l2l",
@@ -201,14 +192,14 @@ SILENT_BUGS = [
 LOUD_BUGS = [
     Bug(
         "weights_fetched_before_their_update",
-        "methods/streaming/slot.py",
+        SLOT,
         "            updated.result()",
         "            pass",
         "layers.2.weights",
     ),
     Bug(
         "parked_weights_fetched_before_their_update",
-        "methods/streaming/slot.py",
+        SLOT,
         "            updated.result()",
         "            pass",
         "layers.2.weights",
@@ -216,7 +207,7 @@ LOUD_BUGS = [
     ),
     Bug(
         "update_committed_before_it_is_through",
-        "methods/streaming/layer_state.py",
+        STATE,
         "                    ahead.done.result()\n",
         "",
         "layers.2.spare weights",
@@ -225,7 +216,7 @@ LOUD_BUGS = [
     ),
     Bug(
         "update_dropped_before_it_is_through",
-        "methods/streaming/layer_state.py",
+        STATE,
         "self.updated, self.speculation = self.speculation.done, None",
         "self.speculation = None",
         "layers.3.grads",
@@ -235,16 +226,16 @@ LOUD_BUGS = [
     ),
     Bug(
         "state_read_from_the_disk_before_it_is_written",
-        "methods/streaming/disk.py",
+        DISK,
         "{self.last, disk.visits[turn]}",
         "{disk.visits[turn]}",
-        "shelf 4 state",
+        "shelf 5 state",
         clip_norm=0.0,
         placement="D5",
     ),
     Bug(
         "state_read_where_another_is_not_yet_written_from",
-        "methods/streaming/disk.py",
+        DISK,
         "{self.last, disk.visits[turn]}",
         "{self.last}",
         "what room made",
@@ -252,7 +243,7 @@ LOUD_BUGS = [
     ),
     Bug(
         "state_written_before_it_is_updated",
-        "methods/streaming/disk.py",
+        DISK,
         "update(buffer).result()",
         "update(buffer)",
         "what room made",
@@ -260,15 +251,15 @@ LOUD_BUGS = [
     ),
     Bug(
         "window_refilled_before_the_updates_are_queued",
-        "methods/stronghold.py",
-        UPDATE_ALL + REFILL,
-        REFILL + UPDATE_LATER,
+        STRONGHOLD,
+        "rule.finish()  # updates that have waited for the norm start here\n                window.refill()",
+        "window.refill()\n                rule.finish()",
         "layers.1.weights",
     ),
     Bug(
         "training_returns_before_the_last_update",
-        "methods/stronghold.py",
-        "gpu.synchronize(*(home.updated for home in homes))",
+        STRONGHOLD,
+        "gpu.synchronize(*(state.updated for state in states))",
         "gpu.synchronize()",
         "layers.2.exp_avg",
     ),

@@ -26,7 +26,7 @@ from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
 from methods.shared.memory_needs import NUM_BUFFERS
 from methods.streaming.disk import Disk, File, shelves
-from methods.streaming.layer_state import Home
+from methods.streaming.layer_state import LayerState
 from tests.support.cli import run
 from tests.support.training import tiny
 
@@ -40,28 +40,28 @@ def device() -> Iterator[Device]:
         yield cpu
 
 
-def homes(device: Device, workload: Workload, folder: Path | None) -> list[Home]:
+def layers_of(device: Device, workload: Workload, folder: Path | None) -> list[LayerState]:
     """Layers whose states lie in the folder, or in memory."""
     places = [None] * NUM_LAYERS if folder is None else shelves(device, NUM_LAYERS, str(folder), workload)
     return [
-        Home(device, new_layer(workload), f"layers.{place}.", workload, host=True, shelf=shelf)
+        LayerState(device, new_layer(workload), f"layers.{place}.", workload, host=True, shelf=shelf)
         for place, shelf in enumerate(places)
     ]
 
 
 def updated(device: Device, workload: Workload, folder: Path | None, steps: int = 3) -> list[Tensor]:
     """Weights and first moments after some updates of every layer, top down as without clipping."""
-    found = homes(device, workload, folder)
+    found = layers_of(device, workload, folder)
     for step in range(1, steps + 1):
-        for place, home in reversed(list(enumerate(found))):
-            home.updated.result()
+        for place, layer in reversed(list(enumerate(found))):
+            layer.updated.result()
             generator = torch.Generator().manual_seed(100 * step + place)
-            home.grads.copy_(torch.randn(home.grads.numel(), generator=generator))
-            home.landed = device.outbound.record_event()
-            home.update_when_landed(1e-2 * step, Clip(device, 0.0))
-    for home in found:
-        home.updated.result()
-    return list(chain.from_iterable((state.weight, state.exp_avg) for home in found for state in home.states()))
+            layer.grads.copy_(torch.randn(layer.grads.numel(), generator=generator))
+            layer.landed = device.outbound.record_event()
+            layer.update_when_landed(1e-2 * step, Clip(device, 0.0))
+    for layer in found:
+        layer.updated.result()
+    return list(chain.from_iterable((state.weight, state.exp_avg) for layer in found for state in layer.tensors()))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -96,15 +96,15 @@ def test_what_is_written_is_read_again(tmp_path: Path, device: Device, offset: i
 
 
 def test_a_disk_that_fills_up_is_told_where_the_layer_is_asked_for_next(device: Device, tmp_path: Path) -> None:
-    home = homes(device, tiny(), tmp_path)[0]
-    assert home.shelf is not None
+    layer = layers_of(device, tiny(), tmp_path)[0]
+    assert layer.shelf is not None
     with open("/dev/full", "r+b", buffering=0) as full:
-        home.shelf.state[1] = torch.tensor([full.fileno(), full.fileno(), 0])
-        home.landed = device.outbound.record_event()
+        layer.shelf.state[1] = torch.tensor([full.fileno(), full.fileno(), 0])
+        layer.landed = device.outbound.record_event()
         for _ in range(2):
-            home.update_when_landed(1e-3, Clip(device, 0.0))
+            layer.update_when_landed(1e-3, Clip(device, 0.0))
         with pytest.raises(OSError, match="No space left") as raised:
-            home.updated.result()
+            layer.updated.result()
     assert raised.value.errno == errno.ENOSPC
 
 
@@ -132,12 +132,12 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(small_disk: Path
 
 
 def test_states_that_another_process_has_cut_off_are_named_with_their_folder(device: Device, tmp_path: Path) -> None:
-    home = homes(device, tiny(), tmp_path)[0]
-    assert home.shelf is not None
-    home.shelf.read()  # what was to be written is
-    os.ftruncate(home.shelf.disk.files[0].cached.fileno(), 0)
+    layer = layers_of(device, tiny(), tmp_path)[0]
+    assert layer.shelf is not None
+    layer.shelf.read()  # what was to be written is
+    os.ftruncate(layer.shelf.disk.files[0].cached.fileno(), 0)
     with pytest.raises(OSError, match=f"a file of states ends at 0 bytes, before its data does: '{tmp_path}'"):
-        home.shelf.read()
+        layer.shelf.read()
 
 
 def take_room_of_states(folder: Path) -> None:

@@ -110,11 +110,11 @@ def test_speculation_is_committed_at_some_steps_and_left_at_others(
     states: list[int] = []
 
     def spy(self: Any, *args: Any) -> Any:
-        states.append(id(self.state))
+        states.append(id(self.current))
         return next_step(self, *args)
 
-    next_step = layer_state.Home.next_step
-    monkeypatch.setattr(layer_state.Home, "next_step", spy)
+    next_step = layer_state.LayerState.next_step
+    monkeypatch.setattr(layer_state.LayerState, "next_step", spy)
     assert placed(workload, placement, "speculate") == ""
     assert len(set(states)) > 5 + 1  # more states have been in force than there are layers and ends
 

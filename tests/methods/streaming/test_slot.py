@@ -19,7 +19,7 @@ from harness.core.method import create
 from harness.devices.streams import Device
 from methods.offload.adamw import joined, keep_
 from methods.offload.layout import layout_of, new_layer
-from methods.streaming.layer_state import Home
+from methods.streaming.layer_state import LayerState
 from methods.streaming.slot import Gradients, Slot
 from tests.support.training import tiny, train
 
@@ -48,14 +48,14 @@ def random(shape: Any, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def odd_home(device: Device, dtype: str = "fp32") -> Home:
-    home = Home(device, Odd(), "odd.", tiny(dtype=dtype), host=True)
-    keep_(home.state, random(home.layout.numel, seed=0))
-    return home
+def odd_layer(device: Device, dtype: str = "fp32") -> LayerState:
+    layer = LayerState(device, Odd(), "odd.", tiny(dtype=dtype), host=True)
+    keep_(layer.current, random(layer.layout.numel, seed=0))
+    return layer
 
 
-def gradients(home: Home, update: int) -> list[Tensor]:
-    views = enumerate(home.layout.views(home.grads), start=1)
+def gradients(layer: LayerState, update: int) -> list[Tensor]:
+    views = enumerate(layer.layout.views(layer.grads), start=1)
     return [random(view.shape, seed=100 * update + place) for place, view in views]
 
 
@@ -63,25 +63,25 @@ def learning_rate(update: int) -> float:
     return 1e-3 * update
 
 
-def update_at_home(home: Home, factor: float | None) -> list[Tensor]:
+def update_at_home(layer: LayerState, factor: float | None) -> list[Tensor]:
     """Weights and first moments after some steps; a tensor of the factor, as the clip gives it."""
     for update in range(1, UPDATES + 1):
-        for view, gradient in zip(home.layout.views(home.grads), gradients(home, update), strict=True):
+        for view, gradient in zip(layer.layout.views(layer.grads), gradients(layer, update), strict=True):
             view.copy_(gradient)
-        home.update(learning_rate(update), None if factor is None else torch.tensor(factor))
-    return list(chain.from_iterable((state.weight, state.exp_avg) for state in home.states()))
+        layer.update(learning_rate(update), None if factor is None else torch.tensor(factor))
+    return list(chain.from_iterable((state.weight, state.exp_avg) for state in layer.tensors()))
 
 
-def update_by_torch(home: Home, factor: float | None, **implementation: bool) -> list[Tensor]:
+def update_by_torch(layer: LayerState, factor: float | None, **implementation: bool) -> list[Tensor]:
     """The same steps from the same weights by torch's optimizer."""
-    weights = [nn.Parameter(view.clone()) for view in home.layout.views(joined(home.state))]
+    weights = [nn.Parameter(view.clone()) for view in layer.layout.views(joined(layer.current))]
     groups = [
         {"params": [weight for weight in weights if weight.ndim == 2], "weight_decay": 0.01},
         {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, **implementation)
     for update in range(1, UPDATES + 1):
-        for weight, gradient in zip(weights, gradients(home, update), strict=True):
+        for weight, gradient in zip(weights, gradients(layer, update), strict=True):
             weight.grad = gradient if factor is None else gradient * torch.tensor(factor)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(update)
@@ -91,47 +91,47 @@ def update_by_torch(home: Home, factor: float | None, **implementation: bool) ->
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_update_has_the_very_bits_of_torchs_fused_adamw(device: Device, factor: float | None) -> None:
-    home = odd_home(device)
-    theirs = update_by_torch(home, factor, fused=True)
-    assert all(map(torch.equal, update_at_home(home, factor), theirs))
+    layer = odd_layer(device)
+    theirs = update_by_torch(layer, factor, fused=True)
+    assert all(map(torch.equal, update_at_home(layer, factor), theirs))
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_update_is_close_to_torchs_unfused_adamw(device: Device, factor: float | None) -> None:
-    home = odd_home(device)
-    theirs = update_by_torch(home, factor, foreach=False, fused=False)
-    torch.testing.assert_close(update_at_home(home, factor), theirs, rtol=1e-6, atol=1e-7)
+    layer = odd_layer(device)
+    theirs = update_by_torch(layer, factor, foreach=False, fused=False)
+    torch.testing.assert_close(update_at_home(layer, factor), theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_update_changes_every_element(device: Device) -> None:
-    home = odd_home(device)
-    before = [view.clone() for view in home.layout.views(joined(home.state))]
-    update_at_home(home, None)
-    assert all((old != new).all() for old, new in zip(before, home.layout.views(joined(home.state)), strict=True))
+    layer = odd_layer(device)
+    before = [view.clone() for view in layer.layout.views(joined(layer.current))]
+    update_at_home(layer, None)
+    assert all((old != new).all() for old, new in zip(before, layer.layout.views(joined(layer.current)), strict=True))
 
 
 def test_update_leaves_the_padding_at_zero(device: Device) -> None:
-    home = Home(device, Odd(), "odd.", tiny(), host=True)
-    update_at_home(home, None)
-    for view in home.layout.views(home.state.weights):
+    layer = LayerState(device, Odd(), "odd.", tiny(), host=True)
+    update_at_home(layer, None)
+    for view in layer.layout.views(layer.current.weights):
         view.zero_()
-    assert not home.state.weights.any()
+    assert not layer.current.weights.any()
 
 
 def test_bf16_weights_are_the_rounded_master(device: Device) -> None:
-    home = odd_home(device, "bf16")
-    update_at_home(home, None)
-    assert torch.equal(home.state.weights, joined(home.state).bfloat16())
+    layer = odd_layer(device, "bf16")
+    update_at_home(layer, None)
+    assert torch.equal(layer.current.weights, joined(layer.current).bfloat16())
 
 
 def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) -> None:
-    home = odd_home(device, "bf16")
-    keep_(home.state, torch.ones(home.layout.numel))
-    home.grads.fill_(1.0)
+    layer = odd_layer(device, "bf16")
+    keep_(layer.current, torch.ones(layer.layout.numel))
+    layer.grads.fill_(1.0)
     for _ in range(100):
-        home.update(1e-4, None)
+        layer.update(1e-4, None)
     torch.testing.assert_close(
-        home.layout.views(home.state.weights)[0].float(), torch.tensor([0.99]), rtol=4e-3, atol=0
+        layer.layout.views(layer.current.weights)[0].float(), torch.tensor([0.99]), rtol=4e-3, atol=0
     )
 
 
@@ -171,62 +171,55 @@ def autograd(workload: Workload, x: Tensor, dy: Tensor, seed: int) -> list[Tenso
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-def layer_home(device: Device, workload: Workload, index: int = 1) -> Home:
-    return Home(device, new_layer(workload), f"layers.{index}.", workload, host=True)
-
-
-def slot_for(home: Home) -> Slot:
-    slot = Slot(home)
-    slot.gradients = Gradients(home)
-    return slot
+def new_state(device: Device, workload: Workload, index: int = 1) -> LayerState:
+    return LayerState(device, new_layer(workload), f"layers.{index}.", workload, host=True)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> None:
     workload = tiny(dropout=dropout)
-    home, slot = layer_home(device, workload), slot_for(layer_home(device, workload, index=0))
+    layer, slot = new_state(device, workload), Slot(new_state(device, workload, index=0))
     x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
-    slot.gradients.slab.fill_(7)  # what another layer left there
-    slot.prefetch(home)
+    grads = Gradients(layer).slab.fill_(7)  # what another layer left there
+    slot.load(layer)
     torch.manual_seed(3)
-    ys, saved = slot.forward([x])
+    ys = layer.forward([x])
     torch.rand(5)  # what the layers above draw
-    ours = [*ys, *slot.backward(saved, [dy]), *home.layout.views(slot.gradients.slab)]
+    ours = [*ys, *layer.backward([dy], grads), *layer.layout.views(grads)]
     assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
 
 
 def test_layer_has_the_same_bits_where_it_comes_back_to_another_slot(device: Device) -> None:
     workload = tiny()
-    home, other = layer_home(device, workload), layer_home(device, workload, index=0)
-    first, second = slot_for(home), slot_for(other)
+    layer, other = new_state(device, workload), new_state(device, workload, index=0)
+    first, second, grads = Slot(layer), Slot(other), Gradients(layer).slab
     x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
-    first.prefetch(home)
-    ys, saved = first.forward([x])
-    first.prefetch(other)
-    first.forward(ys)
-    second.prefetch(home)
-    ours = [*ys, *second.backward(saved, [dy]), *home.layout.views(second.gradients.slab)]
+    first.load(layer)
+    ys = layer.forward([x])
+    first.load(other)
+    other.forward(ys)
+    second.load(layer)
+    ours = [*ys, *layer.backward([dy], grads), *layer.layout.views(grads)]
     assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
 
 
 def test_recompute_leaves_the_random_state_where_the_pass_above_left_it(device: Device) -> None:
-    home = layer_home(device, tiny(dropout=0.5))
-    slot = slot_for(home)
-    slot.prefetch(home)
-    _, saved = slot.forward([random((2, 16, 36), seed=1)])
+    layer = new_state(device, tiny(dropout=0.5))
+    Slot(layer).load(layer)
+    layer.forward([random((2, 16, 36), seed=1)])
     torch.rand(5)
     state = torch.get_rng_state()
-    slot.backward(saved, [random((2, 16, 36), seed=2)])
+    layer.backward([random((2, 16, 36), seed=2)], Gradients(layer).slab)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_gradient_arrives_home_as_it_left(device: Device) -> None:
-    home = layer_home(device, ALIGNED)
-    slot = slot_for(home)
-    slot.gradients.slab.copy_(random(slot.gradients.slab.shape, seed=1))
-    slot.offload(home)
-    slot.wait()
-    assert torch.equal(home.grads, slot.gradients.slab)
+    layer = new_state(device, ALIGNED)
+    gradients = Gradients(layer)
+    gradients.slab.copy_(random(gradients.slab.shape, seed=1))
+    gradients.send_home(layer)
+    device.synchronize()
+    assert torch.equal(layer.grads, gradients.slab)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])

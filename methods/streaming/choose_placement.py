@@ -1,0 +1,140 @@
+"""Which placement: the fastest by the budget's rates, else as many resident layers as fit; no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import largest_depth
+from methods.shared.memory_needs import writable
+from methods.streaming.placement import CLIPPINGS, parse, placed_plan, text_of
+from methods.streaming.planner import SLACK, Counts, arranged, choose, with_forecast
+
+DEFAULT_WINDOW = 3  # one computed, one loaded, one on its way; more slots buy little, resident layers buy more
+SPARE_ROOM = 9 / 8  # of what speculation needs on the host, before it is chosen: a plan is no measurement
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A workload and its budget, and the options of STRONGHOLD that are fixed; None: to be chosen."""
+
+    workload: Workload
+    budget: Budget
+    window_size: int | None = None
+    resident_layers: int | None = None
+    placement: str | None = None
+    clipping: str | None = None
+    disk: str | None = None
+
+    def plan(self) -> Plan:
+        """The widest window, up to the default one, with which both memories suffice, and in it the fastest placement,
+        or the one with the most resident layers. Raises ValueError for options that contradict each other or the
+        workload."""
+        if self.disk:
+            writable(self.disk)
+        if self.clipping not in (None, *CLIPPINGS):
+            raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
+        plan = self._fastest() or self._most_resident()
+        counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
+        return with_forecast(plan, self.workload, self.budget, counts, plan.options.get("clipping"))
+
+    def _windows(self) -> Iterator[int]:
+        """Sizes to try, the widest first."""
+        num_layers = self.workload.num_layers
+        default = range(min(DEFAULT_WINDOW, num_layers), 0, -1)
+        for window in default if self.window_size is None else [self.window_size]:
+            if not 1 <= window <= num_layers:
+                raise ValueError(f"window {window} is beyond the {num_layers} layers: -w takes 1 to {num_layers}")
+            yield window
+
+    def _fastest(self) -> Plan | None:
+        """None without rates, where the placement is given, and where nothing fits."""
+        budget, given = self.budget, (self.placement, self.resident_layers)
+        if budget.rates is None or budget.device_bytes is None or given != (None, None):
+            return None
+        clippings: tuple[str | None, ...] = (None,)
+        if self.workload.waits_for_norm:
+            clippings = CLIPPINGS if self.clipping is None and budget.host_bytes else (self.clipping or "deferred",)
+        for window in self._windows():
+            plans = [plan for clipping in clippings if (plan := self._fastest_in(window, clipping))]
+            if plans:  # deferred before speculate, which is no faster where gradients are clipped
+                return min(plans, key=lambda plan: (plan.step_seconds or 0.0) * (1 + SLACK * plans.index(plan)))
+        return None
+
+    def _fastest_in(self, window: int, clipping: str | None) -> Plan | None:
+        workload, budget = self.workload, self.budget
+
+        def plan_of(load: Workload, counts: Counts) -> Plan:
+            return self._placed(arranged(counts), window, clipping, load)
+
+        room = budget
+        if budget.host_bytes and (clipping, self.clipping) == ("speculate", None):
+            room = replace(budget, host_bytes=int(budget.host_bytes / SPARE_ROOM))
+        counts = choose(workload, room, plan_of, "RPWS", clipping)
+        if counts is None and self.disk and clipping != "speculate":  # no disk while the host can hold it all
+            counts = choose(workload, room, plan_of, "RPWSD", clipping)
+        if counts is None:
+            return None
+        return with_forecast(plan_of(workload, counts), workload, budget, counts, clipping)
+
+    def _most_resident(self) -> Plan:
+        """Resident layers spare the host, and a narrow window leaves room for them. Where no window suffices, the
+        narrowest."""
+        budget = self.budget
+        for window in self._windows():
+            kinds = self._kinds(window)
+            plan = self._placed(kinds, window, self.clipping or "deferred")
+            if plan.shortfall(budget) is None:
+                break
+        if self.clipping is None and self.workload.waits_for_norm and budget.device_bytes and budget.host_bytes:
+            speculating = self._placed(kinds, window, "speculate")
+            if plan.host_bytes and SPARE_ROOM * speculating.host_bytes <= budget.host_bytes:
+                return speculating
+        return plan
+
+    def _kinds(self, window: int) -> str:
+        """A letter a layer."""
+        num_layers, resident = self.workload.num_layers, self.resident_layers
+        if resident is not None and not 0 <= resident <= num_layers:
+            raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
+        if self.placement is not None:
+            kinds = parse(self.placement, num_layers)
+            if resident not in (None, kinds.count("R")):
+                raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: give one of them")
+            return kinds
+        if resident is None:
+            resident = self._num_resident(window)
+        kinds = _bottom_resident(resident, num_layers)
+        while self.disk and "W" in kinds and not self._fits_host(kinds, window):
+            kinds = "D".join(kinds.rsplit("W", 1))  # from the top: what is needed last has the longest time
+        return kinds
+
+    def _num_resident(self, window: int) -> int:
+        """Bottom layers that fit the device budget beside the window; none where no budget is known."""
+        room, num_layers = self.budget.device_bytes, self.workload.num_layers
+
+        def fits(resident: int) -> bool:
+            if room is None or resident > num_layers:
+                return False
+            return placed_plan(self.workload, _bottom_resident(resident, num_layers), window).device_bytes <= room
+
+        return largest_depth(fits)
+
+    def _fits_host(self, kinds: str, window: int) -> bool:
+        room = self.budget.host_bytes
+        return not room or placed_plan(self.workload, kinds, window).host_bytes <= room
+
+    def _placed(self, kinds: str, window: int, clipping: str | None, workload: Workload | None = None) -> Plan:
+        workload = workload or self.workload
+        options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
+        if "D" in kinds:
+            options["disk"] = str(writable(self.disk))
+        if not workload.waits_for_norm:
+            return placed_plan(workload, kinds, window, clipping=None, options=options)
+        return placed_plan(workload, kinds, window, clipping, {**options, "clipping": clipping})
+
+
+def _bottom_resident(resident: int, num_layers: int) -> str:
+    return "R" * resident + "W" * (num_layers - resident)

@@ -1,0 +1,108 @@
+"""When a layer's update happens, and with what clip factor and loss scale.
+
+Without clipping it starts as soon as the layer's gradient has landed (Immediate). Clipping is exact, so an update needs
+the norm of the whole gradient: it starts when that is known, and runs under the next forward pass (Deferred); or it is
+made during the backward pass as if nothing were clipped, into a spare state, which is committed if the norm turns out
+to be within the limit, and stops as soon as the norm so far is not (Speculative). In fp16 a step whose norm is not
+finite is skipped, so updates wait for the norm, or are made ahead of it, clipping or not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from harness.core.job import Workload
+from harness.core.method import Step
+from harness.devices.streams import Device
+from methods.offload.clip import Clip
+from methods.shared.loss_scale import LossScale
+from methods.streaming.embedding_and_head import ResidentEnds
+from methods.streaming.layer_kinds import Hosted, Layer, Resident, Streamed
+
+
+class Immediate:
+    is_ahead = True  # streamed layers bring their states along for the backward pass
+    late: tuple[type, ...] = (Resident,)  # kinds whose update starts after the backward pass
+    by_factor: tuple[type, ...] = ()  # kinds for which the host needs the clip factor
+
+    def gradient_ready(self, layer: Layer, learning_rate: float, clip: Clip) -> None:
+        layer.update_now(learning_rate, clip)
+
+    def step_ended(self, layers: list[Layer], clip: Clip) -> None: ...
+
+
+class Deferred:
+    is_ahead = False
+    late = (Resident, Hosted, Streamed)
+    by_factor = (Hosted,)
+
+    def gradient_ready(self, layer: Layer, learning_rate: float, clip: Clip) -> None:
+        layer.send_gradient()
+
+    def step_ended(self, layers: list[Layer], clip: Clip) -> None: ...
+
+
+class Speculative:
+    is_ahead = False  # in the first step, and after one that was clipped
+    late = (Resident, Hosted, Streamed)
+    by_factor = (Hosted, Streamed)
+
+    def gradient_ready(self, layer: Layer, learning_rate: float, clip: Clip) -> None:
+        layer.update_ahead(learning_rate, clip)
+
+    def step_ended(self, layers: list[Layer], clip: Clip) -> None:
+        self.is_ahead = any(isinstance(layer, Streamed) for layer in layers) and clip.is_one()
+
+
+class UpdateRule:
+    """One of the three, for layers and ends alike; owns a step's clip and the loss scale."""
+
+    def __init__(
+        self, device: Device, workload: Workload, ends: ResidentEnds, layers: list[Layer], clipping: str | None
+    ) -> None:
+        self.device, self.workload, self.ends, self.layers = device, workload, ends, layers
+        timings: dict[str | None, Any] = {None: Immediate, "deferred": Deferred, "speculate": Speculative}
+        self.timing = timings[clipping]()
+        self.scale = LossScale(workload)
+        self.sends_factor = self.scale.is_used or any(isinstance(layer, self.timing.by_factor) for layer in layers)
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scale.value
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether streamed layers need their states in the backward pass."""
+        return self.timing.is_ahead
+
+    def begin(self, learning_rate: float) -> None:
+        """Begin a backward pass: the forward pass has waited for all copies of the last step's clip."""
+        self.learning_rate, self.clip = learning_rate, Clip(self.device, self.workload.clip_norm, self.scale)
+
+    def gradient_ready(self, layer: Layer) -> None:
+        """Count the gradient into the norm; send it home; update, or update ahead, where the rule allows it."""
+        self.clip.add(layer.norms())
+        self.timing.gradient_ready(layer, self.learning_rate, self.clip)
+
+    def finish(self) -> None:
+        """Complete the norm and start the updates that have waited for it, or skip the step."""
+        self.clip.add(self.ends.norms())
+        self.clip.finish()
+        if self.sends_factor:
+            self.clip.send_home()
+        self.is_skipped = self.clip.overflows()
+        if self.is_skipped:
+            for layer in self.layers:
+                layer.drop()
+            return
+        self.ends.update(self.learning_rate, self.clip)
+        for layer in self.layers:
+            if isinstance(layer, self.timing.late):
+                layer.update(self.learning_rate, self.clip)
+
+    def step(self, loss: Tensor) -> Step:
+        """The step as the method yields it; the next one's loss scale is then set."""
+        self.timing.step_ended(self.layers, self.clip)
+        return self.scale.step(loss, self.clip.total, is_skipped=self.is_skipped)

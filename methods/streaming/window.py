@@ -1,0 +1,56 @@
+"""The window: which layer has which slot, and when the next one's copy into it starts.
+
+Two rings of layers (placement.py) take turns in their slots: layers leave in the order in which they will be needed
+last, so the turn from forward to backward fetches nothing. A parked layer keeps its slot.
+"""
+
+from __future__ import annotations
+
+from methods.streaming.layer_kinds import Hosted, Layer, Resident, Streamed
+from methods.streaming.placement import rings
+from methods.streaming.slot import Slot
+from methods.streaming.update_rules import UpdateRule
+
+
+class Window:
+    """The slots of the layers that are not resident."""
+
+    def __init__(self, layers: list[Layer], kinds: str, window_size: int, rule: UpdateRule) -> None:
+        away = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, Resident)}
+        pairs = [(away[i], away[j]) for ring in rings(kinds, window_size) for i, j in ring.above.items()]
+        self.above = dict(pairs)  # a layer leaves its slot to the one above it
+        self.below = {above: layer for layer, above in pairs}
+        self.slots: dict[Layer, Slot] = {layer: layer.new_slot() for layer in away.values() if layer not in self.below}
+        self.lowest = [layer for layer in away.values() if layer in self.slots]  # they begin a step in a slot
+        self.rule, self.layers = rule, layers
+
+    def refill(self) -> None:
+        """Fetch the step's first layers into their slots, each as soon as its update is over."""
+        for layer in self.lowest:
+            layer.fetch(self.slots[layer])
+
+    def slide_up(self, layer: Layer) -> None:
+        """Leave the layer's slot to the next one above it; the topmost layers stay for the backward pass."""
+        if layer in self.above:
+            self._hand_over(layer, self.above[layer])
+        elif self.rule.is_ahead:
+            layer.fetch_state()
+
+    def slide_down(self, layer: Layer) -> None:
+        """Leave the layer's slot to the next one below it."""
+        if layer in self.below:
+            self._hand_over(layer, self.below[layer])
+            if self.rule.is_ahead:
+                self.below[layer].fetch_state()
+
+    def settle(self) -> None:
+        """Make the updates that streamed layers still wait with, after the last step."""
+        for layer in self.layers:
+            if isinstance(layer, Streamed):
+                layer.update_due()
+                if layer in self.above:
+                    self._hand_over(layer, self.above[layer])
+
+    def _hand_over(self, layer: Layer, to: Hosted | Streamed) -> None:
+        self.slots[to] = self.slots.pop(layer)
+        to.fetch(self.slots[to])
