@@ -19,11 +19,11 @@ from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.devices.streams import Device
 from methods.offload.adamw import AdamStep, Factor, State, chunks, joined, keep_, update
+from methods.offload.clip import Clip, norms_of
 from methods.offload.layout import install, kept_dtypes, layout_of
 from methods.shared.memory_needs import BLOCK, CHUNK
 
 if TYPE_CHECKING:
-    from methods.offload.clip import Clip
     from methods.streaming.disk import Shelf
 
 
