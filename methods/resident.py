@@ -1,7 +1,8 @@
-"""Everything on the device: plain PyTorch, every layer recomputed. The reference that the others are judged by."""
+"""Everything on the device: plain PyTorch, every layer recomputed. The reference for all other methods."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.core.gpt import GPT
+    from methods.shared.loss_scale import LossScale
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,8 @@ class Resident:
         optimizer = adamw(masters)
         scale = LossScale(workload)
         for step, (inputs, targets) in enumerate(batches, start=1):
-            if workload.micro_batches == 1:
-                loss = model(inputs, targets, scale.value)
-                loss.backward()
-            else:
-                loss = _accumulate(model, inputs, targets, workload.micro_batches, scale.value)
-            if mixed:
-                for master, weight in zip(masters, weights, strict=True):
-                    master.grad, weight.grad = weight.grad.float(), None
-            if scale.is_used:
-                torch._foreach_div_([master.grad for master in masters], scale.value)
+            loss = _backward(model, inputs, targets, workload.micro_batches, scale.value)
+            _take_gradients(masters, weights, scale)
             # Without clipping the norm is only reported.
             norm = torch.nn.utils.clip_grad_norm_(masters, workload.clip_norm or float("inf"))
             for group in optimizer.param_groups:
@@ -69,16 +63,20 @@ class Resident:
             if mixed:
                 with torch.no_grad():
                     torch._foreach_copy_(weights, masters)
-            yield scale.step(loss.detach(), norm, is_skipped=is_skipped)
+            yield scale.step(loss, norm, is_skipped=is_skipped)
         columns = zip(names, masters, strict=True)
         return Trained([TensorState(name, p.detach(), optimizer.state[p].get("exp_avg")) for name, p in columns])
 
 
-def _accumulate(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:
-    """The mean loss over micro-batches; their gradients are summed in order, each use of the tied embedding by itself:
-    first all of the head's, then all of the look-up's, as who goes through a layer with all of them must."""
+def _backward(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:
+    """Return the mean loss over micro-batches, detached; leave the sum of their gradients. The gradients of the tied
+    embedding are summed in the order of layer-by-layer training: first all of the head's, then all of the look-up's."""
     import torch
 
+    if num_parts == 1:
+        loss = model(inputs, targets, scale)
+        loss.backward()
+        return loss.detach()
     embedded = [model.ends.embed(part) for part in inputs.chunk(num_parts)]
     starts = [x.detach().requires_grad_() for x in embedded]
     total = torch.zeros((), device=inputs.device)
@@ -89,3 +87,14 @@ def _accumulate(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int, sca
     for x, start in zip(embedded, starts, strict=True):
         x.backward(start.grad)
     return total
+
+
+def _take_gradients(masters: Sequence[Tensor], weights: Sequence[Tensor], scale: LossScale) -> None:
+    """Move the weights' gradients to their fp32 masters, which in fp32 are the weights, and take out the loss scale."""
+    import torch
+
+    for master, weight in zip(masters, weights, strict=True):
+        if master is not weight:
+            master.grad, weight.grad = weight.grad.float(), None  # type: ignore[union-attr]
+    if scale.is_used:
+        torch._foreach_div_([master.grad for master in masters], scale.value)  # type: ignore[misc]
