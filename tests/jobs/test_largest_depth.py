@@ -136,7 +136,7 @@ def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--steps 4", "--steps 4 is too few for a probe: 5 at least"),
+        ("--steps 4", "--steps: expected at least 5 for a probe, got 4"),
         ("-w 0", "-w takes 1 to"),
         ("--repeats 0", "--repeats"),
         ("--placement R2W3", "placement R2W3 is of 5 layers, the model has 1"),

@@ -186,7 +186,7 @@ def test_no_room_for_results_is_one_line_and_exit_4(small_disk: Path) -> None:
     words = f"-m resident -l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --results {small_disk}"
     done = run(*words.split())
     assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
-    assert done.stderr.startswith("error: no room left on the disk")
+    assert done.stderr.startswith("error: the disk is full")
 
 
 def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp_path: Path) -> None:
