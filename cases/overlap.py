@@ -1,15 +1,14 @@
 """What hides behind what: one step by streams and threads, measured here and under a virtual clock.
 
-Above each other the timelines of a step: the device computes, copies go in and out, the host updates. Beside each, how
-much of the step these took while the device computed (hidden) and while it did not (exposed). The run is traced; the
-virtual ones are the same code on machines by name (bench/virtual.py), where nothing is measured.
+Timelines of a step: the device computes, copies go in and out, the host updates. Beside each the share of the step that
+copies and updates take while the device computes (hidden) and while it does not (exposed). The measured run is traced;
+the virtual ones are the same code on named machines (harness/simulation), where nothing is measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 METHODS = ("stronghold",)
-PUBLISHED_DEPTH = 92  # of the run
+PUBLISHED_DEPTH = 92  # of the measured run
 RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # layers under the virtual clock
 MACHINES = ("v100-vm", "h200", "rtx4090")
 CLIPPING = "deferred"
@@ -40,28 +39,30 @@ COLORS = {
     "write": "#7A4E2D",
 }  # fmt: skip
 BUSY = {"compute": "#2F6DB0", "copies": "#57A773", "updates": "#8E5BD0", "disk": "#B58B6A"}
-LANES = {
-    "compute": "compute",
-    "inbound": "copies in",
-    "outbound": "copies out",
-    "update": "host update",
-    "disk": "disk",
-}
+LANES = {"inbound": "copies in", "outbound": "copies out", "update": "host update"}  # else the track's name
 WIDTH_INCHES, ROW_INCHES = 7.6, 1.3
 TOP_INCHES, BOTTOM_INCHES = 0.45, 0.8
 GAP_INCHES = 0.42  # between rows: a title and an axis
 
 
 class Shown(NamedTuple):
-    """One step of a timeline, and who says so."""
+    """One step of a timeline, with the record of a measured one."""
 
     timeline: Timeline
-    record: Record | None  # of a measured one
+    record: Record | None
 
     @property
     def step(self) -> Span:
-        """The last but one: around it, both what came before and what comes after are noted."""
+        """The last but one: the steps before and after it are traced, too."""
         return self.timeline.steps[-2]
+
+    @property
+    def title(self) -> str:
+        if self.record is None:
+            return str(self.timeline.about["title"])
+        job = self.record.job
+        placed = f"{job.options['placement']}, clipping {job.options['clipping']}"
+        return f"{job.method}, {job.workload.num_layers} layers, {placed}"
 
     @property
     def share(self) -> Share:
@@ -69,7 +70,7 @@ class Shown(NamedTuple):
 
 
 def run(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Trace what has no trace yet; the virtual ones anew where the method's code is another."""
+    """Trace what has no trace yet; virtual timelines anew where the method's code has changed."""
     folder = results / "traces"
     folder.mkdir(parents=True, exist_ok=True)
     job = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))[0]
@@ -98,13 +99,13 @@ def _is_current(path: Path) -> bool:
 
 
 def profiles(records: Sequence[Record]) -> list[str]:
-    """Names of the profiles that records were traced for."""
+    """Names of the profiles of the records' traces."""
     names = (re.fullmatch(r"overlap_(.+)\.json", Path(record.job.trace or "").name) for record in records)
     return list(dict.fromkeys(found[1] for found in names if found and found[1].split("_")[0] in RUNS))
 
 
 def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]:
-    """What there is to be drawn, the measured one first. Raises ValueError where that is missing."""
+    """The measured timeline, then the virtual ones. Raises ValueError where the first is missing."""
     traced = results / "traces" / f"overlap_{profile}.json"
     own = [
         record
@@ -145,15 +146,10 @@ def draw(found: Sequence[Shown], profile: str, out: Path) -> list[Path]:
 
 def figure(found: Sequence[Shown], note: str) -> Figure:
     """A row for each timeline: its step by lanes, its shares as bars."""
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     height = TOP_INCHES + len(found) * ROW_INCHES - GAP_INCHES + BOTTOM_INCHES
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(plot.STYLE)  # type: ignore[arg-type]
-        made = Figure(figsize=(WIDTH_INCHES, height))
+    with plot.empty(WIDTH_INCHES, height) as made:
         rows = made.subplots(len(found), 2, squeeze=False, gridspec_kw={"width_ratios": (3.4, 1)})
         works: set[str] = set()
         for each, (left, right) in zip(found, rows, strict=True):
@@ -173,7 +169,7 @@ def figure(found: Sequence[Shown], note: str) -> Figure:
 
 
 def _lanes(axes: Axes, each: Shown) -> set[str]:
-    """The step by streams and threads; returns the kinds of work that it shows."""
+    """Draw the step by streams and threads; returns the kinds of work that it shows."""
     step, spans = each.step, each.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
     lanes = sorted({span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track))
@@ -182,34 +178,21 @@ def _lanes(axes: Axes, each: Shown) -> set[str]:
             start, end = max(span.start, step.start), min(span.end, step.end)
             interval = (1000 * (start - step.start), 1000 * (end - start))
             axes.broken_barh([interval], (height - 0.4, 0.8), facecolor=COLORS.get(span.work, plot.EDGE))
-    axes.set_yticks(range(len(lanes)), [_name(lane) for lane in reversed(lanes)])
+    names = (lane.partition(" ") for lane in reversed(lanes))
+    axes.set_yticks(range(len(lanes)), [f"{LANES.get(kind, kind)} {number}".strip() for kind, _, number in names])
     axes.set_ylim(-0.6, len(lanes) - 0.4)
     axes.set_xlim(0, 1000 * (step.end - step.start))
-    clock = each.timeline.about["clock"]
-    who = "virtual, nothing measured" if clock == "virtual" else "measured"
+    source = "virtual, nothing measured" if each.timeline.about["clock"] == "virtual" else "measured"
     gate = "" if each.record is None or each.record.gate.passed else ", gate not passed"
     milliseconds = plot.number(1000 * (step.end - step.start))
-    title = f"{who}{gate}: {_title(each)}; {step.work}, {milliseconds} ms"
+    title = f"{source}{gate}: {each.title}; {step.work}, {milliseconds} ms"
     axes.set_title(title, fontsize=6.3, loc="left", color=plot.EDGE)
     return {span.work for span in inside}
 
 
-def _title(each: Shown) -> str:
-    if each.record is None:
-        return str(each.timeline.about["title"])
-    load, options = each.record.job.workload, each.record.job.options
-    return f"{each.record.job.method}, {load.num_layers} layers, {options['placement']}, clipping {options['clipping']}"
-
-
-def _name(lane: str) -> str:
-    kind, _, number = lane.partition(" ")
-    return f"{LANES.get(kind, kind)} {number}".strip()
-
-
 def _shares(axes: Axes, of: Share) -> None:
-    """Bars in per cent of the step: compute, and what hides behind it."""
-    kinds = [kind for kind in KINDS if of.hidden[kind] + of.exposed[kind] > 0]
-    names = ["compute", *kinds]
+    """Bars in percent of the step: compute, then hidden and exposed work by kind."""
+    names = ["compute", *(kind for kind in KINDS if of.hidden[kind] + of.exposed[kind] > 0)]
     for height, name in enumerate(reversed(names)):
         hidden = 100 * (of.compute if name == "compute" else of.hidden[name]) / of.step
         exposed = 0.0 if name == "compute" else 100 * of.exposed[name] / of.step
@@ -227,16 +210,12 @@ def _shares(axes: Axes, of: Share) -> None:
 
 
 def _caption(found: Sequence[Shown], note: str) -> str:
-    texts = [
-        "exposed: while the device does not compute; copies and updates that are exposed at once count in both bars"
-    ]
-    for each in found:
-        if each.record:
-            clock, gate = each.record.clock, each.record.gate
-            texts.append(
-                f"measured: {note}; {machine_of(each.record)}; clock {plot.CLOCKS.get(clock, clock)}; one step of one"
-                f" run; gate: {gate.verdict}"
-            )
+    texts = ["exposed: while the device does not compute; copies and updates exposed at once count in both bars"]
+    for record in (each.record for each in found if each.record):
+        clock = plot.CLOCKS.get(record.clock, record.clock)
+        texts.append(
+            f"measured: {note}; {machine_of(record)}; clock {clock}; one step of one run; gate: {record.gate.verdict}"
+        )
     if len(found) > 1:
         texts.append(
             "virtual: the method's own code under a virtual clock, by the rates of machines.yaml, published shape; no"
@@ -250,7 +229,7 @@ def _caption(found: Sequence[Shown], note: str) -> str:
 def main(
     used: Profile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
 ) -> list[Record]:
-    """The whole case: run, table, figure, or one of the two alone."""
+    """Run, write the table and draw the figure; `only` extract or draw does no run."""
     finished = [] if only else run(used, results, report)
     found = shown(used.name, results, list(read_all(results)[0].values()))
     path = extract(found, used.name, out)
@@ -258,5 +237,5 @@ def main(
         print(path.read_text(), end="")
         return finished
     made = draw(found, used.name, out)
-    print(f"case overlap: {', '.join(map(str, [path, *made]))}", file=sys.stdout)
+    print(f"case overlap: {', '.join(map(str, [path, *made]))}")
     return finished

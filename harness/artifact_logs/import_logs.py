@@ -1,7 +1,6 @@
-"""Logs into records of origin `imported`: found, read, judged, written.
+"""Logs into records of origin `imported`: find, read, judge, write.
 
-A log is judged beside the other logs of its folder, whether or not these are imported, so that its verdict does not
-depend on the order of calls.
+A log is judged beside all logs of its folder, imported or not: its verdict does not depend on the order of calls.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ SUFFIXES = (".txt", ".log")  # of the files that a folder is searched for
 def import_logs(
     asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
 ) -> Iterator[tuple[Record, bool]]:
-    """Each log's judged record and whether it is new in `results`. Files that are no logs go to `skipped`.
+    """Each log's judged record, and True if it is new in `results`. Other files go to `skipped`, with the reason.
 
-    Raises ValueError where no log is of the method `reference`.
+    Raises ValueError if no log is of the method `reference`.
     """
     chosen: dict[Path, list[Path]] = {}
     for path in _find(asked):
@@ -54,8 +53,8 @@ def import_logs(
 
 
 def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
-    """The methods, best first, that a folder's logs are judged by: the one asked for; else those that by their own plan
-    keep nothing but on the device, as only plain training does, this harness's own reference first."""
+    """The methods, best first, that a folder's logs are judged by: the one asked for; else those whose plan keeps
+    everything on the device, the harness's own reference first."""
     names = {record.job.method for record in records}
     if asked is not None:
         return [asked]
@@ -69,7 +68,7 @@ def _stays_on_device(name: str) -> bool:
 
 
 def _find(asked: Iterable[Path]) -> list[Path]:
-    """The files named, and in folders those that may be logs, each once."""
+    """The named files, and in named folders those that may be logs, each once."""
     found: dict[Path, None] = {}
     for path in asked:
         if path.is_dir():
@@ -85,7 +84,7 @@ def _may_be_log(name: str) -> bool:
 
 
 def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
-    """Records of all logs in the folder, those asked for and those beside them, and why others are none."""
+    """Records of all logs in the folder, asked for or not, and the reasons why other files are none."""
     records, complaints = {}, {}
     beside: set[Path] = set()
     with contextlib.suppress(OSError):  # a folder that may be entered but not listed
@@ -101,7 +100,7 @@ def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], d
 
 
 def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> bool:
-    """Write it under a name of the published pattern, unless this very record is there."""
+    """Write it under a name of the published pattern, unless the same record is there."""
     path = there.get(record.key)
     if path is not None and json.loads(path.read_text()) == json.loads(json.dumps(record.to_dict())):
         return False
@@ -112,7 +111,7 @@ def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> 
 
 
 def _free(results: Path, record: Record, log: Path) -> Path:
-    """A name of the published pattern that is no other record's or log's; the time moves on where it is taken."""
+    """A free name of the published pattern; where it is taken, with a later second."""
     load, window = record.job.workload, record.evidence["named_window"]
     sizes = f"l-{load.num_layers}_hs-{load.hidden_size}_bs-{load.batch_size}_ws-{window}"
     for second in itertools.count(int(record.started)):
@@ -125,7 +124,7 @@ def _free(results: Path, record: Record, log: Path) -> Path:
 
 
 def line(record: Record) -> str:
-    """One line for people: method, size, status, medians as logged, verdict, reason."""
+    """Method, size, status, medians as logged, verdict and reason, in one line."""
     job, logged = record.job, record.evidence["samples_per_second"]
     options = "".join(f" {name}={value}" for name, value in job.options.items())
     size = f"{job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"

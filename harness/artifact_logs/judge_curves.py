@@ -1,9 +1,8 @@
-"""Is a log's training the reference's? Verdicts on imported records, which have loss curves and nothing else.
+"""Verdicts on imported records, by their loss curves: is a log's training the reference's?
 
-A log tells no weights, so no verdict here is better than `tolerance`. The reference of a log is what was trained wholly
-on the device beside it, at the same depth, else at the nearest. How far two curves may lie apart is counted in what
-the reference learned, the fall of its loss from the first logged interval to the last: a curve that stays where it
-began is 100 % away, whatever the loss.
+A log has no weights, so no verdict here is better than `tolerance`. The reference is the log of a resident training in
+the same folder, at the same depth, else the nearest. Distances between curves are in units of what the reference
+learned, the fall of its loss from the first logged interval to the last: a curve that does not fall is 100 % away.
 """
 
 from __future__ import annotations
@@ -14,27 +13,25 @@ from collections.abc import Sequence
 
 from harness.core.record import Gate, Record
 
-# Of what the reference learned. The published logs of a resident and of a ZeRO-Offload run at 32 layers, with dropout
-# 0.1, other kernels and another Megatron, lie 0.6 % apart at most; that of a ZeRO-Infinity run, whose training is
-# known to be another, 32 %.
+# Of what the reference learned. The published logs of a resident and a ZeRO-Offload run at 32 layers (dropout 0.1,
+# other kernels, another Megatron) differ by at most 0.6 %, that of ZeRO-Infinity, whose training is wrong, by 32 %.
 ALLOWED = 0.05
-# For a reference that is twice as deep, or half. ZeRO-Offload's own 48 layers lie 8.6 % from the resident run's 32:
-# 15 % for a doubling.
+# For a reference of twice or half the depth. ZeRO-Offload's 48 layers differ by 8.6 % from the resident 32: 15 % for a
+# doubling.
 ALLOWED_PER_DOUBLING = 0.2
-# Beyond, as much would be allowed as wrong training differs by: what agrees may still be wrong.
+# Beyond, the allowance reaches the distance of wrong training.
 FARTHEST_DOUBLINGS = 1.0
-# A fall smaller than this part of the reference's is none: a run that had learned nothing logged 11.21 five times.
+# A smaller part of the reference's fall is none: a run that had learned nothing logged 11.21 five times.
 LEAST_LEARNED = 0.1
-# A reference whose loss falls by less than this part of itself is within what dropout and data do to an interval's
-# mean (0.12 % in the logs above): who differs from it may be as right.
+# A smaller fall, as a part of the reference's own loss, is noise: dropout and data move an interval's mean by 0.12 %.
 LEAST_TELLING_FALL = 0.01
 
 
 def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate]:
-    """A verdict on each of the records, which are the logs of one folder; `references` names methods, best first.
+    """A verdict on each of the logs of one folder; `references`: methods, best first.
 
-    A record at a depth without a reference is also held to its method's run at a depth with one, and to other methods
-    of its own size, if those agree with the reference at such a depth.
+    A record at a depth without a reference is also compared with its method's run at a depth with one, and with other
+    methods of its size that agree with the reference at such a depth.
     """
     anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
@@ -42,7 +39,7 @@ def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate
 
 
 def learned(record: Record) -> float:
-    """The fall of the loss; 0 where the log does not show a whole, finite and falling curve."""
+    """The fall of the loss; 0 without a complete, finite and falling curve."""
     return max(0.0, record.losses[0] - record.losses[-1]) if _own_conditions(record) is None else 0.0
 
 
@@ -84,11 +81,9 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
 
 
 def _flaw(anchor: Record) -> str:
-    """Why a log that should be the reference is none."""
-    own = _own_conditions(anchor)
-    if own is not None:
-        return own.text
-    return f"its logged losses do not fall: from {anchor.losses[0]:.4g} to {anchor.losses[-1]:.4g}"
+    """Why a log cannot be the reference."""
+    own, losses = _own_conditions(anchor), anchor.losses
+    return own.text if own else f"its logged losses do not fall: from {losses[0]:.4g} to {losses[-1]:.4g}"
 
 
 def _name(record: Record) -> str:
@@ -96,7 +91,7 @@ def _name(record: Record) -> str:
 
 
 def compare(record: Record, other: Record) -> Gate:
-    """By the largest distance between the two curves."""
+    """Judge by the largest distance between the two curves."""
     doublings, fall = _doublings(record, other), other.losses[0] - other.losses[len(record.losses) - 1]
     name = _name(other)
     if fall <= 0:
@@ -128,7 +123,7 @@ def compare(record: Record, other: Record) -> Gate:
 
 
 def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> Gate:
-    """The verdict of a record without a reference of its depth, from those that have one."""
+    """The verdict on a record without a reference of its depth, from those with one."""
     if "reference_layers" not in gate.evidence or _is_at_depth(record, gate):
         return gate
     twins = [(twin, verdict) for twin, verdict in judged if twin is not record and _is_twin(record, twin)]
@@ -151,14 +146,14 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
 
 
 def _is_trusted(peer: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> bool:
-    """It agrees with the nearest reference, and its method with the reference at that one's own depth."""
+    """True if it agrees with the nearest reference, and its method with a reference of the same depth."""
     return gate.passed and any(
         verdict.passed and _is_twin(peer, twin) and _is_at_depth(twin, verdict) for twin, verdict in judged
     )
 
 
 def _is_at_depth(record: Record, gate: Gate) -> bool:
-    """It was judged by a reference of its own depth."""
+    """True if judged by a reference of its own depth."""
     return bool(gate.evidence.get("reference_layers") == record.job.workload.num_layers)
 
 
@@ -173,7 +168,7 @@ def _is_size(record: Record, other: Record) -> bool:
 
 
 def _is_comparable(record: Record, other: Record) -> bool:
-    """Another depth at most, the same intervals, and as many of them; a log may leave unsaid how it was trained."""
+    """True for the same training, intervals and at least as many steps, at any depth; unlogged fields may differ."""
     ours, theirs = (dataclasses.asdict(each.job.workload) for each in (record, other))
     unsaid = {*record.evidence.get("unsaid", ()), *other.evidence.get("unsaid", ()), "num_layers"}
     return (

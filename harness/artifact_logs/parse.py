@@ -1,8 +1,7 @@
-"""One log as text to raw values: the published artifact's five dialects, and this project's own readable logs.
+"""One log as raw values: the published artifact's five dialects, and this project's own readable logs.
 
-The dialects share their lines and differ in which of them they print, so one reader of lines serves all. It believes
-nothing and never fails: a line that is cut, garbled, unknown or binary is passed over, and what its absence means is
-decided where a record is made of this.
+The dialects share their lines and differ in which they print, so one reader of lines serves all. It skips lines that
+are cut, garbled, unknown or binary; to_record.py decides what a missing line means.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LONGEST_LINE_BYTES = 16384  # what lies beyond is read as another line
+LONGEST_LINE_BYTES = 16384  # the rest is read as another line
 MOST_METRICS = 200_000  # of one kind; the published schedule of 320,000 iterations logs 32,000
 # The artifact wrote _hs-, its README says _h-.
 NAME = re.compile(
     r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
     r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
 )
-# What launchers and terminals put before a line: colors; a time, a rank, a host, as [2024-01-02 03:04:05] worker-0:
+# Launchers and terminals put before a line: colors; a time, a rank, a host, as [2024-01-02 03:04:05] worker-0:
 COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
 PREFIX = re.compile(r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\[\w{1,20}\d\]: |(?:[A-Za-z][\w.-]{0,40})?\d: )*")
 ARGUMENT = re.compile(r"^ {2}(\w+) \.+ (.+)$")
@@ -52,12 +51,12 @@ TERA_FLOPS = re.compile(rf"Effective Tera Flops per GPU: {NUMBER}")
 MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
 EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
-# A line with none of these tells no end: a quick look at what may be gigabytes.
+# Only lines with one of these are searched for an end, as a log may have gigabytes.
 END_SIGNS = (
     "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
     "Exception", "Unavailable", "can not create", "exitcode", "oom",
 )  # fmt: skip
-# How a log tells that its run ended early, the most telling first: status, what is seen, what that means.
+# Early ends, the most specific first: status, pattern, meaning.
 ENDS = (
     ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED"), ""),
     ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
@@ -76,17 +75,17 @@ ENDS = (
 
 
 class NotALog(ValueError):
-    """Not a training log; the text says why."""
+    """Not a training log; the text is the reason."""
 
 
 @dataclass
 class Interval:
-    """What one iteration line says; None where it does not say it legibly."""
+    """The values of one iteration line; None where missing or garbled."""
 
     iteration: int
     total: int
     elapsed_ms: float | None
-    loss: float | None  # NaN where a whole line has none: so the dialects print a loss that is not finite
+    loss: float | None  # NaN where a complete line has none: so the dialects print a loss that is not finite
     grad_norm: float | None
 
 
@@ -117,7 +116,7 @@ class RawLog:
 
 
 def read(path: Path) -> RawLog:
-    """Raises NotALog where the name, or every line, is no training log's; OSError where it cannot be read."""
+    """Raises NotALog unless the name and some line are a training log's; OSError where it cannot be read."""
     match = NAME.fullmatch(path.name)
     if match is None:
         raise NotALog("its name is not log_METHOD_l-N_hs-N_bs-N_ws-N_DATE.UNIX.txt")
@@ -166,7 +165,7 @@ def _take(log: RawLog, line: str) -> None:
 
 
 def _take_number(log: RawLog, line: str) -> None:
-    """Lines that say one thing; several may share a line where two processes wrote at once."""
+    """Take single values; several may share a line where two processes wrote at once."""
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
     for pattern, values in (
@@ -200,11 +199,8 @@ def _interval(iteration: int, total: int, rest: str) -> Interval:
 
 def _fields(text: str) -> dict[str, float]:
     """`name: number` between bars."""
-    found = {}
-    for part in text.split("|"):
-        if (match := FIELD.fullmatch(part.strip())) and (value := number(match[2])) is not None:
-            found[match[1]] = value
-    return found
+    matches = (FIELD.fullmatch(part.strip()) for part in text.split("|"))
+    return {match[1]: value for match in matches if match and (value := number(match[2])) is not None}
 
 
 def _pairs(pattern: str, text: str) -> dict[str, Any]:
@@ -213,8 +209,9 @@ def _pairs(pattern: str, text: str) -> dict[str, Any]:
 
 def scalar(text: str) -> Any:
     """A Python literal of one word: a number, True, False, None, or a text in quotes."""
-    if text in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[text]
+    words = {"True": True, "False": False, "None": None}
+    if text in words:
+        return words[text]
     if re.fullmatch(r"[-+]?\d{1,18}", text):
         return int(text)
     value = number(text)
@@ -229,5 +226,5 @@ def number(text: str) -> float | None:
 
 
 def clean(text: str, longest: int = 200) -> str:
-    """Of a stranger's text what a line for people may hold."""
+    """Printable text in one line."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:longest]

@@ -1,7 +1,7 @@
-"""A raw log as a record: the job from name and lines, the end by its evidence, every number of the log kept as printed.
+"""A raw log as a record: the job from name and lines, the end by its evidence, every number of the log as printed.
 
-The name and the lines may contradict each other, and lines may be missing: what was decided then is told in the
-record's evidence under `doubts`, what the log leaves open about the workload under `unsaid`.
+Name and lines may disagree, and lines may be missing: the record's evidence lists the decisions under `doubts`, and the
+workload's unlogged fields under `unsaid`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.core.job import Job, Workload
 from harness.core.log_lines import INTERVAL
 from harness.core.record import STATUSES, Record
 
-# The workload's words for the artifact's arguments.
+# The artifact's arguments, and the workload's fields.
 FIELDS = {
     "num_attention_heads": "num_heads", "seq_length": "seq_len", "hidden_dropout": "dropout", "clip_grad": "clip_norm",
     "lr": "learning_rate", "seed": "seed",
@@ -33,13 +33,12 @@ SPEEDS = {
     "interval": "mean of each interval",
     "cumulative": "mean of all steps so far but the first two, without data loading",
 }
-LARGEST_MB = 1e9  # what is more is a garbled number
-# What the artifact's Tera Flops count: 8 for each parameter and token.
-FLOPS_PER_PARAMETER = 8
+LARGEST_MB = 1e9  # more is a garbled number
+FLOPS_PER_PARAMETER = 8  # and token, in the artifact's Tera Flops
 
 
 def to_record(log: RawLog, name: str) -> Record:
-    """The log as a record that no gate has judged yet. Raises NotALog where its sizes make no model."""
+    """The log as an unjudged record. Raises NotALog where its sizes make no model."""
     doubts = _contradictions(log)
     workload, unsaid = _workload(log, doubts)
     intervals, interval_steps, steps = _intervals(log, doubts)
@@ -79,7 +78,7 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
 
 
 def _contradictions(log: RawLog) -> list[str]:
-    """Where the lines say other sizes than the name."""
+    """Sizes in which lines and name disagree."""
     workload = log.own.get("workload", {})
     told = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
             for size, words in SIZES.items()}  # fmt: skip
@@ -92,7 +91,7 @@ def _contradictions(log: RawLog) -> list[str]:
 
 
 def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
-    """The workload, and the names of what the log leaves unsaid about it."""
+    """The workload, and the names of its unlogged fields."""
     sizes = {size: log.name[size] for size in ("num_layers", "hidden_size", "batch_size")}
     stated = {name: value for name, value in log.own.get("workload", {}).items() if name not in sizes}
     for argument, name in FIELDS.items():
@@ -100,7 +99,7 @@ def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
             stated[name] = scalar(log.arguments[argument])
     if log.vocab_size:
         stated["vocab_size"] = log.vocab_size
-    if "data_path" in log.arguments:  # of the path its last part: folders tell of a stranger's machine
+    if "data_path" in log.arguments:  # without folders, which name a stranger's machine
         stated["corpus"] = re.split(r"[/\\]", log.arguments["data_path"].strip("[]'\" "))[-1]
     if "params_dtype" in log.arguments:
         stated["dtype"] = PRECISIONS.get(log.arguments["params_dtype"], log.arguments["params_dtype"])
@@ -122,14 +121,12 @@ def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    wanted: Any = (
-        (int, float) if isinstance(default, float) else (str, type(None)) if default is None else type(default)
-    )
-    return isinstance(value, wanted) and not isinstance(value, bool)
+    kinds: Any = {float: (int, float), type(None): (str, type(None))}.get(type(default), type(default))
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _options(log: RawLog) -> dict[str, Any]:
-    """The log's own word for its options; the window of the name counts where the method has one."""
+    """The logged options, else the window in the name if the method has one."""
     if log.own:
         return dict(log.own["options"])
     known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
@@ -138,9 +135,9 @@ def _options(log: RawLog) -> dict[str, Any]:
 
 
 def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int]:
-    """The logged intervals in order, the steps of one, and the steps that were to be trained.
+    """The logged intervals in order, the steps of one, and the number of steps asked for.
 
-    Lines that fit no schedule are left out; of one printed twice the later counts.
+    Lines that fit no schedule are left out; of repeated ones the last counts.
     """
     totals = Counter(each.total for each in log.intervals)
     total = max(totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters")))
@@ -153,7 +150,7 @@ def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int
     last = legible[-1].iteration if legible else 0
     if last // asked > 100 * len(legible):
         raise NotALog("the iterations that it numbers make no schedule")
-    if last <= (log.exit_iteration or -1) < last + asked:  # it was told to exit before the last of them
+    if last <= (log.exit_iteration or -1) < last + asked:  # it had to exit early
         steps = min(steps, max(1, log.exit_iteration or 1))
     if len(legible) < len(log.intervals):
         doubts.append(f"{len(log.intervals) - len(legible)} iteration lines are repeated or fit no schedule")
@@ -165,7 +162,7 @@ def _whole(text: str | None) -> int:
 
 
 def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, dict[str, Any]]:
-    """Status, phase, reason and evidence of how the run ended."""
+    """Status, phase, reason and evidence of the end."""
     if log.own and log.own_end:
         status, phase, done, reason = log.own_end
         if status in STATUSES and (status != "ok" or done == steps):
@@ -178,7 +175,7 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
     phase = f"step {last + 1}" if last else "start"
     where = f"after iteration {last} of {steps}" if last else "before its first logged iteration"
     if not told:
-        return "interrupted", phase, f"the log ends {where} and does not say why", evidence
+        return "interrupted", phase, f"the log ends {where} without a reason", evidence
     place, text = told[0]
     status, _, meaning = ENDS[place]
     if meaning:
@@ -187,7 +184,7 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
 
 
 def _parameters(log: RawLog, workload: Workload) -> dict[str, Any]:
-    """What the log counts, and `other_parameters` where that is not the workload's number."""
+    """The logged counts of parameters, and `other_parameters` where they are not the workload's."""
     billions = [each for each in log.parameters_billion if each]
     stated = {"parameters": log.parameters, "parameters_billion": sorted(set(billions))}
     agree = (

@@ -1,8 +1,8 @@
-"""Profiles of the cases: the published sizes, or the same experiment scaled to minutes, a GPU, or this machine.
+"""Profiles, the scales of an experiment: the published sizes, or scaled to minutes, to one GPU, or to this machine.
 
-Widths (hidden size, tokens, vocabulary) shrunk by f and memories by f * f leave the depths as they are: layers, ends,
-activations and logits all take 1 / f**2 of their bytes. Depths are the published ones, stretched between two anchors:
-`common`, which every method trains (published: 32), and `deepest` (published: 92).
+Widths (hidden size, tokens, vocabulary) over f and memories over f**2 keep the depths: layers, ends, activations and
+logits all take 1 / f**2 of their bytes. Depths are the published ones, stretched between two anchors: `common`, which
+every method trains (published: 32), and `deepest` (published: 92).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from harness.devices import machine, named_machines, sim
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
 PUBLISHED_ON = "v100-vm"  # of machines.yaml
-STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32, on the host where a layer is streamed
+STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32, on the host if its layer is streamed
 PROBE = {"steps": 5, "warmup": 2}  # of a search: memory has settled
-ROOM = 0.9  # of the device's budget: what a plan with free choices may fill, for plans leave something out
+ROOM = 0.9  # of a budget: what a plan with free choices may fill, as plans leave something out
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What all runs of a case have in common. `workload` is at depth 1."""
+    """What the runs of a case share. `workload` is at depth 1; `window` is of cases about something else."""
 
     name: str
     workload: Workload
@@ -35,13 +35,13 @@ class Profile:
     steps: int
     warmup: int
     repeats: int
-    window: int  # of the cases whose figure is about something else
+    window: int
     common: int = PUBLISHED_COMMON
     deepest: int = PUBLISHED_DEEPEST
 
     @property
     def kind(self) -> str:
-        """Which of NAMES: the key of a case's RUNS."""
+        """One of NAMES, the key of a case's RUNS."""
         return self.name.split("_")[0]
 
     def depth(self, published: int) -> int:
@@ -55,8 +55,8 @@ class Profile:
         return min(self.window, num_layers)
 
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
-        """A timed run. Options that are numbers are settled here by the plan, so that its record can be found again;
-        which of two equal kernels runs is left to the machine that measures."""
+        """A timed run. The plan settles options that are numbers, so that the record can be found again; the choice of
+        kernels is left to the measuring machine."""
         workload = self.workload.at_depth(num_layers)
         room = self.budget
         if room.device_bytes:
@@ -66,7 +66,7 @@ class Profile:
         return Job(name, workload, {**settled, **options}, self.budget, self.device, self.steps, self.warmup)
 
     def probe(self, name: str, num_layers: int = 1) -> Job:
-        """A run of a search for the largest size; its options are the search's to choose."""
+        """A run of a search for the largest size, which chooses the options."""
         return Job(
             name, self.workload.at_depth(num_layers), {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"]
         )
@@ -81,37 +81,37 @@ class Profile:
         return method.largest_depth(fits)
 
     def is_of(self, job: Job) -> bool:
-        """Whether a job is this profile's, at whatever depth, of whatever method."""
+        """True if a job is of this profile, at any depth and of any method."""
         mine = (self.workload, self.budget, self.device)
         steps = ((self.steps, self.warmup), (PROBE["steps"], PROBE["warmup"]))
         return (job.workload.at_depth(1), job.budget, job.device) == mine and (job.steps, job.warmup) in steps
 
     def check_machine(self) -> None:
-        """Raises ValueError where this machine has not the device, or not the memory that the budgets allow."""
+        """Raises ValueError if this machine lacks the device, or memory for the budgets."""
         if self.device == "cuda" and machine.devices()[0] != "cuda":
-            raise ValueError(f"profile {self.name} needs a GPU and a torch that uses it: take --profile demo, or fit")
+            raise ValueError(f"profile {self.name} needs a GPU and a torch that uses it: try --profile demo or fit")
         there = machine.budget(Budget(), "cuda" if self.device == "cuda" else "cpu")
         host_needed = (self.budget.host_bytes or 0) + (0 if self.device == "cuda" else self.budget.device_bytes or 0)
         for memory, need in (("device", self.budget.device_bytes), ("host", host_needed)):
             have = getattr(there, f"{memory}_bytes")
             if have is not None and need and need > have:
                 raise ValueError(
-                    f"profile {self.name} budgets {gib(need)} of {memory} memory, this machine has {gib(have)}:"
-                    " take --profile fit, or demo"
+                    f"profile {self.name} needs {gib(need)} of {memory} memory, this machine has {gib(have)}:"
+                    " try --profile fit or demo"
                 )
 
 
 def make(name: str, on: str | None, methods: Sequence[str], facts: dict[str, Any]) -> Profile:
-    """The profile of a name with the memories of a machine in machines.yaml, else those that `facts` tell of (of
-    harness/devices/machine.py, or of a record). `methods` are those of all cases.
+    """The named profile with the memories of the machine `on` (machines.yaml), else those in `facts`
+    (harness/devices/machine.py, or a record's). `methods`: those of all cases.
 
-    Raises ValueError where the name, the machine or the two together make no sense, or where a GPU is missing.
+    Raises ValueError for a wrong name or machine, or where a GPU is missing.
     """
     if name not in NAMES:
         raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
+    if name == "demo" and on is not None:
+        raise ValueError("profile demo has budgets of its own: --machine goes with quick, paper and fit")
     if name == "demo":
-        if on is not None:
-            raise ValueError("profile demo has budgets of its own: --machine goes with quick, paper and fit")
         return _demo()
     if name == "quick":
         return _quick(on)
@@ -119,12 +119,11 @@ def make(name: str, on: str | None, methods: Sequence[str], facts: dict[str, Any
 
 
 def default(facts: dict[str, Any]) -> str:
-    """The profile where none is named."""
     return "quick" if "gpu" in facts else "demo"
 
 
 def _demo() -> Profile:
-    """Minutes on two cores: memories so small that few layers fill them, and a link so slow that copies show; without a
+    """Minutes on two cores: few layers fill the memories, and the link is slow enough for copies to show; without a
     compiler the link takes no time."""
     workload = Workload(num_layers=1, hidden_size=128, seq_len=64, vocab_size=512)
     link = 256 * 2**20 if sim.is_built() or sim.to_build() else None
@@ -133,7 +132,7 @@ def _demo() -> Profile:
 
 
 def _quick(on: str | None) -> Profile:
-    """The published experiment at a quarter of its widths in a sixteenth of its memories."""
+    """A quarter of the published widths in a sixteenth of the memories."""
     workload, budget = _shrunk(4, _memories(on or PUBLISHED_ON, {}))
     return Profile(_named("quick", on), workload, budget, "cuda", steps=10, warmup=3, repeats=1, window=15)
 
@@ -144,7 +143,7 @@ def _paper(on: str | None, facts: dict[str, Any]) -> Profile:
 
 
 def _fit(on: str | None, methods: Sequence[str], facts: dict[str, Any]) -> Profile:
-    """The published widths at the depths that plans foresee here; without a GPU a sixteenth of the widths, on sim."""
+    """The published widths at the depths planned for this machine; without a GPU a sixteenth of the widths, on sim."""
     if "gpu" not in facts:
         workload, budget = _shrunk(16, _memories(on or PUBLISHED_ON, {}))
         return Profile(_named("fit", on), workload, budget, "sim", steps=10, warmup=3, repeats=1, window=15)
@@ -157,16 +156,12 @@ def _fit(on: str | None, methods: Sequence[str], facts: dict[str, Any]) -> Profi
 
 def _memories(on: str | None, facts: dict[str, Any]) -> Budget:
     if on is None and "gpu" not in facts:
-        raise ValueError(
-            f"there is no GPU whose memory to take: name a machine, --machine {' or '.join(named_machines.names())}"
-        )
+        raise ValueError(f"no GPU whose memory to take: try --machine {' or '.join(named_machines.names())}")
     if on is None:
         return Budget(facts["gpu_bytes"] - machine.CUDA_CONTEXT_BYTES, facts["host_bytes"])
     budget = named_machines.load(on).budget
     if not budget.device_bytes or not budget.host_bytes:
-        raise ValueError(
-            f"machine {on} has not both device_memory and host_memory in {named_machines.FILE}: a case needs both"
-        )
+        raise ValueError(f"machine {on} needs device_memory and host_memory in {named_machines.FILE} for a case")
     return budget
 
 
@@ -184,6 +179,6 @@ def _named(name: str, on: str | None) -> str:
 
 
 def call(number: int | str, profile: str) -> str:
-    """What runs a case in a profile: fit_v100-vm is fit on that machine."""
+    """The command of a case in a profile; fit_v100-vm is fit on that machine."""
     kind, _, on = profile.partition("_")
     return f"./run.sh case {number} --profile {kind}" + (f" --machine {on}" if on else "")

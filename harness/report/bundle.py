@@ -1,7 +1,7 @@
-"""Everything that was measured in one archive to hand on: records, logs, figures and report, with a manifest of sha256.
+"""One archive of everything measured: records, logs, figures and report, with a manifest of sha256.
 
-Names of hosts and users and folders are taken out first; figures and report are then made anew, of what is left. The
-same results give the same bytes. What is unpacked is a folder of results: every verb that takes --results reads it.
+Names of hosts, users and folders are removed first; figures and report are then made of the cleaned records. The same
+results give the same bytes. Every verb that takes --results reads the unpacked folder.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ that records still name each other by it.
 
 
 def write(results: Path, out: Path | None = None, names: Names | None = None) -> Path:
-    """Write the archive, without `names`, or those of this machine. Raises ValueError where there is no record, or
-    where it cannot be written."""
+    """Write the archive without `names`, else those of this machine. Raises ValueError if there is no record, or the
+    archive cannot be written."""
     archive = out or results / f"{FOLDER}.tar.gz"
     with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
         stage = Path(folder) / FOLDER
@@ -67,7 +67,7 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
 
 
 def known_words(records: Iterable[Record]) -> set[str]:
-    """Words that a record must keep to say the same, whoever is called so."""
+    """Words with a meaning in records, which stay even where a host or user has that name."""
     machines = named_machines.names()
     found = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}
     found |= {f"{name}_{on}" for name in scaled.NAMES for on in machines}
@@ -86,7 +86,7 @@ def _keys(value: Any) -> Iterable[str]:
 
 
 def _fill(stage: Path, results: Path, names: Names) -> None:
-    """Records and logs without names; then, of these, figures and report, of each machine its own."""
+    """Write records and logs without names; then, of these, figures and a report for each machine."""
     found, complaints = read_all(results)
     if not found:
         raise ValueError(
@@ -117,7 +117,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
 
 
 def _put_trace(path: Path, stage: Path, names: Names) -> None:
-    """A timeline without names in what it says of its run; its spans have none."""
+    """Copy a timeline without the names in its description; its spans have none."""
     try:
         told = timeline.read(path)
     except ValueError as error:

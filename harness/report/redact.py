@@ -1,7 +1,7 @@
-"""What names a person or a machine, taken out of text and out of records: hosts, users, addresses, folders.
+"""Removes names of persons and machines from text and records: hosts, users, addresses, folders.
 
-Names are those of the machine this runs on; folders are shortened wherever they come from. Where a name is also a word
-of the records, such as a host called gpu, that word stays: without it the records would say something else.
+Names are those of this machine; folders are shortened wherever they come from. A name that is also a word of the
+records, such as a host called gpu, stays: records would otherwise change their meaning.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import psutil
 from harness.core.method import ROOT
 
 HOST, USER, HOME, ADDRESS = "HOST", "USER", "~", "ADDRESS"
-NOBODY = ("localhost", "root", "/", "")  # names that everybody has
-# Folders that are the same everywhere stay; of others the last name stays, or what is inside of a project or package.
+NOBODY = ("localhost", "root", "/", "")  # the same on every machine
+# System folders stay; of other paths the last name stays, or the path within a project or package.
 SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|opt|bin|run|var/run"
 HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)")
 PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/\w+\.py"
@@ -35,14 +35,14 @@ GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
 @dataclass(frozen=True)
 class Names:
-    """What is replaced by what: folders as they stand, words as whole words, but not inside of one of `known`."""
+    """Replacements: of folders anywhere, of whole words except within one of `known`."""
 
     words: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
 
     def text(self, text: str) -> str:
-        """The text without them, and with every folder shortened."""
+        """The text without names, all folders shortened."""
         for folder, put in _longest_first(self.folders):
             text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", put, text)
         text = HOMES.sub(HOME, text)
@@ -54,7 +54,7 @@ class Names:
         return GPU.sub(r"\1-removed", text)
 
     def _put(self, put: str, found: re.Match[str]) -> str:
-        """The replacement, unless what was found is part of a known word."""
+        """The replacement, unless the match is part of a known word."""
         before = found.string[max(0, found.start(1) - LONGEST) : found.start(1)]
         after = found.string[found.end(1) : found.end(1) + LONGEST]
         start, end = PART_BEFORE.search(before), PART_AFTER.match(after)
@@ -62,7 +62,7 @@ class Names:
         return found[0] if f"{start[0]}{found[1]}{end[0]}".lower() in self.known else put
 
     def value(self, value: Any) -> Any:
-        """The same of every text in a JSON value; keys are words of the records."""
+        """The JSON value with every text cleaned; keys stay."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -75,7 +75,7 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def here(known: Iterable[str] = ()) -> Names:
-    """Those of this machine, of who runs this, and of this checkout."""
+    """The names of this machine, its user and this checkout."""
     host = socket.gethostname()
     words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
     for name in _users():

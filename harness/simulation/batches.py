@@ -1,4 +1,4 @@
-"""The batches that a watched training gets: those of the worker, as a list."""
+"""The worker's batches as a list, for trainings in this process."""
 
 from __future__ import annotations
 

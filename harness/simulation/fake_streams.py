@@ -1,22 +1,22 @@
 """Stand-ins for CUDA's streams, events and host threads: a method's own code runs on the CPU, and every op is booked
-where it would have run beside a GPU.
+on the stream or thread that would run it beside a GPU.
 
-They take the CPU's place in STREAMS, the table from which harness/devices/streams.py has whatever orders work. A
-TorchDispatchMode sees every op, and one rule books it, CUDA's:
+They replace the CPU's entry in STREAMS (harness/devices/streams.py). A TorchDispatchMode sees every op and books it by
+CUDA's rules:
 
-- An op that touches device memory is queued on the current stream of the thread that calls it. It starts when the
-  stream is free and the thread has got there. The thread goes on at once, unless it asked for a number or for a
-  blocking copy.
-- An op on host memory alone is done by the thread itself.
+- An op on device memory is queued on the current stream of the calling thread. It starts when the stream is free and
+  the thread has queued it. The thread continues at once, unless the op returns a number or is a blocking copy.
+- An op on host memory alone runs on the thread itself.
 
-Work given to a pool runs at once, but is booked on a thread of the pool; who asks for its result has waited for it.
+Work given to a pool runs at once, but is booked on a thread of the pool; asking for its result waits for it.
 
-What an agent (a stream or a thread) carries as `now`, and what an op does to it, is the instrument's affair: what is
-known to have happened (races.py), or the time (overlap.py). Waiting is the same for both: the join of two such values.
+An agent (a stream or a thread) carries a `now`, whose meaning is the clock's: the events known to have happened
+(tests/support/races.py), or the time (virtual_clock.py). Waiting joins two such values.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -32,18 +32,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.devices import streams as streams_of
 from harness.simulation.watched_ops import Memories, Memory, Op, attributes, tensors
 
-DEVICE = "cpu:0"  # where the watched code trains: plain "cpu" then means the host
+DEVICE = "cpu:0"  # of the watched code; plain "cpu" is the host
 
 
 class Agent(Protocol):
-    """Something that does one thing after another: a stream or a host thread."""
+    """A stream or a host thread: works in order."""
 
     name: str
     now: Any
 
 
 class Clock(Protocol):
-    """An instrument: what `now` is, and what becomes of it."""
+    """The meaning of `now`, and how ops change it."""
 
     zero: Any
 
@@ -52,7 +52,7 @@ class Clock(Protocol):
         ...
 
     def load(self, thread: Agent) -> float:
-        """What a pool chooses a thread by: the least goes first."""
+        """A pool chooses the thread of the least load."""
         ...
 
     def queued(self, thread: Agent, op: Op) -> None:
@@ -64,7 +64,7 @@ class Clock(Protocol):
         ...
 
     def freed(self, agent: Agent, now: Any, memory: Memory) -> None:
-        """Device memory went back to the stream it came from, which may use it again from `now` on."""
+        """Device memory returned to its stream, which may use it again from `now` on."""
         ...
 
 
@@ -88,14 +88,14 @@ class Event:
 
 @dataclass(eq=False)
 class Stream:
-    """As torch.cuda.Stream. Whatever is queued comes after all that the queuing thread has waited for."""
+    """As torch.cuda.Stream. Queued work comes after all that the queuing thread has waited for."""
 
     streams: FakeStreams
     name: str
     now: Any
 
     def reached(self) -> None:
-        """The calling thread has got to where it queues something."""
+        """Wait until the calling thread queues something here."""
         self.streams.wait(self, self.streams.thread.now)
 
     def wait_event(self, event: Event) -> None:
@@ -112,11 +112,11 @@ class Stream:
 
 @dataclass(eq=False)
 class Task:
-    """The future of work that has run."""
+    """A future of completed work."""
 
     streams: FakeStreams
     value: Any
-    now: Any  # its thread's at the end; the streams that it queued work on may be later
+    now: Any  # of its thread at the end; streams with its work may end later
 
     def result(self) -> Any:
         self.streams.wait(self.streams.thread, self.now)
@@ -143,16 +143,13 @@ class Pool:
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Task:
         """As harness/devices/update_threads.py's, in the order of the calls, a chunk at a time."""
         tasks = [self.submit(lambda first=first: work(first, first + 1)) for first in range(num_chunks)]
-        now = tasks[0].now
-        for task in tasks[1:]:
-            now = self.streams.clock.join(now, task.now)
-        return Task(self.streams, None, now)
+        return Task(self.streams, None, functools.reduce(self.streams.clock.join, (task.now for task in tasks)))
 
     def shutdown(self, *, cancel_futures: bool = False) -> None: ...
 
 
 class FakeStreams:
-    """The table's entry, and the book: who is running, and which memory is whose."""
+    """The entry in STREAMS, and the record of the current thread and of every memory."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.taking = clock, nullcontext
@@ -187,7 +184,7 @@ class FakeStreams:
         agent.now = self.clock.join(agent.now, now)
 
     def book(self, op: Op) -> None:
-        """Let the agent whose it is run the op."""
+        """Run the op on its agent."""
         if not op.accesses:
             return
         if op.is_host:
@@ -231,7 +228,7 @@ class _Ops(TorchDispatchMode):
 
 
 class _CopiesHome(TorchFunctionMode):
-    """Makes `.to("cpu")` the copy that it is from a device; on a CPU it would return its argument."""
+    """Makes `.to("cpu")` a copy, as from a device; on a CPU it would return its argument."""
 
     def __init__(self, streams: FakeStreams) -> None:
         super().__init__()
@@ -251,7 +248,7 @@ class _CopiesHome(TorchFunctionMode):
 
 @contextmanager
 def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
-    """Stand in for DEVICE's streams, and for the host's threads with this many for updates."""
+    """Replace DEVICE's streams and the host's threads, with `num_workers` of them for updates."""
     streams = FakeStreams(clock)
     with ExitStack() as stack, _Ops(streams), _CopiesHome(streams):
         _install(streams, num_workers, stack)
@@ -262,7 +259,7 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 
 
 def _install(streams: FakeStreams, num_workers: int, stack: ExitStack) -> None:
-    """Put the streams in the table; tell host memory from device memory, and name things, where they are made."""
+    """Put the streams in the table; mark host memory and name objects where they are made."""
     names = ("layer_state", "disk", "slot")
     state, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
     new_device, new_room, new_state = streams_of.Device.__init__, streams_of.Device.room, state.LayerState.__init__

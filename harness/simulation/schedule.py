@@ -1,7 +1,7 @@
-"""The schedule of STRONGHOLD under the virtual clock, beside the bound of its placement, on machines by name.
+"""STRONGHOLD's schedule under the virtual clock, and the bound of its placement, on named machines.
 
-The published shape (hidden 2048, 16 heads, sequence 1024, batch 4). The method's own code trains a scale model; every
-op is charged by the machine's rates (virtual_clock.py). Nothing here was measured: clock: virtual.
+The method's own code trains a scale model of the published shape (hidden 2048, 16 heads, sequence 1024, batch 4); every
+op is charged by the machine's rates (virtual_clock.py). Nothing here was measured.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from methods.streaming.planner import forecast, rows
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
 CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}
-STEPS = 4  # the first finds an idle machine
+STEPS = 4  # the first starts on an idle machine
 
 
-class Point(NamedTuple):
-    """A step on one machine, seconds."""
+class ScheduledStep(NamedTuple):
+    """A step on one machine, in seconds."""
 
     placement: str
     bound: float
     binds: str
     schedule: float
-    resident: float  # all on a device of unlimited memory
+    resident: float  # on a device of unlimited memory
     run: VirtualRun
 
     @property
     def share(self) -> float:
-        """Of the bound."""
+        """Part of the bound that the schedule reaches."""
         return self.bound / self.schedule
 
 
-def point(machine: str, num_layers: int, clipping: str | None) -> Point | str:
-    """Plan and time it; a line that says why not where it does not fit."""
+def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep | str:
+    """Plan and time one size; returns the reason if it does not fit."""
     workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
     budget = named_machines.load(machine).budget
     assert budget.rates is not None
@@ -55,19 +55,20 @@ def point(machine: str, num_layers: int, clipping: str | None) -> Point | str:
     return plan.shortfall(budget) or timed(workload, rates, plan, clipping)
 
 
-def timed(workload: Workload, rates: Rates, plan: Plan, clipping: str | None) -> Point:
-    """Nothing is clipped where updates are made ahead: what was made ahead is committed."""
+def timed(workload: Workload, rates: Rates, plan: Plan, clipping: str | None) -> ScheduledStep:
+    """Time a plan. The clip norm of "speculate" is so high that every update ahead is committed."""
     counts = Counter(parse(plan.options["placement"], workload.num_layers))
     found = rows(workload, rates, clipping)
     bound, resident = forecast(found, counts), forecast(found, {"R": workload.num_layers})
     machine = model_machine(workload, rates, counts, clipping)
     model = dataclasses.replace(scale_model(workload), clip_norm=CLIP_NORMS[clipping])
     run = virtual_run(method.create(NAME, plan.options), model, machine, STEPS)
-    return Point(plan.options["placement"], bound.seconds, bound.binds, run.last_step_seconds, resident.seconds, run)
+    schedule = run.last_step_seconds
+    return ScheduledStep(plan.options["placement"], bound.seconds, bound.binds, schedule, resident.seconds, run)
 
 
 def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> None:
-    """Write a point's timeline, where it fits."""
+    """Write the timeline of one size, if it fits."""
     found = point(machine, num_layers, clipping)
     if isinstance(found, str):
         print(f"{machine}, {num_layers} layers: {found}")

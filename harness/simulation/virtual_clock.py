@@ -1,9 +1,9 @@
-"""Virtual time: how long a method's step would take on a machine of given rates, with everything that may overlap.
+"""Virtual time: the duration of a method's step on a machine of given rates, with all overlap that its code allows.
 
 Every op costs its agent time, by arithmetic: on the device FLOPs or bytes, whichever takes longer; between the memories
-bytes over the link, each direction on its own; on the host bytes again; and a little for the thread that launches. An
-agent's `now` is the time at which it is free, so a wait takes the later of two. The schedule that results is that of
-the method's own code; what it costs is the machine's, and no number here was measured.
+bytes over the link, each direction on its own; on the host bytes; and a launch for the calling thread. An agent's `now`
+is the time at which it is free, so a wait takes the later of two. The schedule is that of the method's own code, the
+rates are the machine's; no number here was measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # cost noth
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates; what is left out takes no time."""
+    """Rates; infinite ones take no time."""
 
     device_flops_per_second: float = math.inf
     device_bytes_per_second: float = math.inf
@@ -57,20 +57,20 @@ class Machine:
 class VirtualRun:
     """A training in virtual seconds since its start."""
 
-    step_ends: list[float]  # when compute was through with each step
+    step_ends: list[float]  # of compute
     total_seconds: float  # until all is done
-    busy_seconds: dict[str, float]  # what each agent worked, by its name
+    busy_seconds: dict[str, float]  # by agent
     device_flops: float
     spans: list[Span]
 
     @property
     def step_seconds(self) -> float:
-        """Mean of the steps after the first, which found an idle machine."""
+        """Mean of the steps after the first, which starts on an idle machine."""
         return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
     @property
     def last_step_seconds(self) -> float:
-        """When all that is done ahead is done so."""
+        """With all work ahead that the steps before could do."""
         return self.step_ends[-1] - self.step_ends[-2]
 
     def timeline(self, about: dict[str, Any]) -> Timeline:
@@ -123,7 +123,7 @@ class VirtualTime:
 
 
 def updated_params(op: Op) -> int:
-    """Parameters that the op updates, if it is a kernel of AdamW: ours or torch's."""
+    """Parameters updated by an AdamW kernel, ours or torch's."""
     return sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]])) if op.name in UPDATES else 0
 
 
@@ -138,7 +138,7 @@ def flops_of(op: Op) -> float:
 
 
 class Spans:
-    """What agents do when, in virtual seconds: what takes no time is left out."""
+    """Work of agents in virtual seconds, without work that takes no time."""
 
     def __init__(self, streams: FakeStreams) -> None:
         self.streams, self.done = streams, []  # type: FakeStreams, list[Span]
@@ -158,7 +158,7 @@ class Spans:
 
 
 class Due:
-    """An update that waits for its gradient, or is under way. `about` is a span of it, at whatever time."""
+    """An update that waits for its gradient, or is under way. `about`: a span with its labels, at any time."""
 
     def __init__(self, pool: Workers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
         self.pool, self.deadline, self.released, self.left, self.about = pool, deadline, released, seconds, about
@@ -170,8 +170,8 @@ class Due:
 
 
 class Workers(Pool):
-    """As harness/devices/update_threads.py's: of the updates whose gradient has landed, all threads share the one of
-    the earliest deadline. What was asked for up to now decides, when somebody waits for an update."""
+    """As harness/devices/update_threads.py's: all threads share the update of the earliest deadline among those whose
+    gradient has landed. The order is settled when an update is waited for."""
 
     def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: Spans) -> None:
         super().__init__(streams, "workers", num_threads)
@@ -227,8 +227,7 @@ MODEL_HIDDEN_SIZE = 32
 
 
 def scale_model(workload: Workload) -> Workload:
-    """The same shape, small enough to train: as deep, and what the layers and the ends compute, and what they hold, in
-    the same proportion to each other."""
+    """A shape small enough to train: as deep, with the same ratios between layers and ends of FLOPs and of bytes."""
     scale = MODEL_HIDDEN_SIZE / workload.hidden_size
     return dataclasses.replace(
         workload,
@@ -241,9 +240,9 @@ def scale_model(workload: Workload) -> Workload:
 
 
 def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> Machine:
-    """The machine on which the scale model takes as long as the workload on one of these rates.
+    """The machine on which the scale model takes as long as the workload at these rates.
 
-    What the host's memory carries in the pool of the updates, copies included, is charged to the updates.
+    All traffic of the host's memory, copies included, is charged to the updates.
     """
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
@@ -259,13 +258,13 @@ def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: st
 
 
 def executed_flops(workload: Workload) -> float:
-    """Of a step: the recompute stops before a layer's last product, whose result no gradient needs."""
+    """FLOPs of a step: the recompute stops before a layer's last product, which no gradient needs."""
     tokens = workload.batch_size * workload.seq_len
     return workload.flops_per_step - workload.num_layers * 8 * tokens * workload.hidden_size**2
 
 
 def virtual_rates(workload: Workload, rates: Rates) -> Rates:
-    """The same as the virtual clock has them: it divides compute between the passes by FLOPs."""
+    """The rates with the virtual clock's division of compute between the passes, by FLOPs."""
     layers = workload.flops_per_step - workload.model_flops_per_step
     head = (workload.flops_per_step - 4 * layers) / 3
     return dataclasses.replace(rates, forward_share=(layers + head) / executed_flops(workload))

@@ -1,7 +1,7 @@
-"""What a dispatched op does to memory: which bytes of which allocation it reads and writes, on the host or the device.
+"""The memory accesses of a dispatched op: which bytes of which allocation it reads and writes, on host or device.
 
-On a CPU all memory is alike. Host memory is therefore what is allocated as such, and what an op returns that had
-nothing but host memory to read; everything else stands for the device's.
+On a CPU all memory is alike: host memory is what is allocated as such, or returned by an op that reads host memory
+alone; everything else stands for the device's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}  # in-place ops that do not read what was there
+OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}  # in-place ops that do not read their target
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class Memory:
 
     made_by: str  # the op's name
     is_host: bool = False
-    stream: Any = None  # the one whose op allocated it, on the device
+    stream: Any = None  # whose op allocated it on the device
     name: str = ""
     notes: list[Any] = field(default_factory=list)  # an instrument's own
 
@@ -33,7 +33,7 @@ class Memory:
 
 
 class Access(NamedTuple):
-    """Bytes [start, end) of a memory, and how many of them where the tensor has gaps."""
+    """Bytes [start, end) of a memory; `num_bytes` without the gaps of the tensor."""
 
     memory: Memory
     start: int
@@ -43,7 +43,7 @@ class Access(NamedTuple):
 
 
 class Op(NamedTuple):
-    """An op that has run: its overload, arguments by name, result and accesses, none where it made a view."""
+    """An op that has run: overload, arguments by name, result, and accesses (none if it made a view)."""
 
     func: Any
     arguments: dict[str, Any]
@@ -60,19 +60,19 @@ class Op(NamedTuple):
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it copies between host and device."""
+        """True if it copies between host and device."""
         return len({access.memory.is_host for access in self.accesses}) == 2
 
     @property
     def blocks(self) -> bool:
-        """Whether a thread that calls it for the device waits: for a number, or a copy that is not non_blocking."""
+        """True if the calling thread waits for the device: for a number, or a copy without non_blocking."""
         if self.name == "copy_":
             return self.is_transfer and not self.arguments.get("non_blocking")
         return isinstance(self.result, (int, float))
 
 
 class Memories:
-    """Every memory that is alive, found by its tensors; `on_free` is told of each that goes."""
+    """Every live memory, by its tensors; calls `on_free` for each that is freed."""
 
     def __init__(self, on_free: Callable[[Memory], None]) -> None:
         self._on_free = on_free
@@ -88,7 +88,7 @@ class Memories:
 
     @contextmanager
     def allocating(self, *, host: bool) -> Iterator[None]:
-        """What is allocated in here is host memory, or is not, whatever it is made from."""
+        """Count all allocations inside as host memory, or all as device memory."""
         before, self._fresh_is_host = self._fresh_is_host, host
         try:
             yield
@@ -96,11 +96,11 @@ class Memories:
             self._fresh_is_host = before
 
     def forget(self) -> None:
-        """Stop telling of what is freed."""
+        """Stop calling on_free."""
         self._alive.clear()
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: Any) -> Op:
-        """The op that has just run; device memory that it allocated belongs to the stream."""
+        """The op that has just run; its device allocations belong to the stream."""
         name, (names, written) = func.overloadpacket.__name__, _arguments_of(func)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         unread = written if name in OVERWRITES else ()
@@ -127,13 +127,13 @@ class Memories:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors with memory of their own in an argument or a result, which may be a list."""
+    """The tensors with memory in an argument or a result, which may be a list."""
     leaves = value if isinstance(value, (list, tuple)) else [value]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """An object's attributes by name; of a state each slab by its own, after "spare" in the spare one."""
+    """An object's attributes by name; a state's slabs by their own names, those of the spare state after "spare"."""
     for attribute, value in vars(owner).items():
         if not hasattr(value, "_asdict"):
             yield attribute, value
@@ -144,7 +144,7 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
-    """The names of an overload's arguments, and of those that it writes."""
+    """The names of an overload's arguments, and of the written ones."""
     schema = func._schema.arguments
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
     return [argument.name for argument in schema], written
