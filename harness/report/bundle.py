@@ -87,12 +87,7 @@ def _keys(value: Any) -> Iterable[str]:
 
 def _fill(stage: Path, results: Path, names: Names) -> None:
     """Write records and logs without names; then, of these, figures and a report for each machine."""
-    found, complaints = read_all(results)
-    if not found:
-        raise ValueError(
-            f"no record in {results}: run some first, as ./run.sh case all --profile demo, or name another folder with"
-            " --results"
-        )
+    found, complaints = page.recorded(results)
     for complaint in complaints:
         print(f"left out: {complaint}", file=sys.stderr)
     records = []

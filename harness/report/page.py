@@ -68,14 +68,17 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     return list(made)
 
 
-def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
-    """The values of the templates."""
+def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
+    """Records by their files, and complaints about other files. Raises ValueError if there is no record."""
     found, complaints = read_all(results)
     if not found:
-        raise ValueError(
-            f"no record in {results}: run some first, as ./run.sh case all --profile demo, or name another folder with"
-            " --results"
-        )
+        raise ValueError(f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder")
+    return found, complaints
+
+
+def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
+    """The values of the templates."""
+    found, complaints = recorded(results)
     chosen = {id(record) for record in verify.of_one_machine(list(found.values()), machine)}
     kept = [(path, record) for path, record in found.items() if id(record) in chosen]
     entries = [Entry(number, path, record) for number, (path, record) in enumerate(kept, start=1)]
