@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
-from unittest import mock
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -151,8 +150,8 @@ class Pool:
 class FakeStreams:
     """The entry in STREAMS, and the record of the current thread and of every memory."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.taking = clock, nullcontext
+    def __init__(self, clock: Clock, num_workers: int = 1) -> None:
+        self.clock, self.num_workers, self.taking = clock, num_workers, nullcontext
         self.span: Any = None
         self.compute = Stream(self, "compute", clock.zero)
         self.thread = HostThread("main", clock.zero, self.compute)
@@ -169,7 +168,8 @@ class FakeStreams:
         return Pool(self, f"pool {next(self._numbers)} thread", num_threads)
 
     def workers(self, num_threads: int) -> Pool:
-        return self.pool(num_threads)
+        """Threads for updates, as many as the clock's machine has."""
+        return self.pool(self.num_workers)
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
@@ -249,23 +249,23 @@ class _CopiesHome(TorchFunctionMode):
 @contextmanager
 def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
     """Replace DEVICE's streams and the host's threads, with `num_workers` of them for updates."""
-    streams = FakeStreams(clock)
+    streams = FakeStreams(clock, num_workers)
     with ExitStack() as stack, _Ops(streams), _CopiesHome(streams):
-        _install(streams, num_workers, stack)
+        _install(streams, stack)
         try:
             yield streams
         finally:
             streams.memories.forget()
 
 
-def _install(streams: FakeStreams, num_workers: int, stack: ExitStack) -> None:
-    """Put the streams in the table; mark host memory and name objects where they are made."""
-    names = ("layer_state", "disk", "slot")
+def _install(streams: FakeStreams, stack: ExitStack) -> None:
+    """Put the streams in the table; mark host memory and name objects where they are made, until the stack ends."""
+    names = ("layer_state", "disk", "slot")  # as loaded now: tests plant bugs in fresh modules
     state, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
     new_device, new_room, new_state = streams_of.Device.__init__, streams_of.Device.room, state.LayerState.__init__
 
     def make_device(self: Any, *args: Any, **options: Any) -> None:
-        new_device(self, *args, **{**options, "num_workers": num_workers})
+        new_device(self, *args, **options)
         streams.name(self)
 
     def make_room(self: Any, *args: Any, host: bool) -> Tensor:
@@ -289,10 +289,14 @@ def _install(streams: FakeStreams, num_workers: int, stack: ExitStack) -> None:
 
         return made
 
-    stack.enter_context(mock.patch.dict(streams_of.STREAMS, cpu=streams))
-    stack.enter_context(mock.patch.object(streams_of.Device, "room", make_room))
-    made = {streams_of.Device: make_device, state.LayerState: make_state}
+    def replace(cls: Any, name: str, function: Any) -> None:
+        stack.callback(setattr, cls, name, getattr(cls, name))
+        setattr(cls, name, function)
+
+    stack.callback(streams_of.STREAMS.__setitem__, "cpu", streams_of.STREAMS["cpu"])
+    streams_of.STREAMS["cpu"] = streams
+    replace(streams_of.Device, "room", make_room)
+    replace(streams_of.Device, "__init__", make_device)
+    replace(state.LayerState, "__init__", make_state)
     for cls, name in ((disk.Shelf, "shelf"), (slot.Slot, "slot"), (slot.Gradients, "gradients")):
-        made[cls] = numbered(cls.__init__, name)
-    for cls, make in made.items():
-        stack.enter_context(mock.patch.object(cls, "__init__", make))
+        replace(cls, "__init__", numbered(cls.__init__, name))

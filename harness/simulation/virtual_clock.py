@@ -217,7 +217,9 @@ def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int
     with watching(clock, machine.num_workers) as streams:
         spans = Spans(streams)
         streams.span = spans.span
-        streams.workers = lambda num_threads: Workers(streams, clock, num_threads, spans)  # type: ignore[method-assign]
+        streams.workers = lambda num_threads: Workers(  # type: ignore[method-assign]
+            streams, clock, machine.num_workers, spans
+        )
         step_ends = [streams.compute.now for _ in training]
         streams.compute.synchronize()
         return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops, spans.done)
