@@ -25,7 +25,7 @@ NOBODY = ("localhost", "root", "/", "")  # the same on every machine
 # System folders stay; of other paths the last name stays, or the path within a project or package.
 SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|opt|bin|run|var/run"
 HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)")
-PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/\w+\.py"
+PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/(?:\w+/)*\w+\.py"
 INSIDE = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT})")
 ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)")
 PART_BEFORE, PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")

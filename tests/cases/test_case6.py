@@ -126,6 +126,6 @@ def test_nothing_is_simulated_where_nothing_was_measured(tmp_path: Path) -> None
 
 def test_the_table_of_the_report_holds_speeds_alone() -> None:
     table = tables.row_table("", case.table(6, DEMO, demo_records()), [])
-    assert [row[0].text + row[0].more for row in table.rows] == [
+    assert [cell.text + cell.more for cell in table["method"]] == [
         "resident", "zero-infinity", "stronghold", "hydra", "hydraone slot",
     ]  # fmt: skip

@@ -29,7 +29,7 @@ NAMES = Names(
     {"/home/alice": "~/", "/data/alice/checkout": ""},
     frozenset({"stronghold", "v100-vm"}),
 )
-TRACEBACK = """File "/data/alice/checkout/harness/worker.py", line 3
+TRACEBACK = """File "/data/alice/checkout/harness/run/worker.py", line 3
 File "/home/alice/.venv/lib/python3.11/site-packages/torch/nn.py", line 4
 [W] client of node17.example.edu:29500 (10.1.2.3), alice@node17, left /scratch/alice/nvme/part.bin
 """
@@ -105,13 +105,13 @@ def test_no_name_is_in_any_text_of_it(unpacked: Path) -> None:
 
 
 def test_no_name_of_this_machine_is_in_a_bundle_made_here(tmp_path: Path) -> None:
-    words = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/harness/cli.py, {tmp_path}/some/file.bin"
+    words = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/harness/cli/main.py, /opt/another/harness/cli/main.py, {tmp_path}/some/file.bin"
     put(tmp_path / "results", [dataclasses.replace(TOLD, reason=words)])
     with tarfile.open(bundle.write(tmp_path / "results")) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/log_0.json")
         assert member is not None
         data = member.read().decode()
-    assert f'"at {HOST}: .../x, harness/cli/main.py, .../file.bin"' in data
+    assert f'"at {HOST}: .../x, harness/cli/main.py, harness/cli/main.py, .../file.bin"' in data
 
 
 def test_what_is_unpacked_is_a_folder_of_the_same_results(results: Path, unpacked: Path) -> None:
@@ -145,7 +145,7 @@ def test_text_without_a_name_is_left_as_it_is(text: str) -> None:
     assert NAMES.text(text) == text and here().text(text) == text
 
 
-PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x", "/data/alice/checkout/harness/cli.py",
+PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x", "/data/alice/checkout/harness/cli/main.py",
           "x", "stronghold", "v100-vm", "10.1.2.3", "/usr/lib", "/scratch/bob/alice/n", "~", "./y", "\\"]  # fmt: skip
 JOINTS = st.sampled_from(["/", " ", ":", "@", "-", "_", ".", "'", '"', "\n", "[", "=", "//", ""])
 
