@@ -105,7 +105,8 @@ def test_no_name_is_in_any_text_of_it(unpacked: Path) -> None:
 
 
 def test_no_name_of_this_machine_is_in_a_bundle_made_here(tmp_path: Path) -> None:
-    words = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/harness/cli/main.py, /opt/another/harness/cli/main.py, {tmp_path}/some/file.bin"
+    file = "harness/cli/main.py"  # of this checkout, and of another
+    words = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/{file}, /opt/other/{file}, {tmp_path}/some/file.bin"
     put(tmp_path / "results", [dataclasses.replace(TOLD, reason=words)])
     with tarfile.open(bundle.write(tmp_path / "results")) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/log_0.json")
@@ -145,8 +146,8 @@ def test_text_without_a_name_is_left_as_it_is(text: str) -> None:
     assert NAMES.text(text) == text and here().text(text) == text
 
 
-PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x", "/data/alice/checkout/harness/cli/main.py",
-          "x", "stronghold", "v100-vm", "10.1.2.3", "/usr/lib", "/scratch/bob/alice/n", "~", "./y", "\\"]  # fmt: skip
+PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x",
+          "/data/alice/checkout/harness/cli/main.py", "x", "stronghold", "v100-vm", "10.1.2.3", "/usr/lib", "/scratch/bob/alice/n", "~", "./y", "\\"]  # fmt: skip
 JOINTS = st.sampled_from(["/", " ", ":", "@", "-", "_", ".", "'", '"', "\n", "[", "=", "//", ""])
 
 
