@@ -147,7 +147,8 @@ def test_text_without_a_name_is_left_as_it_is(text: str) -> None:
 
 
 PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x",
-          "/data/alice/checkout/harness/cli/main.py", "x", "stronghold", "v100-vm", "10.1.2.3", "/usr/lib", "/scratch/bob/alice/n", "~", "./y", "\\"]  # fmt: skip
+          "/data/alice/checkout/harness/cli/main.py", "x", "stronghold", "v100-vm", "10.1.2.3", "/usr/lib",
+          "/scratch/bob/alice/n", "~", "./y", "\\"]  # fmt: skip
 JOINTS = st.sampled_from(["/", " ", ":", "@", "-", "_", ".", "'", '"', "\n", "[", "=", "//", ""])
 
 
