@@ -106,7 +106,7 @@ class Hydra:
 
         from harness.devices.streams import Device
         from methods.sharding import gpt
-        from methods.sharding.device_process import Elsewhere, Here, make_worker
+        from methods.sharding.device_process import Elsewhere, Here, all_ready, make_worker
         from methods.sharding.device_worker import Worker
         from methods.sharding.dispatch import Dispatcher
         from methods.sharding.rehearsal import rehearse, rehearsing
@@ -129,11 +129,9 @@ class Hydra:
                 # With several models wait for each unit: the policy uses measured times.
                 devices: list[Any] = [Here(Worker(gpu, models, **options), waits=not is_alone, catches=not is_alone)]
             else:
-                threads = torch.get_num_threads()
-                devices = gpt.elsewhere(
-                    device, self.num_devices,
-                    lambda name: Elsewhere(make_worker, name, models, options, num_threads=threads), stack,
-                )  # fmt: skip
+                threads, found = torch.get_num_threads(), gpt.device_names(device, self.num_devices)
+                started = [Elsewhere(make_worker, name, models, options, num_threads=threads) for name in found]
+                devices = all_ready(started, stack)
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
                 rehearse(lambda: [

@@ -33,29 +33,14 @@ class SimAccelerator(CPU_Accelerator):
         self._name = "sim"
         self.module = torch.get_device_module("sim")
 
-    def is_synchronized_device(self) -> bool:
-        return False
-
     def device_name(self, device_index: int | None = None) -> str:
         return "sim" if device_index is None else f"sim:{device_index}"
-
-    def current_device_name(self) -> str:
-        return "sim:0"
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
 
     def device(self, device_index: int | None = None) -> Any:
         return torch.device("sim", 0)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "sim"
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        self.module.synchronize()
 
     @property
     def Stream(self) -> Any:
@@ -68,21 +53,6 @@ class SimAccelerator(CPU_Accelerator):
     def stream(self, stream: Any) -> Any:
         return self.module.stream(stream)
 
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return self.module.current_stream()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return self.module.default_stream()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return self.module.memory_allocated()
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return self.module.max_memory_allocated()
-
-    memory_cached = memory_reserved = memory_allocated
-    max_memory_cached = max_memory_reserved = max_memory_allocated
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
         return torch.accelerator.memory_stats()
 
@@ -93,12 +63,29 @@ class SimAccelerator(CPU_Accelerator):
         return self.module.mem_get_info()[0]
 
 
+def _answer(answer: Any) -> Any:
+    return lambda self: answer
+
+
+def _ask(question: str) -> Any:
+    return lambda self, device_index=None: getattr(self.module, question)()
+
+
 def _constructor(dtype: torch.dtype) -> property:
     return property(lambda self: partial(torch.tensor, dtype=dtype, device="sim"))
 
 
-for name, dtype in DTYPES.items():
-    setattr(SimAccelerator, name, _constructor(dtype))
+ANSWERS = {"is_synchronized_device": False, "current_device_name": "sim:0", "current_device": 0, "device_count": 1}
+QUESTIONS = {name: name for name in ("synchronize", "current_stream", "default_stream")}
+for name in ("memory_allocated", "max_memory_allocated"):
+    QUESTIONS |= dict.fromkeys((name, name.replace("allocated", "reserved"), name.replace("allocated", "cached")), name)
+for members in (
+    {name: _answer(answer) for name, answer in ANSWERS.items()},
+    {name: _ask(question) for name, question in QUESTIONS.items()},
+    {name: _constructor(dtype) for name, dtype in DTYPES.items()},
+):
+    for name, member in members.items():
+        setattr(SimAccelerator, name, member)
 
 
 def use() -> None:

@@ -8,14 +8,14 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch.multiprocessing
 
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker
-from methods.sharding.halve import split
-from methods.sharding.shard import Shard
+from methods.sharding.shard import Shard, split
 from methods.sharding.unit import Result, Unit
 
 HOST = re.compile("sim (host|pinned)")  # the simulated device's messages when the host's memory ran out
@@ -85,6 +85,15 @@ class Elsewhere:
     def close(self) -> None:
         self.connection.close()
         self.process.join()
+
+
+def all_ready(devices: Sequence[Elsewhere], stack: ExitStack) -> list[Any]:
+    """The devices when all have made their workers; they are closed when the stack is left."""
+    for each in devices:
+        stack.callback(each.close)
+    for each in devices:
+        each.ready()
+    return list(devices)
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from harness.core.method import Step
 from methods.sharding.device_process import Failure
-from methods.sharding.halve import slot_bytes, split
 from methods.sharding.scheduler import key_of, lower_bound, simulate
+from methods.sharding.shard import split
 from methods.sharding.task import Task
 from methods.sharding.unit import FORWARD, Unit
 
@@ -161,7 +161,7 @@ class Dispatcher:
         """After a unit ran out of memory: halve its shard, and all shards that keep the slots large; those of running
         models when their units are done. Returns False if no shard can be halved."""
         tasks = [each for each in self.tasks if each.can_split and not each.failure]
-        sizes = [slot_bytes(shard) for each in tasks for shard in each.shards if len(shard.layers) > 1]
+        sizes = [shard.slot_bytes for each in tasks for shard in each.shards if len(shard.layers) > 1]
         if task not in tasks or not sizes:
             return False
         self.room = max(sizes) // 2
@@ -177,7 +177,7 @@ class Dispatcher:
         """Halve the task's shards that exceed `room`, as far as they can be halved."""
         index = 0
         while index < len(task.shards) and self.room < math.inf and task.can_split and not task.failure:
-            if slot_bytes(task.shards[index]) > self.room and len(task.shards[index].layers) > 1:
+            if task.shards[index].slot_bytes > self.room and len(task.shards[index].layers) > 1:
                 self._split(task, index)
             else:
                 index += 1
@@ -185,10 +185,10 @@ class Dispatcher:
     def halve_all(self) -> bool:
         """Between two runs: halve the largest shards of all models. Returns False if no shard can be halved."""
         able = [shard for task in self.tasks for shard in task.shards if len(shard.layers) > 1]
-        room = max(map(slot_bytes, able), default=0) // 2
+        room = max((shard.slot_bytes for shard in able), default=0) // 2
         for task in self.tasks:
             for index in reversed(range(len(task.shards))):
-                if slot_bytes(task.shards[index]) > room and len(task.shards[index].layers) > 1:
+                if task.shards[index].slot_bytes > room and len(task.shards[index].layers) > 1:
                     split(task.shards, index)
                     self.splits.append((task.model, index))
         return bool(able)

@@ -6,8 +6,7 @@ Shapes: B batch, T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,18 +110,13 @@ def random_state(workload: Workload, device: str) -> Any:
     return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
 
 
-def elsewhere(device: str, number: int, make: Callable[[str], Any], stack: ExitStack) -> list[Any]:
-    """Devices in processes of their own, until the stack is left."""
+def device_names(device: str, number: int) -> list[str]:
+    """torch's names of so many devices, which processes run. Raises Unavailable if there are fewer."""
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:
         raise Unavailable(f"num_devices={number}: this machine has {torch.cuda.device_count()} GPUs")
-    devices = [make(f"cuda:{index}" if device == "cuda" else device) for index in range(number)]
-    for each in devices:
-        stack.callback(each.close)
-    for each in devices:
-        each.ready()
-    return devices
+    return [f"cuda:{index}" if device == "cuda" else device for index in range(number)]
 
 
 def raise_failures(tasks: Sequence[Task]) -> None:

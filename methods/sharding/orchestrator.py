@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from harness.core.job import gib
 from harness.devices.streams import Device
-from methods.sharding.device_process import Elsewhere, Here, make_worker
+from methods.sharding.device_process import Elsewhere, Here, all_ready, make_worker
 from methods.sharding.device_worker import Worker
 from methods.sharding.dispatch import Dispatcher, Turned
 from methods.sharding.partition import Sizes, longest_runs, run_sizes
@@ -215,11 +215,8 @@ class ModelOrchestrator:
                 device = stack.enter_context(Device(self.devices[0]))
                 devices: list[Any] = [Here(Worker(device, self.models, **self._options()), catches=True)]
             else:
-                devices = [Elsewhere(make_worker, name, self.models, self._options()) for name in self.devices]
-                for elsewhere in devices:
-                    stack.callback(elsewhere.close)
-                for elsewhere in devices:
-                    elsewhere.ready()
+                started = [Elsewhere(make_worker, name, self.models, self._options()) for name in self.devices]
+                devices = all_ready(started, stack)
             splits: list[tuple[int, int]] = []
             if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
                 devices = rehearse(self._rehearsal, devices, splits)

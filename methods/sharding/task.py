@@ -15,8 +15,7 @@ from torch import Tensor
 
 from harness.core.method import Step
 from methods.offload.clip import clip_factor, global_norm
-from methods.sharding.halve import split
-from methods.sharding.shard import Shard, Version
+from methods.sharding.shard import Shard, Version, split
 from methods.sharding.unit import BACKWARD, FORWARD, LOSS, UPDATE, Result, Unit
 
 Coroutine = Generator[Unit | Step | None, Result | None, None]
