@@ -28,6 +28,7 @@ ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a gradient's norm on a device, and
 NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
 MOST_TURNS = 2000  # units of the timeline that a record keeps, the last ones
 SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; checked by a rehearsal
+CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 
 def __getattr__(name: str) -> object:
@@ -67,18 +68,16 @@ class Hydra:
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """Plan the longest shards that fit the device; without a budget, one layer each."""
-        if self.intermediates not in ("checkpointed", "saved"):
-            raise ValueError(f"intermediates: expected checkpointed or saved, got {self.intermediates!r}")
-        if self.num_models < 1:
-            raise ValueError(f"num_models: expected at least 1, got {self.num_models}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("num_models", "num_devices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.num_batch_sizes < 1 or workload.batch_size % 2 ** (self.num_batch_sizes - 1):
             raise ValueError(
                 f"num_batch_sizes={self.num_batch_sizes}: cannot halve the batch size {workload.batch_size} that often"
             )
-        if self.num_devices < 1:
-            raise ValueError(f"num_devices: expected at least 1, got {self.num_devices}")
-        if self.partitioner not in ("exact", "presharded"):
-            raise ValueError(f"partitioner: expected exact or presharded, got {self.partitioner!r}")
         key_of(self.policy)
         asked = self.shard_layers
         if self.partitioner == "presharded" and asked is None:

@@ -7,6 +7,7 @@ code but for attention, which is torch's fused kernel, and on a CPU a few answer
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -175,35 +176,23 @@ def _recomputed_layer():
 
 
 def _main_weights(model):
-    """Each fp32 weight that the optimizer steps, with its name in GPTModel."""
+    """Each fp32 weight that the optimizer steps, with its name in GPTModel, without wrappers' prefixes."""
     for name, parameter in model.named_parameters():
-        main = getattr(parameter, "main_param", parameter)
-        yield main, _unwrapped(name)
-
-
-def _unwrapped(name: str) -> str:
-    """The name without the wrappers' prefixes."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+        yield getattr(parameter, "main_param", parameter), re.sub(r"^(module\.)+", "", name)
 
 
 def _states(workload: Workload, model, optimizer) -> list[TensorState]:
     from methods.engines.megatron import our_name, reordered
 
+    moments: dict = {}  # of the torch optimizers inside
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        moments |= each.optimizer.state
     found = []
     for main, name in _main_weights(model):
-        ours = our_name(name)
-        state = next(inner.state[main] for inner in _inner_optimizers(optimizer) if main in inner.state)
+        ours, state = our_name(name), moments[main]
         pair = (
             reordered(ours, tensor.detach(), workload.num_heads, to_megatron=False)
             for tensor in (main, state["exp_avg"])
         )
         found.append(TensorState(ours, *pair))
     return found
-
-
-def _inner_optimizers(optimizer):
-    """The torch optimizers inside, which hold the moments."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [item.optimizer for item in chained]
