@@ -13,7 +13,7 @@ from methods.engines.deepspeed_method import DeepSpeedMethod
 
 @dataclass(frozen=True)
 class ZeroInfinity(DeepSpeedMethod):
-    adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/engines/deepspeed_config.py)
+    adam: str = "fused"  # the host's Adam: fused, deepspeed or published (methods/engines/deepspeed_config.py)
 
     label = "ZeRO-Infinity"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"

@@ -12,7 +12,7 @@ from methods.engines.deepspeed_method import DeepSpeedMethod
 
 @dataclass(frozen=True)
 class ZeroOffload(DeepSpeedMethod):
-    adam: str = "fused"  # who steps on the host: fused, deepspeed or published (methods/engines/deepspeed_config.py)
+    adam: str = "fused"  # the host's Adam: fused, deepspeed or published (methods/engines/deepspeed_config.py)
 
     label = "ZeRO-Offload"
     paper = "Ren et al., USENIX ATC 2021; DeepSpeed"

@@ -23,7 +23,7 @@ from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from methods.offload import adamw_kernel, torch_ops  # noqa: F401  registers the kernel
 
 Factor = Tensor | float | None  # what a gradient is scaled by; None is 1
-VECTOR = 16  # elements: torch's kernel gives the same bits whether or not a tensor is cut at a multiple of this
+VECTOR = 16  # elements: cuts at its multiples leave the bits of torch's kernel unchanged
 
 
 class State(NamedTuple):

@@ -59,7 +59,7 @@ def run(
     """One step from the slabs of one state (weights, in mixed precision the rest of their master, exp_avg, exp_avg_sq)
     into those of another, or the same. `dtype` is that of weights and gradients.
 
-    `table` has three numbers for each piece of a tensor: start, stop, whether decay applies. Releases the GIL.
+    `table` has three numbers for each piece of a tensor: start, stop, and 1 if it decays. Releases the GIL.
     """
     library = load()
     assert library is not None

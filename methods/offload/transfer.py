@@ -1,4 +1,4 @@
-"""How bytes travel between host and device: copies queued on a stream, after events, and the event of their end."""
+"""Copies between host and device: queued on a stream, after events, with an event at their end."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from torch import Tensor
 
 from harness.devices.streams import Device
 
-Pair = tuple[Tensor, Tensor]  # where a copy goes to, and where it comes from
+Pair = tuple[Tensor, Tensor]  # target and source of a copy
 Result = TypeVar("Result")
 
 
 def queue(
     device: Device, track: str, work: str, of: str, after: Iterable[Any], do: Callable[[], Result]
 ) -> tuple[Result, Any]:
-    """Queue what do() does on the device's stream `track`, after these events (None: none); its result and its end.
-
-    `work` and `of` name it in a trace: what is done, and to which part of the model.
-    """
+    """Call do() with the device's stream `track` current, after these events (or None); returns its result and the
+    event of its end. `work` and `of`: the kind of work and the part of the model, for a trace."""
     stream = getattr(device, track)
     with device.streams.use(stream):
         for event in after:
@@ -31,7 +29,7 @@ def queue(
 
 
 def copy(device: Device, track: str, work: str, of: str, after: Iterable[Any], pairs: Sequence[Pair]) -> Any:
-    """Queue copies, and count their bytes; the event of their end."""
+    """Queue copies and count their bytes; returns the event of their end."""
     device.moved_bytes += num_bytes(pairs)
     return queue(device, track, work, of, after, lambda: copy_all(pairs))[1]
 

@@ -21,7 +21,7 @@ from methods.sharding import optimizer
 from methods.sharding.optimizer import MASTER, MakeOptimizer, States, state_tensors
 from methods.shared.memory_needs import ALIGNMENT
 
-PARTS = ("weights", "grads", "states")  # of what is a shard's own; "borrowed" are weights that live in other shards
+PARTS = ("weights", "grads", "states")  # a shard's own; "borrowed" are weights that live in other shards
 
 Room = Callable[[int], Tensor]  # a zeroed slab of so many bytes at home
 
@@ -58,7 +58,7 @@ class Shard:
         self.own = [name for name in found if name not in lenders]
         self.trained = [name for name in self.own if found[name].requires_grad]
         self.frozen = {name for name, parameter in found.items() if not parameter.requires_grad}
-        # What is borrowed comes last: what is its own travels in one piece.
+        # Borrowed weights come last: the shard's own travel in one piece.
         columns = [(name, found[name].shape, found[name].dtype) for name in (*self.own, *lenders)]
         self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.own)]).numel
         kept = state_tensors(make_optimizer, [found[name] for name in self.trained], mixed=mixed)
@@ -76,10 +76,11 @@ class Shard:
         self.fetched: Any = None  # the last copy to a device has ended
 
     def num_bytes(self, part: str) -> int:
-        """On a device: at home what is borrowed takes nothing."""
+        """Bytes on a device, with borrowed weights."""
         return self.states_at.numel if part == "states" else self.weights_at.numel
 
     def own_size(self, part: str) -> int:
+        """Bytes at home."""
         return self.states_at.numel if part == "states" else self.own_bytes
 
     @property
@@ -249,7 +250,7 @@ class ShardSlot:
         self.valid |= missing
 
     def _own(self, part: str, home_part: str) -> Pair:
-        """A part of what is the shard's own: here, and at home."""
+        """A part of the shard here, and at home, without borrowed weights."""
         assert self.shard is not None
         size = self.shard.own_size(part)
         return self.slabs[part][:size], self.shard.slabs[home_part][:size]
@@ -269,8 +270,7 @@ class ShardSlot:
         return self.shard
 
     def offload(self, parts: Iterable[str], names: Iterable[str] = (), grads: str = "grads") -> None:
-        """Queue copies home: of these parts of what is the shard's own, and of the gradients of borrowed names.
-        `grads`: the slab at home for gradients."""
+        """Queue copies home: of these parts, and of the gradients of borrowed names. `grads`: their slab."""
         shard, done = self.shard, self.device.compute.record_event()
         assert shard is not None
         homes = (shard, *shard.lenders.values())
