@@ -75,7 +75,7 @@ def verify(results: Path, against: str | None, machine: str | None, folder: Path
     from harness.evidence.verify import failed, findings, show
 
     if against is None and not results.is_dir():
-        raise ValueError(f"no folder {results}: try a folder of records, which ./run.sh case all writes, for --results")
+        raise ValueError(f"no folder {results}: try --results with a folder of records, which ./run.sh case all writes")
     found = findings(results, against, machine, folder or CLAIMS)
     show(found, as_json)
     sys.exit(CLAIM_FAILED if failed(found) else 0)
