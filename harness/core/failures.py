@@ -1,8 +1,8 @@
-"""How a run ended, named in one place: a status, the evidence for it, and one line that says what to change.
+"""Names the end of a run in one place: a status, its evidence, and one line that names what to change.
 
-An exception is looked through to its innermost cause; what a message says counts before its type, since one type stands
-for several memories. A process that left no record is named by what its parent saw. Nothing is called out of memory
-without evidence: an exception, a message, or the kernel's own count of the processes it killed.
+Of an exception the innermost cause counts, and its message before its type: one type stands for several memories. A
+process without a record is named by what its parent saw. Out of memory takes evidence: an exception, a message, or the
+kernel's count of the processes that it killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEAR_THE_LIMIT = 0.95
 class Kind(NamedTuple):
     status: str
     resource: str  # device, host, pinned, shm, disk, import, time or ""
-    name: str  # evidence["class"]: how it was told
+    name: str  # evidence["class"]: the source of the evidence
 
 
 # Messages, most telling first. Sources: PyTorch's allocators, CUDA's libraries, glibc and the kernel.
@@ -41,7 +41,7 @@ MESSAGES = (
      Kind("oom-host", "host", "allocator")),
     (r"No space left on device", Kind("does-not-fit", "disk", "file system")),
 )  # fmt: skip
-# A native library that gives up prints why and aborts: what it says on its last lines.
+# The last lines of a native library that gives up and aborts.
 LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
 CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
 LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
@@ -63,21 +63,21 @@ MEMORIES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """An end, named: a status of record.STATUSES, one line for people, and what it was told by."""
+    """A named end: a status of record.STATUSES, one line for people, and the evidence."""
 
     status: str
     reason: str
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def changes(self, evidence: dict[str, Any]) -> dict[str, Any]:
-        """The same as fields of a record that has some evidence already."""
+        """Fields for a record that has some evidence already."""
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
 def of_exception(error: BaseException, phase: str, memory: dict[str, int]) -> Failure:
-    """Name what training raised. `memory` is limits.lift(): bytes at the time, for messages that give none."""
+    """Name what training raised. `memory`: budgets.lift(), bytes at the time, for messages without any."""
     told = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
-    # Of what is missing, the outermost error tells more: it may name the command that installs it.
+    # If a package is missing, the outermost error tells more: it may name the command that installs it.
     told.sort(key=lambda pair: pair[1] is not None and pair[1].status == "unavailable")
     causes = [(cause, kind) for cause, kind in told if kind is not None]
     if causes:
@@ -89,13 +89,16 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int]) -> Fa
 
 
 def _by_cause(cause: BaseException, kind: Kind, error: BaseException, phase: str, memory: dict[str, int]) -> Failure:
-    evidence: dict[str, Any] = {"class": kind.name, "resource": kind.resource}
-    if kind.resource == "host" and "host_limit_bytes" in memory:
-        evidence["class"] = "rlimit"
+    evidence: dict[str, Any] = {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
     if cause is not error:
-        evidence |= {"class": "swallowed" if kind.resource in MEMORIES else kind.name, "wrapped_in": _text(error)}
-    evidence |= _numbers(str(cause), kind, memory)
-    return Failure(kind.status, _line(kind, phase, evidence, _text(cause)), evidence)
+        evidence = {"class": "swallowed" if kind.resource in MEMORIES else kind.name, "wrapped_in": _text(error)}
+    return _failure(kind, phase, _text(cause), **evidence, **_numbers(str(cause), kind, memory))
+
+
+def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
+    """A failure of this kind; bytes among its evidence are told in its line."""
+    named = {"class": kind.name, "resource": kind.resource, **evidence}
+    return Failure(kind.status, _line(kind, phase, named, text), named)
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,14 @@ class End:
 
     phase: str
     code: int = 0  # of the process: negative is a signal
-    stopped: str = ""  # what the parent itself ended it for: "deadline", "silence", "interrupt"
-    seconds: float = 0.0  # the limit of time that it ran into
-    oom_kills: int = 0  # by which the counter of its memory group rose
-    owns_group: bool = False  # whether nothing but this worker lived in that group
-    system_oom_kills: int = 0  # by which the whole machine's counter rose
+    stopped: str = ""  # the parent's reason to end it: "deadline", "silence", "interrupt"
+    seconds: float = 0.0  # its limit of time
+    oom_kills: int = 0  # rise of its memory group's counter
+    owns_group: bool = False  # nothing but this worker was in that group
+    system_oom_kills: int = 0  # rise of the machine's counter
     host_peak_bytes: int = 0
     host_limit_bytes: int = 0
-    shm_free_bytes: int | None = None  # the least that was seen free in /dev/shm
+    shm_free_bytes: int | None = None  # the least seen in /dev/shm
     log_tail: str = ""
 
 
@@ -125,22 +128,15 @@ def of_process(end: End) -> Failure:
     if number == signal.SIGKILL:
         return _killed(end, seen)
     if number == signal.SIGBUS and end.shm_free_bytes is not None and end.shm_free_bytes < 2**20:
-        kind = Kind("oom-host", "shm", "signal")
-        evidence = {"class": kind.name, "resource": "shm", "inferred": True, "shm_free_bytes": end.shm_free_bytes}
-        return Failure(kind.status, _line(kind, end.phase, evidence, "SIGBUS, /dev/shm was full"), {**seen, **evidence})
+        kind, text = Kind("oom-host", "shm", "signal"), "SIGBUS, /dev/shm was full"
+        return _failure(kind, end.phase, text, **seen, inferred=True, shm_free_bytes=end.shm_free_bytes)
     words = LAST_WORDS.search(end.log_tail)
     if words and (number == signal.SIGABRT or end.code > 0):
-        kind = Kind("oom-host", "host", "log")
-        evidence = {"class": kind.name, "resource": kind.resource, "text": words[0]}
-        return Failure(kind.status, _line(kind, end.phase, evidence, words[0]), {**seen, **evidence})
-    if number in set(signal.Signals):
-        told, name = f"ended by {signal.Signals(number).name}", "signal"
-    elif end.code:
-        told, name = f"exit {end.code} without a result", "exit"
-    else:
-        told, name = "exit 0 without a result", "exit"
-    told += f" at {end.phase}; its log has what it printed last"
-    return Failure("crash", told, {**seen, "class": name, "resource": ""})
+        return _failure(Kind("oom-host", "host", "log"), end.phase, words[0], **seen, text=words[0])
+    name = "signal" if number in set(signal.Signals) else "exit"
+    told = f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
+    reason = f"{told} at {end.phase}; its log has what it printed last"
+    return Failure("crash", reason, {**seen, "class": name, "resource": ""})
 
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
@@ -149,19 +145,17 @@ def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
 
 
 def tells_of_lost_rank(reason: str) -> bool:
-    """Whether a rank ended because it could no longer reach another one."""
+    """True if a rank ended because it could no longer reach another one."""
     return bool(LOST_RANK.search(reason))
 
 
 def of_stop(end: End) -> Failure:
-    """Name the end that the parent itself made."""
+    """Name an end made by the parent."""
     if end.stopped == "interrupt":
         return Failure("interrupted", f"interrupted at {end.phase}", {"class": "interrupt", "resource": ""})
     if end.stopped == "silence":
-        name, text = (
-            "hang",
-            f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit",
-        )
+        name = "hang"
+        text = f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit"
     else:
         name, text = "deadline", f"ran longer than its {end.seconds:g} seconds, at {end.phase}: lower -l or --steps"
         text += ", or raise --timeout"
@@ -170,17 +164,14 @@ def of_stop(end: End) -> Failure:
 
 
 def of_killed_child(end: End, reason: str, traceback: str) -> Failure | None:
-    """Name a crash that the kernel brought about by killing one of the worker's processes; None where it did not.
+    """Name a crash caused by the kernel's kill of one of the worker's processes; None if there was no kill.
 
-    In a group that others share, the count may have risen for them: then the message must speak of a killed process.
+    In a shared group the count may have risen for others: there the message must mention a killed process.
     """
     if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + traceback)):
         return None
-    evidence = {"class": "kernel-kill", "resource": "host", "oom_kills": end.oom_kills, "inferred": not end.owns_group}
-    evidence |= {"in_use_bytes": end.host_peak_bytes, "limit_bytes": end.host_limit_bytes}
-    kind = Kind("oom-host", "host", "kernel-kill")
-    line = _line(kind, end.phase, evidence, f"the kernel killed a process of its; {reason}")
-    return Failure(kind.status, line, evidence)
+    text = f"the kernel killed a process of its; {reason}"
+    return _kernel_kill(end, text, oom_kills=end.oom_kills, inferred=not end.owns_group)
 
 
 def _killed(end: End, seen: dict[str, Any]) -> Failure:
@@ -188,14 +179,16 @@ def _killed(end: End, seen: dict[str, Any]) -> Failure:
     if not end.oom_kills and not (end.system_oom_kills and near):
         text = f"killed by SIGKILL from outside at {end.phase}: no count of kills for want of memory rose"
         return Failure("killed", text, {**seen, "class": "signal", "resource": ""})
-    evidence = {"class": "kernel-kill", "resource": "host", "inferred": not end.oom_kills}
-    evidence |= {"in_use_bytes": end.host_peak_bytes, "limit_bytes": end.host_limit_bytes}
-    kind = Kind("oom-host", "host", "kernel-kill")
-    return Failure(kind.status, _line(kind, end.phase, evidence, "killed by the kernel"), {**seen, **evidence})
+    return _kernel_kill(end, "killed by the kernel", **seen, inferred=not end.oom_kills)
+
+
+def _kernel_kill(end: End, text: str, /, **evidence: Any) -> Failure:
+    used = {"in_use_bytes": end.host_peak_bytes, "limit_bytes": end.host_limit_bytes}
+    return _failure(Kind("oom-host", "host", "kernel-kill"), end.phase, text, **evidence, **used)
 
 
 def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
-    """The exception and all it came from; False marks what was merely being handled when another error arose."""
+    """The exception and its causes; False marks one that was merely being handled when another arose."""
     found: list[tuple[BaseException, bool]] = []
 
     def visit(item: BaseException | None, is_explicit: bool) -> None:
@@ -210,7 +203,7 @@ def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
-    """What this very exception tells, its causes aside."""
+    """The kind that this exception tells of, without its causes."""
     types = {cls.__name__ for cls in type(error).__mro__}
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -230,14 +223,14 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
 
 
 def _decided(kind: Kind, memory: dict[str, int]) -> Kind:
-    """CUDA says "out of memory" of both memories: where a twentieth of the device is free, it was not the device's."""
+    """CUDA says "out of memory" of both memories: with a twentieth of the device free, it was the host's."""
     if memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63):
         return Kind("oom-host", "pinned", "ambiguous")
     return kind
 
 
 def _numbers(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
-    """Bytes asked for, in use and allowed, as far as the message or the process knows them."""
+    """Bytes asked for, in use and allowed, if the message or the process tells."""
     found: dict[str, int] = {}
     if kind.resource not in MEMORIES:
         return found
@@ -262,7 +255,7 @@ def _size(number: str, unit: str) -> int:
 
 
 def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
-    """Which memory, at which phase, how much of how much, what to change, and the words it was told by."""
+    """Memory, phase, bytes, what to change, and the original words."""
     if kind.resource not in MEMORIES:
         return f"{text} (at {phase})"
     memory, advice = MEMORIES[kind.resource]

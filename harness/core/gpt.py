@@ -54,7 +54,7 @@ class Layer(nn.Module):
 
 
 class Ends(nn.Module):
-    """What comes before the first layer and after the last."""
+    """The model before its first layer and after its last."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ class Ends(nn.Module):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of a linear head, a block of tokens after the other: the logits of all tokens, which would be
-    the largest tensor of most models, never are. Both gradients are computed with the loss, while a block's logits are
-    there, so nothing is computed twice; they are scaled before they are rounded to fp16, where most would be zero.
+    """Mean cross-entropy of a linear head, block by block: the logits of all tokens would be the largest tensor of most
+    models. A block's gradients are computed with its loss, so nothing is computed twice, and scaled before they are
+    rounded to fp16, where most would be zero.
 
     x: (N, D) hidden states of N tokens; weight: (V, D); targets: (N,).
     """
@@ -120,7 +120,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int, scale: float
 
 
 def tokens_at_once(vocab_size: int) -> int:
-    """Tokens whose logits are there at once."""
+    """Tokens in a block of logits."""
     return max(1, NUM_LOGITS // vocab_size)
 
 
@@ -168,8 +168,8 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
 
 
 def drawn_blocks(name: str, shape: torch.Size, workload: Workload) -> Iterator[tuple[int, Tensor]]:
-    """The values of initial(), as (start, elements), in one block of memory used again: the whole of an embedding would
-    be more than a host may have to spare."""
+    """The values of initial(), as (start, elements), in a reused block of memory: a host may have no room for a whole
+    embedding."""
     numel, draw_ = shape.numel(), _distribution(name, len(shape), workload)
     room = torch.empty(min(numel, 2 * DRAWN_AT_ONCE))
     start = 0
@@ -198,7 +198,7 @@ def draw(name: str, tensor: Tensor, workload: Workload) -> None:
 
 
 def _distribution(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Any]:
-    """What fills a tensor of this name; called again, the next one with what follows."""
+    """A function that fills a tensor of this name; each call continues the sequence."""
     if ndim == 1:
         value = 1.0 if name.endswith("weight") else 0.0
         return lambda tensor: tensor.fill_(value)
@@ -209,7 +209,7 @@ def _distribution(name: str, ndim: int, workload: Workload) -> Callable[[Tensor]
 
 
 def is_decayed(shape: Sequence[int]) -> bool:
-    """Whether weight decay applies to a parameter: matrices only, neither biases nor norms."""
+    """True if weight decay applies to a parameter: to matrices, neither to biases nor to norms."""
     return len(shape) > 1
 
 

@@ -1,4 +1,4 @@
-"""The words of a run as values: Workload, Budget, Plan, Job. Standard library only, nothing is allocated.
+"""A run as values: Workload, Budget, Plan, Job. Standard library only, nothing is allocated.
 
 Units: bytes, seconds, parameters. GiB = 2**30, 1 B = 10**9 parameters.
 """
@@ -71,9 +71,7 @@ class Workload:
             counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
             raise ValueError(f"batch size {self.batch_size} has no {self.micro_batches} equal parts: it has {counts}")
         if self.dropout and self.micro_batches > 1:
-            raise ValueError(
-                "dropout and micro-batches exclude each other: in another order, other elements are dropped"
-            )
+            raise ValueError("dropout and micro-batches exclude each other: another order drops other elements")
         if self.dtype not in ("fp32", "bf16", "fp16"):
             raise ValueError(f"dtype must be fp32, bf16 or fp16, not {self.dtype!r}")
         if not 0 <= self.dropout < 1:
@@ -106,14 +104,14 @@ class Workload:
 
     @property
     def flops_per_step(self) -> float:
-        """Floating-point operations of one step: forward, full recompute of every layer, backward; causal attention
-        counted as half of full. The embedding's look-up and elementwise work are not counted, and a recompute that
-        stops before a layer's last product does 8 T D^2 a layer less than is counted."""
+        """Floating-point operations of one step: forward, full recompute of every layer, backward; causal attention is
+        half of full. Not counted: the embedding's look-up, elementwise work. A recompute that stops before a layer's
+        last product does 8 T D^2 a layer less."""
         return 4 * self._layer_flops + self.head_flops_per_step
 
     @property
     def model_flops_per_step(self) -> float:
-        """The same without the recompute: what MFU is measured against."""
+        """The same without the recompute, as for MFU."""
         return 3 * self._layer_flops + self.head_flops_per_step
 
     @property
@@ -123,12 +121,12 @@ class Workload:
 
     @property
     def head_flops_per_step(self) -> float:
-        """The share of the head: logits, and both gradients of theirs."""
+        """The head's share: logits and both of their gradients."""
         return 6.0 * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
 
     @property
     def boundary_bytes(self) -> int:
-        """The input of one layer, kept for its recompute; of the whole batch."""
+        """The input of one layer for the whole batch, kept for its recompute."""
         return self.batch_size * self.seq_len * self.hidden_size * self.weight_bytes
 
     @property
@@ -142,19 +140,19 @@ class Workload:
 
     @property
     def layer_bytes(self) -> int:
-        """Largest transient of a layer's recompute and backward pass on a micro-batch: what it keeps, the gradients of
-        the MLP's inner tensors, and that of one of its matrices on the way to where gradients are summed."""
+        """Largest transient of a layer's recompute and backward pass on a micro-batch: its activations, the gradients
+        of the MLP's inner tensors, and one matrix's gradient on its way to the sum."""
         return 22 * self.boundary_bytes // self.micro_batches + self.weight_bytes * 4 * self.hidden_size**2
 
     @property
     def working_bytes(self) -> int:
-        """Largest transient of a step beside what is kept of every layer. Held against memory rehearsals."""
-        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # what others leave and get
+        """Largest transient of a step beside what is kept of every layer. Tested against memory rehearsals."""
+        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # of other micro-batches
         return max(self.head_bytes, self.layer_bytes + waiting)
 
     @property
     def waits_for_norm(self) -> bool:
-        """Whether no update counts before the whole gradient is known: to be clipped, or, in fp16, to be finite."""
+        """True if updates need the whole gradient first: to clip it, or, in fp16, to know that it is finite."""
         return self.clip_norm > 0 or self.dtype == "fp16"
 
     def learning_rate_at(self, step: int) -> float:
@@ -193,13 +191,13 @@ class Budget:
                 object.__setattr__(self, name, float(getattr(self, name)))  # as in Workload
 
     def share(self, num_ranks: int) -> Budget:
-        """What each of several ranks on one machine has of its host; a device is a rank's own."""
+        """The share of each of several ranks on one machine; a device is a rank's own."""
         return dataclasses.replace(self, host_bytes=self.host_bytes and self.host_bytes // num_ranks)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a method says it will need, by arithmetic: bytes by memory and kind, and its options as resolved."""
+    """A method's needs, by arithmetic: bytes by memory and kind, and its resolved options."""
 
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
@@ -232,7 +230,7 @@ class Plan:
         return sum(self.disk.values())
 
     def shortfall(self, budget: Budget) -> str | None:
-        """The first memory that does not suffice, in words with its kinds, or None when the plan fits."""
+        """The first memory that does not suffice, with its kinds, or None if the plan fits."""
         for memory in ("device", "host", "disk"):
             need, have = getattr(self, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")
             if have is not None and need > have:
@@ -269,8 +267,8 @@ class Job:
         return self.options.get("world_size", 1)
 
     def key(self, **context: str) -> str:
-        """Identity of this job in a context: the method's source, the machine's checked facts. How long it may take is
-        no part of it, nor whether it is traced."""
+        """Identity of this job in a context: the method's source, the machine's checked facts. Neither --timeout nor
+        --trace is part of it."""
         untimed = dataclasses.replace(self, budget=dataclasses.replace(self.budget, seconds=None), trace=None)
         text = json.dumps([untimed.to_dict(), context], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -143,6 +143,11 @@ def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
     return found
 
 
+def loadable(folders: tuple[Path, ...]) -> dict[str, type[Method]]:
+    unusable = broken(folders)
+    return {name: load(name, folders) for name in names(folders) if name not in unusable}
+
+
 def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     """The method's class. Raises ValueError that names the nearest method, or what the file lacks."""
     files = _files(folders)
@@ -183,8 +188,7 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
     """Raise ValueError where this method does not train this workload."""
 
     def able(ability: str) -> str:
-        unusable = broken(folders)
-        return ", ".join(n for n in names(folders) if n not in unusable and getattr(load(n, folders), ability))
+        return ", ".join(name for name, cls in loadable(folders).items() if getattr(cls, ability))
 
     if workload.micro_batches > 1 and not trained.accumulates:
         others = able("accumulates")
@@ -199,16 +203,14 @@ def option_names(cls: type[Method]) -> list[str]:
 
 def having(option: str, folders: tuple[Path, ...] = ()) -> list[str]:
     """The names of the methods that have this option."""
-    unusable = broken(folders)
-    return [name for name in names(folders) if name not in unusable and option in option_names(load(name, folders))]
+    return [name for name, cls in loadable(folders).items() if option in option_names(cls)]
 
 
 def reference(folders: tuple[Path, ...] = ()) -> str:
     """The name of the method that the others are judged by."""
-    unusable = broken(folders)
-    marked = [name for name in names(folders) if name not in unusable and load(name, folders).is_reference]
+    marked = [name for name, cls in loadable(folders).items() if cls.is_reference]
     if len(marked) != 1:
-        raise ValueError(f"one method must say is_reference = True, not {len(marked)}: {', '.join(marked)}")
+        raise ValueError(f"expected one method with is_reference = True, got {len(marked)}: {', '.join(marked)}")
     return marked[0]
 
 

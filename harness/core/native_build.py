@@ -1,4 +1,4 @@
-"""Compiles a shared library of this project once: the name of its file is a hash of what it is made from."""
+"""Compiles a shared library of this project once: its file's name is a hash of its sources and parts."""
 
 from __future__ import annotations
 
@@ -44,14 +44,12 @@ class Library:
         return self.path.exists()
 
     def to_build(self) -> str | None:
-        """What build() would compile, for people; None when it is there, or there is nothing to compile it with."""
+        """What build() would compile, for people; None if it is there, or there is no compiler."""
         return None if self.is_built or not find() else f"{self.what}, once, about {self.seconds} seconds"
 
     def build(self, *flags: str) -> None:
-        """Compile it. An interrupted or failed build leaves nothing that a later one would stumble over.
-
-        Raises Unavailable where there is no compiler, or where it fails.
-        """
+        """Compile it; an interrupted or failed build leaves nothing behind for the next. Raises Unavailable without a
+        compiler, or if it fails."""
         compiler, path = find(), self.path
         if not compiler:
             raise Unavailable(f"{self.what} needs a C++ compiler ({', '.join(COMPILERS)}): apt-get install g++")

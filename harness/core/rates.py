@@ -1,4 +1,4 @@
-"""What a machine achieves, as a value: the rates that bound a step. Standard library only.
+"""The rates of a machine, as achieved, that bound a step. Standard library only.
 
 Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
 machines.yaml. They decide what is planned, never what is measured, so they are no part of a job's identity.
@@ -31,7 +31,7 @@ NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 @dataclass(frozen=True)
 class Rates:
-    """As achieved, not as promised by a data sheet; what is left out takes no time."""
+    """Rates as achieved, not as on a data sheet; infinite if not given."""
 
     device_flops_per_second: float  # of a step's compute, as Workload.flops_per_step counts
     forward_share: float = 0.25  # of that compute's time, with every layer recomputed
@@ -59,8 +59,8 @@ class Rates:
             raise ValueError("forward_share must be below 1, duplex_share and disk_duplex_share at most 1")
 
     def compute_seconds(self, flops: float, head_flops: float) -> tuple[float, float]:
-        """Of a step of so many FLOPs, the head's among them: the forward pass, with the head, and the backward pass,
-        with its recompute."""
+        """Seconds of a step of so many FLOPs, the head's included: of the forward pass with the head, and of the
+        backward pass with its recompute."""
         head = self.head_flops_per_second
         apart = head_flops / head if head else 0.0
         rest = (flops - head_flops if head else flops) / self.device_flops_per_second
@@ -76,7 +76,7 @@ class Rates:
 
 
 def of_facts(facts: dict[str, Any]) -> Rates | None:
-    """The rates among a machine's facts; None where one of NEEDED is missing or no number."""
+    """The rates among a machine's facts; None if one of NEEDED is missing or not a number."""
     try:
         found: dict[str, Any] = {rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts}
         return Rates(**found) if all(name in facts for name in NEEDED) else None

@@ -1,4 +1,4 @@
-"""What one attempt at a job was and measured: raw values in one JSON file, numbers derived when read."""
+"""One attempt at a job and its measurements: raw values in one JSON file, numbers derived when read."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ class Record:
     skipped_steps: list[int] = field(default_factory=list)  # by number, from 1: a gradient was not finite
     step_seconds: Values = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, int] = field(
-        default_factory=dict
-    )  # device_allocated, device_reserved, host_anonymous, host_shared
+    # device_allocated, device_reserved, host_anonymous, host_shared
+    peaks: dict[str, int] = field(default_factory=dict)
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0
@@ -85,9 +84,7 @@ class Record:
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # what the method promises on CPU in fp32
     is_exact: bool = True  # False where the method says that it trains otherwise by design
-    tensors: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # by name: what harness/run/inspect_training.py saw
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: see harness/run/inspect_training.py
     others: list[dict[str, Any]] = field(default_factory=list)  # of several models all but the first, for models()
     gate: Gate = Gate()
 
@@ -97,23 +94,22 @@ class Record:
 
     @property
     def is_judged(self) -> bool:
-        """Whether there is nothing left to judge: False where the call that made it was ended in between."""
+        """False if the call that made the record was ended before the gate."""
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
-        """Whether the trace is there that a job of the same key asks for, if it does."""
+        """True unless a job of the same key asks for a trace that is not there."""
         return job.trace is None or (self.job.trace == job.trace and Path(job.trace).exists())
 
     @property
     def is_lasting(self) -> bool:
-        """A result that the same call does not try again: room on a disk comes and goes, and so does what a cluster
-        gives a job that asks for no memory."""
+        """False for a full disk and for a cluster's own limit of memory: the same call tries these again."""
         is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
         return self.is_result and not is_of_elsewhere
 
     @property
     def timed_seconds(self) -> list[float]:
-        """Of the steps after warm-up; of a log, the means of its intervals after those that hold the warm-up."""
+        """Seconds of the steps after warm-up; of a log, the means of its intervals without warm-up."""
         warmup = -(-self.job.warmup // self.interval_steps)
         return [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
 
@@ -128,7 +124,7 @@ class Record:
         return self.job.workload.batch_size * self.schedule.get("num_models", 1)
 
     def models(self) -> list[Record]:
-        """Of several models that took turns each one's training, as a record of its own workload and steps."""
+        """The training of each of several models that took turns, as a record of its own workload and steps."""
         found = [self]
         for other in self.others:
             workload = dataclasses.replace(self.job.workload, **other["workload"])
@@ -140,7 +136,7 @@ class Record:
 
     @property
     def samples_per_second(self) -> float | None:
-        """None where the gate did not pass: a method that does not train has no throughput."""
+        """None if the gate did not pass: a method that does not train has no throughput."""
         seconds = self.median_step_seconds
         return self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
 
@@ -182,7 +178,7 @@ class Record:
 
 
 def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
-    """Every record of a folder, oldest first, and a line about each file that is none."""
+    """Every record of a folder, oldest first, and a line about each file that is not a record."""
     records, complaints = {}, []
     for path in folder.glob("log_*.json"):
         try:
@@ -194,7 +190,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def new_stem(folder: Path, job: Job) -> Path:
-    """Reserve a name of the published pattern by creating its empty log; the time moves on where it is taken.
+    """Reserve a name of the published pattern by creating its empty log; a taken second is skipped.
 
     ws is the option window_size where the method has one, else 0.
     """

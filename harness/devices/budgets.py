@@ -1,9 +1,9 @@
-"""Budgets put in force, and how long a run may take.
+"""Enforces the budgets of a run, and limits its time.
 
 The host's budget is the anonymous and shared memory of the worker, imports included. In the worker RLIMIT_DATA turns
-its excess into an exception; around the worker a memory group of the kernel, where one may be made, is the hard wall
-that also holds what the limit does not count: shared memory and the worker's children. On a device that keeps its own
-account of the host, both would count the same bytes in another way, so there the limit is a generous backstop.
+an excess into an exception. Around the worker a memory group of the kernel, if one may be made, is the hard wall: it
+also counts shared memory and the worker's children. A device that accounts for the host itself counts the same bytes
+differently: there the limit is a generous backstop.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from harness.devices import cgroup, machine, sim
 MIB = 2**20
 LEAST_ROOM_BYTES = 64 * MIB  # beyond the imports
 AGENT_BYTES = 256 * MIB  # of torchrun's agent, which is inside the wall and trains nothing
-# The wall stands this much behind the budget: page tables, kernel stacks and code pages are charged to the group, too.
+# The wall's distance from the budget: page tables, kernel stacks and code pages are charged to the group, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
-# What the slowest honest run may need, from rates a loaded machine of two cores is well above.
+# Rates of the slowest honest run: a loaded machine of two cores is well above them.
 FLOPS_PER_SECOND = {"cuda": 5e11}
 SLOWEST_FLOPS_PER_SECOND = 2e8
 STATE_BYTES_PER_PARAM, STATE_BYTES_PER_SECOND = 64, 1e8  # all states to a slow disk and back
@@ -33,35 +33,35 @@ FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 
 def check(budget: Budget, device: str, world_size: int = 1) -> None:
-    """Raise ValueError, one line, where a budget is more than the machine has or less than the imports alone take."""
+    """Raise ValueError, one line, if a budget exceeds the machine or does not hold the imports."""
     there = machine.budget(Budget(), device)
-    if device == "sim":  # whose memory is the host's
+    if device == "sim":  # its memory is the host's
         there = Budget(machine.host_bytes(), machine.host_bytes())
     for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
         asked, most = getattr(budget, name), getattr(there, name)
         if asked and most and asked > most:
-            raise ValueError(f"{option} {gib(asked)} is more than this machine has: at most {most // MIB}MiB")
+            raise ValueError(f"expected {option} of at most {most // MIB}MiB on this machine, got {gib(asked)}")
     if budget.host_bytes and device in ("cpu", "cuda"):
         least = (baseline_bytes(device) + LEAST_ROOM_BYTES) * world_size
         if budget.host_bytes < least:
+            each = " a rank" if world_size > 1 else ""
             raise ValueError(
                 f"--host-memory {gib(budget.host_bytes)} is too little: torch with an optimizer takes"
-                f" {gib(baseline_bytes(device))}{' a rank' if world_size > 1 else ''} here, so the smallest budget is"
-                f" {-(-least // MIB)}MiB"
+                f" {gib(baseline_bytes(device))}{each} here, so the smallest budget is {-(-least // MIB)}MiB"
             )
 
 
 @functools.cache
 def baseline_bytes(device: str) -> int:
-    """Anonymous memory of a process that has imported what a worker needs and trained nothing, measured in one; 0 where
-    the system does not tell."""
+    """Anonymous memory of a process with a worker's imports and no training, measured in one; 0 if the system does not
+    tell."""
     with contextlib.suppress(ValueError):  # a run without torch has a record that says so
         return ask("harness.devices.budgets", device)
     return 0
 
 
 def enforce(job: Job) -> dict[str, str]:
-    """In the worker: put the budgets in force on top of what every run imports; says what does it."""
+    """In the worker: enforce the budgets, with every run's imports loaded; returns what enforces each."""
     import torch  # noqa: F401
 
     found: dict[str, str] = {}
@@ -77,8 +77,8 @@ def enforce(job: Job) -> dict[str, str]:
 
 
 def lift(job: Job) -> dict[str, int]:
-    """End the limits, for what is not training. Returns bytes at that moment: of the host, its budget where
-    RLIMIT_DATA enforced it, and of the device."""
+    """End the limits after training. Returns bytes at that moment: of the host, its budget if RLIMIT_DATA enforced it,
+    and of the device."""
     limit = _end_data_limit()
     if job.device == "sim":
         sim.lift()
@@ -86,7 +86,7 @@ def lift(job: Job) -> dict[str, int]:
     if "VmData" in sizes and job.device != "sim":
         found["host_bytes"] = sizes["RssAnon"]
         if limit is not None and job.budget.host_bytes:
-            # As the limit counts: memory that is mapped and not yet touched is in use.
+            # As the limit counts: mapped memory is in use, touched or not.
             found["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
             found["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
@@ -97,13 +97,13 @@ def lift(job: Job) -> dict[str, int]:
 
 
 def wall(job: Job) -> cgroup.Group | None:
-    """A memory group with the host's budget for a worker, where one may be made and the budget is the process's."""
+    """A memory group for a worker with the host's budget; None if none may be made or the device accounts for it."""
     limit = wall_bytes(job)
     return cgroup.make(limit) if limit else None
 
 
 def wall_bytes(job: Job) -> int | None:
-    """Where that wall stands; None where the host's budget is not the process's."""
+    """The limit of that wall; None if the host's budget is not the process's."""
     if job.budget.host_bytes is None or job.device not in ("cpu", "cuda"):
         return None
     agent = AGENT_BYTES if job.world_size > 1 else 0
@@ -111,12 +111,12 @@ def wall_bytes(job: Job) -> int | None:
 
 
 def deadline_seconds(job: Job) -> float:
-    """The time that a job without a --timeout may take in all."""
+    """The time of a job without --timeout."""
     return FLOOR_SECONDS + 2 * job.steps * _slowest_step_seconds(job)
 
 
 def silence_seconds(job: Job) -> float:
-    """How long a job without a --timeout may go without an event: a step, or the next phase."""
+    """The time between two events, a step or a phase, of a job without --timeout."""
     return SILENCE_SECONDS + 2 * _slowest_step_seconds(job)
 
 
@@ -127,7 +127,7 @@ def _slowest_step_seconds(job: Job) -> float:
 
 
 def _limit_data(job: Job) -> str:
-    """Room for the budget less what is resident, on top of what is mapped: untouched mappings cost nobody memory."""
+    """Limit mappings to the budget less what is resident, beyond today's: untouched mappings cost nothing."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
         import resource
@@ -157,11 +157,8 @@ def _end_data_limit() -> int | None:
 
 
 def _cap_device(budget_bytes: int | None) -> dict[str, str]:
-    """Cap the caching allocator at the budget less what the context takes outside of it, measured here.
-
-    The context is what the device has less of once a kernel and cuBLAS have run, beside what the allocator reserved.
-    Allocator settings change what fits, so they are on record.
-    """
+    """Cap the caching allocator at the budget less the context, measured here: the device's loss of free bytes once a
+    kernel and cuBLAS have run, without the allocator's. Allocator settings change what fits, so they are on record."""
     import torch
 
     before = machine.gpu_free_bytes()

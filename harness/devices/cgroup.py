@@ -1,7 +1,7 @@
-"""The kernel's memory groups (cgroups, v1 and v2): which limit is in force, how often it killed, a group for a worker.
+"""The kernel's memory groups (cgroups, v1 and v2): the limit in force, the count of kills, a group for a worker.
 
-Groups form a tree, and the limits of all groups above a process hold for it. Inside a container the tree may begin at
-the container's own group, and is then often read-only.
+Groups form a tree; the limits of all groups above a process hold for it. In a container the tree may begin at the
+container's own group, and is often read-only.
 """
 
 from __future__ import annotations
@@ -42,12 +42,8 @@ class Group:
         return min(limits, default=None)
 
     def oom_kills(self) -> int:
-        """Processes of this group that the kernel has killed for want of memory; 0 where it does not count."""
-        with contextlib.suppress(OSError):
-            for line in (self.folder / KILLS[self.version]).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-        return 0
+        """Processes of this group that the kernel killed for want of memory; 0 if it does not count."""
+        return _oom_kills(self.folder / KILLS[self.version])
 
     def enter(self, pid: int) -> None:
         (self.folder / "cgroup.procs").write_text(str(pid))
@@ -94,7 +90,7 @@ def current(process: Path = Path("/proc/self")) -> Group | None:
 
 
 def make(limit_bytes: int) -> Group | None:
-    """A group of its own with a limit, swap included; None where none may be made. Groups of the dead are removed."""
+    """A new group with a limit, swap included; None if none may be made. Removes groups of dead processes."""
     here = current()
     if here is None:
         return None
@@ -117,11 +113,14 @@ def make(limit_bytes: int) -> Group | None:
 
 
 def system_oom_kills() -> int:
-    """Processes of the whole machine that the kernel has killed for want of memory; 0 where it does not count."""
+    """Processes of the whole machine that the kernel killed for want of memory; 0 if it does not count."""
+    return _oom_kills(Path("/proc/vmstat"))
+
+
+def _oom_kills(counts: Path) -> int:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+        lines = counts.read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
     return 0
 
 

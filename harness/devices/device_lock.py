@@ -1,7 +1,7 @@
-"""One job at a time on a device: a lock that any death releases, with a line about who holds it.
+"""One job at a time on a device: a lock that the end of its process releases, with a line that names the holder.
 
 The lock file lies in the system's temporary folder. The worker inherits it: a device is free when its worker is gone,
-even where the parent went first.
+even if the parent went first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.devices import machine
 
 @contextlib.contextmanager
 def turn(job: Job, report: Callable[[dict[str, Any]], None]) -> Iterator[int]:
-    """Hold the job's device; waits, after one line, while another job has it. Yields the lock's descriptor."""
+    """Hold the job's device; a waiting call reports which process holds it. Yields the lock's descriptor."""
     path = lock_path(job.device)
     handle = _open(path)
     try:
@@ -37,18 +37,18 @@ def turn(job: Job, report: Callable[[dict[str, Any]], None]) -> Iterator[int]:
             os.pwrite(handle, json.dumps(sign).encode(), 0)
         yield handle
     finally:
-        fcntl.flock(handle, fcntl.LOCK_UN)  # whoever inherited it
+        fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that inherited it
         os.close(handle)
 
 
 def lock_path(device: str) -> Path:
-    """A GPU has a lock of its own; every device that computes on the CPU shares one."""
+    """Each GPU has a lock; all devices that compute on the CPU share one."""
     name = machine.gpu().get("gpu_uuid", "0") if device == "cuda" else "cpu"
     return Path(tempfile.gettempdir()) / f"harness-{name}.lock"
 
 
 def holder(path: Path) -> str:
-    """Who holds a lock, in words."""
+    """The process that holds a lock, for people."""
     try:
         sign = json.loads(path.read_text())
         since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
@@ -58,7 +58,7 @@ def holder(path: Path) -> str:
 
 
 def _open(path: Path) -> int:
-    """Made by whoever comes first; a file of another user may only be readable, which suffices to lock it."""
+    """Open or create the file; another user's may only be readable, which suffices to lock it."""
     for flags in (os.O_RDWR, os.O_RDONLY):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             return os.open(path, flags | os.O_NOFOLLOW)

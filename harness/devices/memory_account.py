@@ -1,10 +1,9 @@
-"""A second memory on a CPU, in Python: a device called sim that holds bytes of its own, within a budget.
+"""A second memory on a CPU, accounted for in Python: a device called sim with bytes and a budget of its own.
 
-Every tensor lies in the host's memory; what is tracked is where it would lie. A TorchDispatchMode books each new
-storage as "device" or "host" and unbooks it when the storage dies: an operation with an input on the device makes
-outputs on the device, and so does a factory that is asked for device="sim". While a Tracker is active, tensors booked
-to the device say that their device is sim, and .to() copies between the two. Works on real tensors and, for predictions
-without memory, under FakeTensorMode (memory_rehearsal.py).
+Every tensor lies in the host's memory; the account tracks where it would lie. A TorchDispatchMode books each new
+storage as "device" or "host" until the storage dies: an operation with an input on the device makes outputs on the
+device, as does a factory with device="sim". While a Tracker is active, tensors booked to the device report sim as
+their device, and .to() copies between the two. Works on real tensors and, for memory rehearsals, on FakeTensors.
 
 Source of the idea: torch.distributed._tools.MemTracker; this one knows two memories. It costs 10 us an
 operation (2-core EPYC), beside 2 of a small one itself.
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 NAME = "sim"
 ROUNDING = {"device": 512, "host": 1}  # the CUDA caching allocator's smallest unit
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Booked(NamedTuple):
-    """A storage in a memory; the reference is what tells its end."""
+    """A storage in a memory; the weak reference reports its end."""
 
     memory: str
     num_bytes: int
@@ -41,9 +41,9 @@ class Booked(NamedTuple):
 
 
 class Tracker:
-    """Books what is allocated while it is active, in this thread and in those of every ThreadPoolExecutor.
+    """Books allocations while it is active, in this thread and in those of every ThreadPoolExecutor.
 
-    Raises torch.OutOfMemoryError where a budget, in bytes, would be passed; None is no budget.
+    Raises torch.OutOfMemoryError beyond a budget, in bytes; None is no budget.
     """
 
     def __init__(self, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Tracker:
         self.peaks = {"device": 0, "host": 0}
         self._is_lifted = False
         self._booked: dict[int, Booked] = {}
-        # A storage may die at any moment, even while the lock is held: its bytes wait here.
+        # A storage may die at any time, also while the lock is held: its bytes wait here.
         self._dead: deque[Booked] = deque()
         self._lock = threading.Lock()
         self._thread = threading.local()
@@ -70,23 +70,18 @@ class Tracker:
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
-        """Book what this thread allocates, too; modes are a thread's own."""
+        """Book this thread's allocations, too: modes belong to a thread."""
         with _Booking(self):
             yield
 
     def stats(self) -> dict[str, int]:
-        """Bytes in use and their peaks. What is page-locked is booked as host memory."""
+        """Bytes in use and their peaks. Page-locked memory counts as the host's."""
         with self._lock:
             self._bury()
-            now, peaks = self.in_use, self.peaks
-            return {
-                "device_allocated": now["device"],
-                "device_peak": peaks["device"],
-                "host_allocated": now["host"],
-                "host_peak": peaks["host"],
-                "pinned_allocated": 0,
-                "pinned_peak": 0,
-            }
+            found = {"pinned_allocated": 0, "pinned_peak": 0}
+            for memory in ROUNDING:
+                found |= {f"{memory}_allocated": self.in_use[memory], f"{memory}_peak": self.peaks[memory]}
+            return found
 
     def reset_peaks(self) -> None:
         with self._lock:
@@ -94,7 +89,7 @@ class Tracker:
             self.peaks = dict(self.in_use)
 
     def lift(self) -> None:
-        """What is allocated from here on is no part of the training: no budget binds, and peaks stay."""
+        """Training is over: budgets no longer bind, and peaks stay."""
         with self._lock:
             self._is_lifted = True
 
@@ -106,7 +101,7 @@ class Tracker:
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
-        # That the CPU is asked for says nothing: autograd asks for it, too, where it sees tensors of the CPU.
+        # A request for the CPU does not count: autograd makes it, too, for what it takes to be the CPU's tensors.
         to_host = getattr(self._thread, "to_host", False)
         on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
         self._thread.inside = True
@@ -121,7 +116,7 @@ class Tracker:
 
     @contextmanager
     def homeward(self, to_host: bool) -> Iterator[None]:
-        """What this thread's operations make lies on the host, whatever they read."""
+        """This thread's operations make tensors on the host, whatever they read."""
         self._thread.to_host = to_host
         try:
             yield
@@ -135,7 +130,7 @@ class Tracker:
         return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else actual
 
     def _memory_of(self, key: int) -> str:
-        """What was made before the tracker, or is no storage of torch's allocator, is the host's."""
+        """The host for storages made before the tracker or outside of torch's allocator."""
         entry = self._booked.get(key)
         return entry.memory if entry else "host"
 
@@ -173,7 +168,7 @@ class Tracker:
             self.in_use[dead.memory] -= dead.num_bytes
 
     def _patches(self) -> Iterator[Any]:
-        """What a mode does not see: where a tensor says it is, a storage that changes its size, other threads."""
+        """For what a mode does not see: a tensor's device, a resized storage, other threads."""
         for cls in (Tensor, FakeTensor):
             yield mock.patch.object(cls, "device", _device_property(self, cls.device))
         yield mock.patch.object(Tensor, "to", _to(self, Tensor.to))
@@ -210,7 +205,7 @@ class _Booking(TorchDispatchMode):
 
 
 def name_device() -> None:
-    """Let torch.device("sim") be understood, and torch's checkpoint find the device's module."""
+    """Register torch.device("sim"), and a module for torch's checkpoint to find."""
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
         module: Any = types.ModuleType(f"torch.{NAME}")
@@ -220,15 +215,8 @@ def name_device() -> None:
         torch._register_device_module(NAME, module)
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _device_property(tracker: Tracker, actual: Any) -> property:
@@ -236,7 +224,7 @@ def _device_property(tracker: Tracker, actual: Any) -> property:
 
 
 def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.tensor, which makes it on the CPU and has a backend move it."""
+    """torch.tensor makes a tensor on the CPU, and a backend moves it."""
 
     def made(data: Any, **kwargs: Any) -> Tensor:
         device, requires_grad = kwargs.pop("device", None), kwargs.pop("requires_grad", False)
@@ -249,7 +237,7 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Tensor.to that knows two memories: it copies where they differ, and does not where torch would, seeing one."""
+    """Tensor.to for two memories: it copies if and only if they differ."""
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         wanted = args[0] if args else kwargs.get("device")

@@ -1,9 +1,8 @@
-"""What a training will hold in memory, without the memory: the method's own code on tensors that have sizes only.
+"""A memory rehearsal: the peaks of a training without its memory, by the method's own code on tensors without bytes.
 
-A method's train() runs two steps on FakeTensors, in this process, while a Tracker books what every storage would take
-on the device and on the host. The peak is exact but for what the CUDA allocator adds (fragments, its context) and for
-kernels that keep other buffers than the CPU's. Works where no step depends on a number that was computed: a number that
-is asked for is answered with one half.
+A method's train() runs two steps on FakeTensors, in this process, while a Tracker books the bytes of every storage on
+the device and on the host. The peak is exact but for the CUDA allocator's own (fragments, context) and for kernels with
+other buffers than the CPU's. No step may depend on a computed number: every number read is one half.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ STEPS = 2  # the second one has the optimizer's state from its start
 
 
 class Prediction(NamedTuple):
-    """Peak bytes of both memories, and what the prediction took."""
+    """Peak bytes of both memories, and the rehearsal's own time."""
 
     device_bytes: int
     host_bytes: int
@@ -47,8 +46,8 @@ class _Ledger(Tracker):
 
 
 def predict(method: Method, workload: Workload, steps: int = STEPS) -> Prediction:
-    """Train without memory; `steps` is how many batches lie on the device. Raises Unavailable for a method whose engine
-    does not run so."""
+    """Train without memory, with the batches of so many steps on the device. Raises Unavailable if the method's engine
+    cannot."""
     if not method.can_rehearse:
         raise Unavailable(f"{method.label} has no memory rehearsal: its engine does not run on tensors without memory")
     with timed() as seconds, without_memory() as tracker:
@@ -71,7 +70,7 @@ def timed() -> Iterator[Callable[[], float]]:
 
 @contextmanager
 def without_memory() -> Iterator[Tracker]:
-    """Tensors have no bytes, threads are calls in order, the one rank there is has nobody to talk to."""
+    """Tensors have no bytes, threads are calls in order, and the only rank exchanges nothing."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         tracker = stack.enter_context(_Ledger())

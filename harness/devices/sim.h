@@ -1,12 +1,12 @@
 // The two memories of sim.cpp, their budgets, and the time that copies between them take.
 //
-// The device: whatever a tensor of this device holds, in units of 512 bytes. What a CPU's kernel allocates for itself
-// while it computes is no device's: it grows with the CPU's threads, and tracker.py could not see it. The host: whatever torch allocates otherwise, to the byte; page-locked memory is part of it, in powers of
-// two, and has a budget of its own besides.
+// The device: whatever its tensors hold, in units of 512 bytes; not what a CPU's kernel allocates while it computes,
+// which grows with the CPU's threads and which memory_account.py could not see. The host: whatever else torch allocates,
+// to the byte; page-locked memory is part of it, in powers of two, and has a budget of its own besides.
 //
-// Time: with a link speed given, a copy between the memories takes bytes / speed on the stream that it is queued on and
-// on the link in its direction. Operations really happen at once, in the calling thread; only time is simulated: who
-// would have to wait for a copy sleeps until it would have ended.
+// Time: with a link speed given, a copy between the memories takes bytes / speed on its stream and on the link in its
+// direction. Operations happen at once, in the calling thread; only time is simulated: a wait for a copy sleeps until
+// the copy would have ended.
 
 #pragma once
 

@@ -1,9 +1,9 @@
-"""The device `sim`: a second memory on a CPU, with budgets that bind, so that what is larger than a device can be
-trained, and fail, where there is none.
+"""The device `sim`: a second memory on a CPU with enforced budgets, so that models larger than a device train, and
+fail, without one.
 
-sim.cpp is the device: it is compiled once, by the system's compiler, into .venv/sim; the name of the file is a hash of
-the source and of torch's version. Where there is no compiler, tracker.py counts the same bytes in Python. One process
-has one sim, started before anything is allocated; torch is imported then and not before.
+sim.cpp is the device, compiled once by the system's compiler into .venv/sim; the name of the file is a hash of the
+source and of torch's version. Without a compiler memory_account.py counts the same bytes in Python. A process has one
+sim, started before anything is allocated; torch is imported then.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from harness.devices import machine
 STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
 UNLIMITED = 2**63
 
-_started: Any = None  # this process's: Compiled, or the tracker in its place
+_started: Any = None  # in this process: Compiled or Tracker
 
 
 @functools.cache
 def library() -> Library:
-    """The compiled device, where it lies or would."""
+    """The compiled device, built or not."""
     sources = tuple(Path(__file__).with_name(name) for name in ("sim.cpp", "sim.h"))
     return Library("the device sim", 20, ROOT / ".venv" / "sim", sources, (str(machine.software()["torch"]),))
 
@@ -38,12 +38,12 @@ def is_built() -> bool:
 
 
 def to_build() -> str | None:
-    """What build() would compile, for people; None when it is there, or when there is nothing to compile it with."""
+    """What build() would compile, for people; None if it is there, or there is no compiler."""
     return library().to_build()
 
 
 def build() -> None:
-    """Compile the device. Raises Unavailable where there is no compiler, or where it fails."""
+    """Compile the device. Raises Unavailable without a compiler, or if it fails."""
     torch = importlib.util.find_spec("torch")
     assert torch and torch.origin
     root = Path(torch.origin).parent
@@ -82,7 +82,7 @@ def start(
 ) -> None:
     """Make `sim` a device of this process's torch; None is no budget, and a link that takes no time.
 
-    From here on what torch allocates counts, and torch.OutOfMemoryError is raised where a budget is passed.
+    From here on torch's allocations count, and torch.OutOfMemoryError is raised beyond a budget.
     """
     global _started
     if is_built():
@@ -97,7 +97,7 @@ def start(
 
 
 def stats() -> dict[str, int]:
-    """Bytes in use and their peaks, by memory: device, host (with what is page-locked), pinned."""
+    """Bytes in use and their peaks, by memory: device, host (page-locked included), pinned."""
     return _started.stats()
 
 
@@ -106,21 +106,20 @@ def reset_peaks() -> None:
 
 
 def lift() -> None:
-    """Training is over: what is allocated from here on, to look at it, is no part of it. Budgets bind no more, and
-    peaks stay as they are."""
+    """Training is over: budgets no longer bind, and peaks stay."""
     if _started is not None:
         _started.lift()
 
 
 def enforce(budget: Budget) -> dict[str, str]:
-    """Start the device of a run; says what holds it to its budget."""
+    """Start the device of a run; returns what enforces each budget."""
     start(budget.device_bytes, budget.host_bytes, None, budget.link_bytes_per_second)
     by = "sim's allocators" if isinstance(_started, Compiled) else "sim's account in Python"
     return {"device": by, "host": f"{by}: tensors alone"}
 
 
 def peaks() -> dict[str, int]:
-    """A run's peaks, as they stand in its record; empty before the device is started."""
+    """A run's peaks by their names in a record; empty before the device is started."""
     if _started is None:
         return {}
     now = _started.stats()
@@ -129,7 +128,7 @@ def peaks() -> dict[str, int]:
 
 
 def _module(sim: Compiled) -> types.ModuleType:
-    """torch.sim: what torch and the engines ask a device's module for."""
+    """torch.sim, with the functions that torch and the engines call."""
     import torch
 
     class Stream(torch.Stream):

@@ -1,7 +1,7 @@
-"""What orders work between a device and its host: streams, events, threads, and the memory they share.
+"""Order between a device and its host: streams, events, threads, and the memory they share.
 
-The same code runs on a CPU, where a stream has nothing to wait for, and on a CUDA device. The race detector and virtual
-time of the tests put their own streams and threads into STREAMS and watch the same code.
+The same code runs on a CPU, where a stream has nothing to wait for, and on a CUDA device. The race detector and the
+virtual clock put their own streams and threads into STREAMS and watch the same code.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CpuStreams:
 
     stream: Any = HostStream
     current: Any = HostStream
-    # Who has a clock puts them here: around work on streams and threads, in a traced run
-    # (harness/run/trace.py); and around the taking of so many bytes of host memory.
+    # Set by harness/run/trace.py: around work on streams and threads, in a traced run; around taking so many bytes of
+    # host memory.
     span: Any = None
     taking: Any = nullcontext
 
@@ -78,8 +78,8 @@ class CudaStreams(CpuStreams):
 
 
 class SimStreams(CpuStreams):
-    """Streams of the device sim: what is queued happens at once, and who waits for a copy sleeps until it would have
-    ended. Where sim is only accounted for, its streams are the CPU's."""
+    """Streams of the device sim: queued work happens at once, and a wait for a copy sleeps until the copy would have
+    ended. If sim is only accounted for, its streams are the CPU's."""
 
     @property
     def module(self) -> Any:
@@ -115,10 +115,10 @@ class Device:
         self.streams = STREAMS[self.name.type]
         self.compute = self.streams.current()
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
-        # What is parked comes back in a thread of its own: it waits for updates, what travels must not wait behind it.
+        # Parked layers return in a thread of their own: it waits for updates, and travelling layers must not.
         self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
         self.workers = self.streams.workers(num_workers)
-        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # who waits comes after whom it waits for
+        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each waits only for earlier ones
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # of a home, in the order of the forward pass
         self._page_locked: list[Tensor] = []
@@ -128,27 +128,27 @@ class Device:
 
     def __exit__(self, *exc: object) -> None:
         for pool in reversed(self._threads):
-            pool.shutdown(cancel_futures=exc[0] is not None)  # what is still to be written, is, unless the run failed
+            pool.shutdown(cancel_futures=exc[0] is not None)  # finish pending writes, unless the run failed
         if self._page_locked:
             torch.cuda.synchronize()
         for slab in self._page_locked:
             torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
     def span(self, track: str, work: str, of: str) -> AbstractContextManager[None]:
-        """Around work of one kind on a part of the model: what a stream is given to do after all that it waits for
-        ("compute", "inbound", "outbound"), or what a thread of the host does (any other track)."""
+        """Around work of one kind on a part of the model: queued on a stream ("compute", "inbound", "outbound"), after
+        all its waits, or done by a thread of the host (any other track)."""
         note = self.streams.span
         return UNNOTED if note is None else note(getattr(self, track, None), track, work, of)
 
     def threads(self, num_threads: int) -> Any:
-        """More threads of the host, as long as the device."""
+        """More threads of the host, shut down with the device."""
         self._threads.append(self.streams.pool(num_threads))
         return self._threads[-1]
 
     def room(self, numel: int, dtype: torch.dtype, *, host: bool) -> Tensor:
         """A zeroed slab, exactly as large as asked; on the host of a CUDA device it is page-locked.
 
-        Raises torch.OutOfMemoryError where the host's memory cannot be locked.
+        Raises torch.OutOfMemoryError if the host's memory cannot be locked.
         """
         if not host:
             return torch.zeros(numel, dtype=dtype, device=self.name)
@@ -181,14 +181,14 @@ class Device:
 
 
 def _take(pages: mmap.mmap) -> None:
-    """Have the system give every page now, by all cores, and not by one in the first step."""
+    """Touch every page now, by all cores, instead of by one in the first step."""
     whole = np.frombuffer(pages, dtype=np.uint8)
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
 
 
 def join_alone(device: str) -> None:
-    """Start torch.distributed for the one rank there is; on sim it passes no messages."""
+    """Start torch.distributed for a single rank; on sim it passes no messages."""
     if device == "sim":
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
     backend = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}[device]
@@ -196,6 +196,6 @@ def join_alone(device: str) -> None:
 
 
 def require_device(device: str, engine: str) -> None:
-    """Raise Unavailable where the device is one that this process only accounts for: an engine asks torch for it."""
+    """Raise Unavailable if this process only accounts for the device: an engine needs torch to have it."""
     if device == "sim" and not torch.get_device_module(device).is_available():
         raise Unavailable(f"{engine} does not run on sim without the compiled device: apt-get install g++, and again")

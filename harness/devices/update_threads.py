@@ -1,7 +1,7 @@
-"""The host's updates: threads that share a layer's update, the layer that is needed first before all others.
+"""The host's updates: threads share a layer's update, and the layer needed first goes first.
 
-An update is cut into chunks. A thread takes some chunks of the update with the earliest deadline among those whose
-gradient has landed, works on them, and comes again; so a slow thread holds up nobody, and no thread waits for another.
+An update is cut into chunks. A thread repeatedly takes chunks of the update with the earliest deadline among those
+whose gradient has landed: a slow thread delays no other, and no thread waits for another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Update:
-    """Work on `num_chunks` chunks, best begun when the event `landed` has happened; it waits for that itself."""
+    """Work on `num_chunks` chunks, best begun after the event `landed`; the work itself waits for the event."""
 
     def __init__(
         self, number: int, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]
@@ -32,11 +32,11 @@ class Workers:
         self._pool, self._num_threads = pool, num_threads
         self._lock = threading.Lock()
         self._asked = itertools.count()
-        self._waiting: list[Update] = []  # with chunks that nobody has taken, by deadline
+        self._waiting: list[Update] = []  # with chunks to take, by deadline
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Future[None]:
-        """Call work(first, last) on chunks [first, last), each chunk once, on any of the threads; returns at once. What
-        has the lowest deadline of all that has landed goes first."""
+        """Call work(first, last) on chunks [first, last), each chunk once, on any thread; returns at once. Of landed
+        updates the one with the lowest deadline goes first."""
         with self._lock:
             update = Update(next(self._asked), deadline, landed, num_chunks, work)
             bisect.insort(self._waiting, update, key=lambda waiting: waiting.deadline)
@@ -50,7 +50,7 @@ class Workers:
         with self._lock:
             if not self._waiting:
                 return
-            # Where nothing has landed yet, what was asked for first will be the first to land.
+            # If nothing has landed yet, the first one asked for will land first.
             landed = (update for update in self._waiting if update.landed.query())
             update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
             first, left = update.num_taken, update.num_chunks - update.num_taken
@@ -61,7 +61,7 @@ class Workers:
                 self._waiting.remove(update)
             is_more = bool(self._waiting)
         if is_more:
-            self._pool.submit(self._take)  # for the next thread, or for this one when it is through
+            self._pool.submit(self._take)  # for the next thread, or for this one later
         try:
             update.work(first, first + share)
         except Exception as error:

@@ -1,7 +1,7 @@
-"""Jobs in containers: the same launch, in an image that has Python and the engines, with the job's memory as the limit.
+"""Jobs in containers: the same launch in an image with Python and the engines, limited to the job's memory.
 
-The container sees this checkout, the folder of results and what the job names, at the paths they have here; the sources
-are those of here, the packages the image's. It has no network, and ends when this process does.
+The container sees this checkout, the folder of results and the job's own folders, at the same paths; sources are this
+checkout's, packages the image's. It has no network, and ends when this process does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_ENGINE = "no container engine answers: apt-get install docker.io, start docke
 
 
 def default_image(device: str) -> str:
-    """Its tag is a hash of what it is built from: an image of other pins is another image."""
+    """Its tag is a hash of its pins: other pins make another image."""
     key = hashlib.sha256()
     for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml", "constraints.txt"):
         key.update((ROOT / name).read_bytes())
@@ -45,12 +45,10 @@ def default_image(device: str) -> str:
 
 @functools.cache
 def engine() -> Any:
-    """The client of the engine that DOCKER_HOST, or else the system, names. Raises Unavailable where none answers."""
-    try:
-        from docker.client import from_env
-        from docker.errors import DockerException
-    except ImportError as error:
-        raise Unavailable("no docker SDK in this Python: .venv/bin/python -m pip install docker") from error
+    """The client of the engine that DOCKER_HOST, or else the system, names. Raises Unavailable if none answers."""
+    from docker.client import from_env
+    from docker.errors import DockerException
+
     try:
         client = from_env()
         client.ping()
@@ -60,7 +58,7 @@ def engine() -> Any:
 
 
 class Docker:
-    """A place: one image of one engine. Raises Unavailable where either is missing."""
+    """A place: one image of one engine. Raises Unavailable if either is missing."""
 
     is_parallel = False
 
@@ -124,7 +122,7 @@ class Docker:
         return found
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path) -> Path:
-        """The record with the engine's word on the end; where the worker's parent left none, one by that word alone."""
+        """The record with the engine's state of the container; without a record by the worker's parent, a new one."""
         state = running.end()
         told = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
         path = Path(f"{stem}.json")
@@ -145,20 +143,20 @@ class Docker:
 
 
 def shared_folders(job: Job, results: Path, folders: tuple[Path, ...]) -> tuple[set[Path], set[Path]]:
-    """What a container of this job sees of this machine, by the same paths: to read, and to write."""
+    """Folders of this machine that a container of this job sees at the same paths: to read, and to write."""
     corpus, disk = job.workload.corpus, job.options.get("disk")
     written = {results, *([Path(disk).resolve()] if disk else [])}
     return {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else [])} - written, written
 
 
 def memory_limit(job: Job) -> int | None:
-    """Of the container, swap included: the wall that a worker has elsewhere, and room for its parent."""
+    """The container's limit, swap included: the worker's wall, and room for its parent."""
     wall = budgets.wall_bytes(job)
     return wall + WATCHER_BYTES if wall else None
 
 
 class Running:
-    """A started container, its events and its end. Raises Unavailable where the engine does not start it."""
+    """A started container, its events and its end. Raises Unavailable if the engine does not start it."""
 
     def __init__(self, client: Any, settings: dict[str, Any], job: Job, report: Report) -> None:
         from docker.errors import APIError
@@ -237,7 +235,7 @@ class Running:
             self.container.kill(number.name)
 
     def end(self) -> dict[str, Any]:
-        """The engine's word on how the container ended, which is gone then, whatever was running in it."""
+        """End and remove the container; returns the engine's state of it."""
         from docker.errors import APIError
         from requests.exceptions import ConnectionError, Timeout
 
@@ -259,7 +257,7 @@ class Running:
 
 
 def told(error: Any) -> str:
-    """An engine's error in one line, with what helps where it is known."""
+    """An engine's error in one line, with a remedy if one is known."""
     text = " ".join(str(error.explanation or error).split())
     if "could not select device driver" in text:
         return f"the engine hands out no GPU: install the NVIDIA container toolkit and restart it ({text})"

@@ -30,7 +30,7 @@ name_option = click.option(
 def image(context: click.Context) -> None:
     """The image that --on docker runs jobs in."""
     if context.invoked_subcommand is None:
-        raise ValueError("image what? ./run.sh image build makes it, ./run.sh image shell opens it")
+        raise ValueError("expected image build or image shell, got image; try ./run.sh image build")
 
 
 @image.command()
@@ -68,7 +68,7 @@ def build(
 
 
 def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
-    """What docker/Dockerfile copies, as a tar: pins, wheels, and the project's own files."""
+    """Write the tar that docker/Dockerfile copies from: pins, wheels, and the project's own files."""
     with tarfile.open(fileobj=context, mode="w") as archive:
         archive.add(ROOT / "docker" / "Dockerfile", "Dockerfile")
         for name in PINS:
@@ -81,11 +81,10 @@ def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
 
 
 def show(line: dict[str, Any]) -> None:
-    """A step of the build. Raises Unavailable with the line that says why it failed."""
+    """Print a step of the build. Raises Unavailable with the engine's error."""
     if "error" in line:
-        raise Unavailable(
-            f"the image was not built: {' '.join(line['error'].split())}; --build-arg and --base change it"
-        )
+        error = " ".join(line["error"].split())
+        raise Unavailable(f"the image was not built: {error}; --build-arg and --base change it")
     text = line.get("stream", "").rstrip()
     if text:
         print(text, flush=True)
@@ -110,7 +109,7 @@ def shell(device: str, name: str | None) -> None:
 
 
 def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Leave out what Python and the tools cache, and whose file it is here."""
+    """Leave out caches and environments, and the owner of a file."""
     if Path(item.name).name in ("__pycache__", ".venv"):
         return None
     item.uid = item.gid = 1000

@@ -175,7 +175,7 @@ def test_a_bad_size_is_one_line(capsys, monkeypatch, option: str, size: str) -> 
 @pytest.mark.parametrize("verb", [["run"], ["sweep"], ["search", "largest"]])
 def test_no_run_is_given_more_than_there_is_and_a_plan_is(capsys, monkeypatch, verb: list[str]) -> None:
     more = ["-m", "l2l", *SMALL, "--device", "cpu", "--host-memory", f"{machine.host_bytes() // GIB + 1}GiB"]
-    assert "more than this machine has" in fails(capsys, monkeypatch, *verb, *more)
+    assert "MiB on this machine, got " in fails(capsys, monkeypatch, *verb, *more)
     assert plan(capsys, monkeypatch, *more)[0]["fits"]
 
 
