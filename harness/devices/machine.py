@@ -66,16 +66,13 @@ def gpu() -> dict[str, Any]:
     """Name, bytes, identity and driver of the first GPU this process may use; empty without one."""
     import pynvml
 
-    try:
+    with contextlib.suppress(pynvml.NVMLError):
         handle = _gpu_handle()
         return {
-            "gpu": pynvml.nvmlDeviceGetName(handle),
-            "gpu_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-            "gpu_uuid": pynvml.nvmlDeviceGetUUID(handle),
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-        }
-    except pynvml.NVMLError:
-        return {}
+            "gpu": pynvml.nvmlDeviceGetName(handle), "gpu_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            "gpu_uuid": pynvml.nvmlDeviceGetUUID(handle), "driver": pynvml.nvmlSystemGetDriverVersion(),
+        }  # fmt: skip
+    return {}
 
 
 def visible_gpus() -> list[str]:
@@ -84,21 +81,19 @@ def visible_gpus() -> list[str]:
 
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    try:
+    with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
+    return []
 
 
 def gpu_free_bytes() -> int | None:
     """Free bytes of that GPU, without a context on it; None if the driver does not tell."""
     import pynvml
 
-    try:
+    with contextlib.suppress(pynvml.NVMLError):
         return int(pynvml.nvmlDeviceGetMemoryInfo(_gpu_handle()).free)
-    except pynvml.NVMLError:
-        return None
+    return None
 
 
 def surroundings(device: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[
     """Write the record and the closing line of an order that left none; `seen` are known fields of the record."""
     path = Path(f"{stem}.json")
     fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
-    record = Record(job, key, end.status, reason=end.reason, evidence=end.evidence, **fields)
+    record = Record(job, key, **end.changes({}), **fields)
     record.write(path)
     with open(f"{stem}.txt", "a") as log:
         log.write(log_lines.end_line(job, end.status, record.phase, len(record.losses), end.reason) + "\n")

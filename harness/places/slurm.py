@@ -98,7 +98,7 @@ def is_bundle(image: str) -> bool:
 
 
 def check_containers(image: str) -> None:
-    """Raise Unavailable where this Slurm does not run such a container."""
+    """Raise Unavailable if this Slurm does not run such a container."""
     if is_bundle(image):
         done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
         found = [line.partition("=")[2].strip() for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
@@ -109,7 +109,7 @@ def check_containers(image: str) -> None:
 
 
 class Slurm:
-    """A place: Slurm with these options. Raises Unavailable where there is none."""
+    """A place: Slurm with these options. Raises Unavailable if there is none."""
 
     is_parallel = True
 
@@ -123,7 +123,7 @@ class Slurm:
             check_containers(self.image)
 
     def context(self) -> dict[str, str]:
-        """The machine that submits is not the one that runs: its facts give way to the partition's name."""
+        """The partition's name instead of the facts of the machine that submits."""
         nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
         nodes |= {"image": str(self.image)} if self.image else {}
         return {"cpu": "", "cores": "", "gpu": "", **{f"slurm_{name}": value for name, value in nodes.items()}}
@@ -131,7 +131,7 @@ class Slurm:
     def launch(
         self, jobs: list[tuple[Job, str]], results: Path, folders: tuple[Path, ...], report: Report
     ) -> list[Path]:
-        """KeyboardInterrupt cancels what was submitted, lets it finish its records, and is raised again."""
+        """KeyboardInterrupt cancels the submitted jobs, lets them finish their records, and is raised again."""
         # A folder of an earlier call could hold the result of an earlier job of the same number.
         logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
         stems = [new_stem(results.resolve(), job) for job, _ in jobs]
@@ -151,20 +151,20 @@ class Slurm:
                 Path(f"{stem}.txt").unlink()
             states = states_of(ids)
             ended = zip(jobs, stems, ids, strict=False)
-            paths = [self._complete(job, key, stem, number, states, logs) for (job, key), stem, number in ended]
+            paths = [self._complete(job, key, stem, number, states[number], logs) for (job, key), stem, number in ended]
             shutil.rmtree(logs, ignore_errors=True)
         if is_interrupted:
             raise KeyboardInterrupt
         return paths
 
     def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
-        """What submitit is told of a job: the words of sbatch, and those of srun, which starts a container."""
+        """submitit's parameters for a job: sbatch's options, and srun's, which starts the container."""
         seconds = (job.budget.seconds or budgets.deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
         found |= {"job_name": f"{job.method}-{job.workload.num_layers}"}
         found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items()}
         found |= {"nodes": self._num_nodes(job), "srun_args": self._container(job, results, folders)}
-        if found["nodes"] > 1:  # whole nodes: two jobs that wait for each other's would wait for ever
+        if found["nodes"] > 1:  # whole nodes: two jobs could wait for each other's nodes forever
             found["exclusive"] = True
             found["srun_args"] = ["--kill-on-bad-exit=1", *found["srun_args"]]
         limit = memory_limit(job)
@@ -198,7 +198,7 @@ class Slurm:
         executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
         executor.update_parameters(**self.words(job, results, folders))
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # what sbatch says is in the error, too
+            with contextlib.redirect_stderr(io.StringIO()):  # sbatch's output is in the error, too
                 order = {**order, "num_nodes": self._num_nodes(job), "folder": str(logs)}
                 return str(executor.submit(perform_on_node, order).job_id)
         except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
@@ -208,7 +208,7 @@ class Slurm:
             raise ValueError(f"Slurm takes no job with {self.options or 'no options'}: {text}; see --slurm") from error
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
-        """Until all have ended, with a line whenever their states have changed."""
+        """Wait until all have ended; report each change of their states."""
         told, deadline = "", time.time() + seconds
         while True:
             names = [state.name for state in states_of(ids).values()]
@@ -220,10 +220,8 @@ class Slurm:
                 return
             time.sleep(POLL_SECONDS)
 
-    def _complete(
-        self, job: Job, key: str, stem: Path, number: str, states: dict[str, State], logs: Path
-    ) -> Path:  # fmt: skip
-        state, path = states[number], Path(f"{stem}.json")
+    def _complete(self, job: Job, key: str, stem: Path, number: str, state: State, logs: Path) -> Path:
+        path = Path(f"{stem}.json")
         deadline = time.time() + (LATE_SECONDS if state.name == "COMPLETED" else 1.0)
         while not path.exists() and time.time() < deadline:
             time.sleep(0.1)
@@ -234,7 +232,7 @@ class Slurm:
         if record:
             record.write(path)
         said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
-        if state.name == "FAILED" and OOM_KILL in said:  # of what srun started, sbatch knows only that it failed
+        if state.name == "FAILED" and OOM_KILL in said:  # sbatch knows only that srun failed
             state = state._replace(name="OUT_OF_MEMORY")
         end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         if record is None:
@@ -255,7 +253,7 @@ class Slurm:
 
 
 def named(state: State, phase: str, limit_bytes: int) -> failures.Failure:
-    """The end of a job as Slurm tells it."""
+    """The end of a job, by its state under Slurm."""
     code, _, number = state.exit_code.partition(":")
     if state.name == "OUT_OF_MEMORY":
         end = failures.End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes)

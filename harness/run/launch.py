@@ -172,9 +172,9 @@ class Watch:
         if self.rank:
             failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
         return Record(
-            job=self.job, key=self.key, status=failure.status, phase=self.phase, reason=failure.reason,
-            evidence=failure.evidence, clock=self.job.device, started=self.started, machine=machine.facts(),
-            software=machine.software(), losses=self.losses, step_seconds=self.step_seconds,
+            job=self.job, key=self.key, phase=self.phase, clock=self.job.device, started=self.started,
+            machine=machine.facts(), software=machine.software(), losses=self.losses,
+            step_seconds=self.step_seconds, **failure.changes({}),
         )  # fmt: skip
 
     def complete(self, record: Record) -> Record:

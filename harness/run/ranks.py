@@ -132,7 +132,7 @@ def _conclude(
     record = together([ended[rank] for rank in sorted(ended)])
     if is_interrupted and record.status != "ok":  # a rank may have noticed first that another one was gone
         end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
-        return dataclasses.replace(record, status=end.status, reason=end.reason, evidence=end.evidence), None
+        return dataclasses.replace(record, **end.changes({})), None
     return record, None
 
 

@@ -194,7 +194,7 @@ class Run:
 def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     """Train one job here; returns its record, however it ended."""
     started, run = time.time(), Run(job, emit)
-    status, reason, evidence = "ok", "", {}
+    end, evidence = failures.Failure("ok", ""), {}
     method = create(job.method, job.options, folders)
     enforced: dict[str, str] = {}
     try:
@@ -202,12 +202,10 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         enforced = budgets.enforce(job)
         run.train(method)
     except KeyboardInterrupt:
-        failure = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
-        status, reason, evidence = failure.status, failure.reason, failure.evidence
+        end = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
     except Exception as error:
-        failure = failures.of_exception(error, run.phase, budgets.lift(job))
+        end = failures.of_exception(error, run.phase, budgets.lift(job))
         evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
-        status, reason, evidence = failure.status, failure.reason, {**evidence, **failure.evidence}
         with contextlib.suppress(OSError):  # the log's disk may be what is full
             print(evidence["traceback"], flush=True)
     # Training is over: no signal may end the writing of its record.
@@ -216,8 +214,8 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
             signal.signal(kind, signal.SIG_IGN)
     gc.collect()
     return Record(
-        job=job, key=key, status=status, phase=run.phase, reason=reason, evidence=evidence, clock=job.device,
-        machine=machine.facts(), software=machine.software(), started=started, limits=enforced,
+        job=job, key=key, phase=run.phase, clock=job.device, machine=machine.facts(), software=machine.software(),
+        started=started, limits=enforced, **end.changes(evidence),
         predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
         bit_exact=method.bit_exact, is_exact=method.is_exact, peaks=device_peaks(job.device), **run.measured,
     )  # fmt: skip
