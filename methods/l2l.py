@@ -62,7 +62,7 @@ class L2L:
                 clip = Clip(gpu, workload.clip_norm, scale)
                 for layer in reversed(layers):
                     slot.load(layer)
-                    dxs = layer.backward(dxs, gradients.slab)
+                    dxs = gradients.backward(layer, dxs)
                     clip.add(layer.norms(gradients.slab))
                     gradients.send_home(layer)
                     gpu.synchronize()

@@ -89,7 +89,7 @@ class Stronghold:
                 for layer in layers:
                     xs = layer.forward(xs)  # waits for its prefetch
                     window.slide_up(layer)  # its slot fetches the next one above
-                loss, dxs = ends.loss(xs, targets, rule.loss_scale)
+                loss, dxs = ends.loss(xs, targets, rule.scale.value)
                 rule.begin(workload.learning_rate_at(step))
                 for layer in reversed(layers):
                     dxs = layer.backward(dxs)  # recomputes

@@ -1,8 +1,7 @@
-"""Measures what the planner reckons with: a layer's compute, copies, updates, the disk. In a process of its own.
+"""Measure the planner's rates in a process of its own: a layer's compute, copies, updates, the disk.
 
-The order is one JSON object on standard input (workload, device, folder), the answer one on standard output: raw
-numbers, and the rates they make. All is measured by the code that trains: the model's layer, the streams of
-harness/devices/streams.py, the updates of methods/streaming/layer_state.py.
+Reads one JSON object (workload, device, folder) from standard input and writes one with the raw numbers and the rates
+to standard output. The code that trains is timed: the model's layer, harness/devices/streams.py, layer_state.py.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -139,59 +138,50 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     size = min(UPDATED_HIDDEN_SIZE, workload.hidden_size)
     small = dataclasses.replace(workload, num_layers=1, hidden_size=size, num_heads=1)
     most = facts()["cores"] - (2 if device_name == "cuda" else 0)
-    alone = {}
-    most = max(1, most)
+    most, alone = max(1, most), {}
     for threads in sorted({1, most, *(2**power for power in range(1, 10) if 2**power < most)}):
         with Device(device_name, num_workers=threads) as device:
-            homes = [LayerState(device, new_layer(small), f"layers.{i}.", small, host=True) for i in range(threads)]
-            for home in homes:
-                home.landed = device.outbound.record_event()
-            params = threads * small.layer_params
-            alone[str(threads)] = params / median_seconds(device, lambda homes=homes: update_all(homes))  # type: ignore[misc]
+            layers = landed_layers(device, small, threads)
+            seconds = median_seconds(device, lambda layers=layers: update_all(layers))  # type: ignore[misc]
+            alone[str(threads)] = threads * small.layer_params / seconds
             if threads == most:
-                loaded = under_copies(device, homes, small.layer_params)
+                loaded = under_copies(device, layers, small.layer_params)
                 there = LayerState(device, new_layer(small), "layers.0.", small, host=False)
                 on_device = small.layer_params / median_seconds(device, lambda: there.update(1e-4, None))  # noqa: B023
-    return {"alone": alone, "ahead": ahead(small, device_name, most), "under_copies": {"threads": most, **loaded},
-            "on_device": on_device}  # fmt: skip
+    with Device(device_name, num_workers=most) as device:
+        layers = landed_layers(device, small, most, spare=True)
+        ahead = most * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
+    return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, "on_device": on_device}
 
 
-def ahead(small: Workload, device_name: str, threads: int) -> float:
-    """Parameters a second of the host from one state into another, as where an update is made ahead of the norm."""
-    with Device(device_name, num_workers=threads) as device:
-        place: dict[str, Any] = {"host": True, "spare": True}
-        homes = [LayerState(device, new_layer(small), f"layers.{i}.", small, **place) for i in range(threads)]
-        for home in homes:
-            home.landed = device.outbound.record_event()
-        return threads * small.layer_params / median_seconds(device, lambda: speculate_all(homes))
+def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:
+    """Layers of the host whose gradients are there."""
+    names = (f"layers.{i}." for i in range(num_layers))
+    layers = [LayerState(device, new_layer(workload), name, workload, host=True, spare=spare) for name in names]
+    for layer in layers:
+        layer.landed = device.outbound.record_event()
+    return layers
 
 
-def speculate_all(homes: list[LayerState]) -> None:
-    for home in homes:
-        clip = Clip(home.device, 0.0)
-        clip.add([torch.zeros((), device=home.device.name)])
-        home.speculate_when_landed(1e-4, clip)
-    for home in homes:
-        assert home.speculation is not None
-        home.speculation.done.result()
+def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
+    """Update in place, or `ahead` of the norm into the spare states, and wait for the end."""
+    for layer in layers:
+        clip = Clip(layer.device, 0.0)
+        clip.add([torch.zeros((), device=layer.device.name)])
+        (layer.speculate_when_landed if ahead else layer.update_when_landed)(1e-4, clip)
+    for layer in layers:
+        (layer.speculation.done if layer.speculation else layer.updated).result()
 
 
-def update_all(homes: list[LayerState]) -> None:
-    for home in homes:
-        home.update_when_landed(1e-4, Clip(home.device, 0.0))
-    for home in homes:
-        home.updated.result()
-
-
-def under_copies(device: Device, homes: list[LayerState], layer_params: int) -> dict[str, float]:
+def under_copies(device: Device, layers: list[LayerState], layer_params: int) -> dict[str, float]:
     """Both at once, for as long as so many updates take."""
     num_bytes = COPY_BYTES[device.name.type] // 4
     slabs = [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, False, True, False)]
     copied, rounds, started = 0, 8, time.perf_counter()
     for _ in range(rounds):
-        for home in homes:
-            home.update_when_landed(1e-4, Clip(home.device, 0.0))
-        while not all(home.updated.done() for home in homes):
+        for layer in layers:
+            layer.update_when_landed(1e-4, Clip(device, 0.0))
+        while not all(layer.updated.done() for layer in layers):
             with device.streams.use(device.inbound):
                 slabs[1].copy_(slabs[0], non_blocking=True)
             with device.streams.use(device.outbound):
@@ -199,7 +189,7 @@ def under_copies(device: Device, homes: list[LayerState], layer_params: int) -> 
             device.synchronize()
             copied += 2 * num_bytes
     seconds = time.perf_counter() - started
-    params = rounds * len(homes) * layer_params
+    params = rounds * len(layers) * layer_params
     return {"params_per_second": params / seconds, "copied_bytes_per_second": copied / seconds}
 
 

@@ -1,9 +1,8 @@
-"""States on the disk: what AdamW keeps of a layer lies in files and passes through a few buffers of the host.
+"""States on the disk: master and moments of a layer lie in files and pass through a few buffers of the host.
 
-A visit reads a layer's state into a buffer, has it updated there, and has it written back. Visits follow each other in
-as many buffers as there are: while one layer is updated, the next one is read and the one before it is written. A file
-holds one kind of state of all layers. It is reserved in full before the first step, so that a disk that is too small is
-told of then; and it has no name any more once it is open, so that nothing is left behind, however the run ends.
+A visit reads a layer's state into a buffer, updates it there and writes it back. While one layer is updated, the next
+one is read and the last one is written. A file holds one kind of state of all layers. It is reserved in full before the
+first step, so that a disk that is too small fails then, and unlinked once open, so that no run leaves it behind.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
 
 class File:
-    """Bytes on the disk without a name, by the system's cache and, where the file system can, past it.
+    """An unlinked file, open through the system's cache and, where the file system can, past it (O_DIRECT).
 
-    Raises OSError where the disk has no room for them, and where it fails; it names the folder.
+    Raises OSError, which names the folder, if the disk has no room or fails.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -48,7 +47,7 @@ class File:
 
 @contextmanager
 def named(folder: Path) -> Iterator[None]:
-    """What fails on the disk tells in which folder: the files themselves have no name."""
+    """Name the folder in errors of the disk: the files have no name."""
     try:
         yield
     except OSError as error:
@@ -57,7 +56,7 @@ def named(folder: Path) -> Iterator[None]:
 
 
 class Disk:
-    """The states of so many layers, a file for each kind of state, and the buffers of the host."""
+    """The states of all layers on the disk, a file for each kind of state, and the buffers of the host."""
 
     def __init__(self, device: Device, folder: Path, num_layers: int, workload: Workload) -> None:
         self.device, self.folder, self.dtypes = device, folder, kept_dtypes(workload, host=True)
@@ -85,8 +84,8 @@ class Shelf:
         self.last: Any = None  # visit; its result is that of the writing
 
     def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
-        """Read the state, update() it in the buffer, which gives a future to wait for, and write it back. Returns a
-        future at once: the update's end, and as its result that of the writing."""
+        """Queue: read the state, wait for the future of update(), write the state back. Return the future of the
+        update's end; its result is the future of the writing."""
         disk, turn = self.disk, next(self.disk.turns)
         buffer, before = disk.buffers[turn], {self.last, disk.visits[turn]} - {None}
 
@@ -115,7 +114,7 @@ class Shelf:
 
 
 def shelves(device: Device, num_layers: int, folder: str | None, workload: Workload) -> Iterator[Shelf]:
-    """A place for each of so many layers in files of this folder. Raises OSError where the disk has no room."""
+    """A shelf for each layer in files of this folder. Raises OSError if the disk has no room."""
     if num_layers:
         disk = Disk(device, writable(folder), num_layers, workload)
         yield from (Shelf(disk, place) for place in range(num_layers))

@@ -80,8 +80,7 @@ class Hosted:
     def backward(self, dxs: list[Tensor]) -> list[Tensor]:
         self.slot.arrive()
         self.gradients = next(self.rooms)
-        self.gradients.reuse()
-        return self.state.backward(dxs, self.gradients.slab)
+        return self.gradients.backward(self.state, dxs)
 
     def norms(self) -> list[Tensor]:
         return self.state.norms(self.gradients.slab)
@@ -144,8 +143,7 @@ class Streamed:
     def backward(self, dxs: list[Tensor]) -> list[Tensor]:
         self.slot.arrive()
         self.gradients = next(self.rooms)
-        self.gradients.reuse()
-        return self.state.backward(dxs, self.gradients.slab)
+        return self.gradients.backward(self.state, dxs)
 
     def norms(self) -> list[Tensor]:
         return self.state.norms(self.gradients.slab)
@@ -183,19 +181,11 @@ def new_layers(
 ) -> list[Layer]:
     """The layers of a placement, bottom first. Raises OSError where the disk has no room."""
     on_disk = shelves(device, kinds.count("D"), disk, workload)
-    states = [
-        LayerState(
-            device,
-            new_layer(workload),
-            f"layers.{i}.",
-            workload,
-            host=kind != "R",
-            spare=speculates and kind in "PWS",
-            streamed=kind == "S",
-            shelf=next(on_disk) if kind == "D" else None,
-        )
-        for i, kind in enumerate(kinds)
-    ]
+    states = []
+    for i, kind in enumerate(kinds):
+        spare, shelf = speculates and kind in "PWS", next(on_disk) if kind == "D" else None
+        place: dict[str, Any] = {"host": kind != "R", "spare": spare, "streamed": kind == "S", "shelf": shelf}
+        states.append(LayerState(device, new_layer(workload), f"layers.{i}.", workload, **place))
     rooms = cycle([Gradients(states[0]) for _ in range(num_gradients(kinds, window_size))])
 
     def of_kind(kind: str, state: LayerState) -> Layer:

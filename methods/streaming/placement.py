@@ -1,4 +1,4 @@
-"""Which layer lives where: a letter a layer, written run by run (R2W5S1), and the bytes that it takes; no torch."""
+"""Placements: a letter a layer, written run by run (R2W5S1), and the bytes that they take; no torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ CLIPPINGS = ("deferred", "speculate")
 
 
 def parse(text: str, num_layers: int) -> str:
-    """A letter a layer, bottom first. The last run may leave its length out: it takes the layers that are left. `~S2`
-    at the end spreads two streamed layers among those that are not resident.
-
-    Raises ValueError where the text is no placement of so many layers.
+    """A letter a layer, bottom first. A last run without length takes all layers left; `~S2` at the end spreads two
+    streamed layers among those that are not resident. Raises ValueError if the text does not place `num_layers`.
     """
     spreads = re.fullmatch(r"(.*)~S(\d+)", text)
     if spreads and int(spreads[2]) < num_layers:
@@ -56,7 +54,7 @@ def text_of(kinds: str) -> str:
 
 
 def shrink(kinds: str, num_layers: int) -> str:
-    """The same mixture of fewer layers: every kind that there is, once at least as far as there is room."""
+    """The same mixture of fewer layers: every kind at least once, as far as there is room."""
     found = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     for kind in dict.fromkeys(kinds):
         several = [i for i, other in enumerate(found) if found.count(other) > 1]
@@ -71,7 +69,7 @@ def _runs(kinds: str) -> str:
 
 
 def spread(kinds: str, num_streamed: int) -> str:
-    """So many streamed layers evenly among others: their states load the link as steadily as the others' updates load
+    """Spread streamed layers evenly among others: their states load the link as steadily as the others' updates load
     the host."""
     total, others = len(kinds) + num_streamed, iter(kinds)
     at = [i * num_streamed // total for i in range(total + 1)] if total else []
@@ -86,12 +84,12 @@ class Ring(NamedTuple):
 
     @property
     def above(self) -> dict[int, int]:
-        """For each layer that leaves its slot in the forward pass the one that comes to it."""
+        """For each layer that leaves its slot in the forward pass the next layer in that slot."""
         return dict(zip(self.layers, self.layers[self.num_slots :], strict=False))
 
 
 def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
-    """The window of layers that travel alone, and that of those that bring their states: one at work, one to come."""
+    """The window of layers that travel without states, and that of streamed layers: one at work, one to come."""
     alone, streamed = ([i for i, kind in enumerate(kinds) if kind in group] for group in ("WD", "S"))
     return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
 

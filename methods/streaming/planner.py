@@ -1,8 +1,7 @@
-"""Which layer lives where: the fastest step that a machine's rates and memories allow, by a linear program.
+"""The fastest placement by a machine's rates and memories: a linear program over the layers of each kind.
 
-A step cannot be shorter than what the device computes, what each direction of the link and both together carry, what
-the host's memory carries and its cores update, and what the disk reads and writes. Each of these rows is linear in the
-number of layers of each kind:
+A step takes at least as long as each of these resources is busy: the device, each direction of the link and both
+together, the host's memory and cores, the disk. Each row is linear in the number of layers of each kind:
 
     R resident   all of it on the device, updated there
     P parked     weights on the device, states on the host, updated there
@@ -11,9 +10,8 @@ number of layers of each kind:
     Q            as P, but its states come to the device for the update: a bound only, the schedule has no such kind
     D on disk    as W, the states on the disk
 
-Where updates need not wait for the norm of the whole gradient there is one pool of time: without clipping, and where
-they are made ahead of it (`speculate`). With `deferred` ones there are two: the backward pass, then update and next
-forward pass. `clipping` is None, or one of these two.
+Without clipping, or with updates ahead of the norm (`speculate`), a step is one pool of time. With `deferred` updates
+it is two: the backward pass, then the updates with the next forward pass. `clipping` is None or one of these two.
 
 Source of the idea: Jiang et al. 2025 (GreedySnake) choose their overlap by a linear program, too.
 """
@@ -35,11 +33,11 @@ BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows ar
 SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
 MEMORIES = ("device", "host", "disk")
 Counts = Mapping[str, float]  # layers of each kind
-PlanOf = Callable[[Workload, dict[str, int]], Plan]  # what so many layers of each kind need
+PlanOf = Callable[[Workload, dict[str, int]], Plan]  # the needs of these numbers of layers of each kind
 
 
 class Row(NamedTuple):
-    """Seconds of one pool that something is busy: a constant, and so much for each layer of a kind."""
+    """Seconds of one pool that a resource is busy: a constant, and an amount for each layer of a kind."""
 
     name: str
     pool: int
@@ -65,8 +63,8 @@ class Carried(NamedTuple):
 
 
 def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
-    """What each kind's layers carry over the link; a gradient is as large as its weight. A deferred update of the
-    device's needs the gradient back that went home; one that was made ahead may turn out to."""
+    """Bytes a parameter of each kind carries over the link; a gradient is as large as its weight. A deferred update on
+    the device fetches the gradient again."""
     at_home = state_bytes(workload, host=True)
     size, rest = at_home["weights"], at_home["optimizer"]
     states = size + rest
@@ -91,7 +89,7 @@ def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
 
 
 def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
-    """All that bounds a step."""
+    """The rows of every resource that bounds a step."""
     deferred = clipping == "deferred"
     params, adam = workload.layer_params, ADAM_BYTES[workload.dtype]
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
@@ -115,7 +113,7 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
 
 
 def stored_bytes(workload: Workload) -> int:
-    """Of a layer on the disk, read and written once a step: all that an update changes but the weights."""
+    """Bytes of a layer on the disk, read and written once a step: master and moments."""
     return state_bytes(workload, host=True)["optimizer"] * stored_numel(workload.layer_params)
 
 
@@ -139,7 +137,7 @@ def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int
 
 
 def forecast(found: list[Row], counts: Counts) -> Forecast:
-    """The bound for so many layers of each kind."""
+    """The bound for these numbers of layers."""
     pools = {row.pool for row in found}
     longest = [max((row for row in found if row.pool == pool), key=lambda row: row.total(counts)) for pool in pools]
     binds = " then ".join(dict.fromkeys(row.name for row in longest))
@@ -155,9 +153,9 @@ def least_seconds(
     clipping: str | None,
     kinds: str = KINDS,
 ) -> tuple[float, dict[str, float]] | None:
-    """The bound over all placements, and the layers of each kind in the one of those within SLACK that carries least;
-    None where no placement fits, or scipy is missing. `needs` are bytes a layer by memory and kind, `room` what there
-    is for the layers."""
+    """The bound over all placements, and the layers of each kind in the placement that carries least among those
+    within SLACK of it; None if no placement fits or scipy is missing. `needs`: bytes a layer by memory and kind;
+    `room`: bytes for the layers by memory."""
     try:
         from scipy.optimize import linprog  # heavy: only who plans by rates pays for it
     except ImportError:
@@ -194,12 +192,12 @@ def _pools(pool: int, num_pools: int) -> list[float]:
 def choose(
     workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str, clipping: str | None
 ) -> dict[str, int] | None:
-    """Layers of each kind that fit the budget with the shortest step by its rates; among those within SLACK of it the
-    ones that carry least. None where no placement fits. `plan_of` says what so many layers of each kind need."""
+    """Layers of each kind that fit the budget with the shortest step by its rates; within SLACK of it those that carry
+    least. None if no placement fits."""
     assert budget.rates is not None
     found = rows(workload, budget.rates, clipping)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
-    optional = kinds.replace("R", "")  # what a kind sets up costs memory however few layers are of it
+    optional = kinds.replace("R", "")  # a kind's buffers cost memory however few its layers
     for number in range(len(optional) + 1):
         for used in itertools.combinations(optional, number):
             for counts in _whole(workload, budget, plan_of, "R" + "".join(used), clipping):
@@ -233,7 +231,7 @@ def _whole(
 def _linear(
     workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """What a layer more of each kind needs, by memory, and the room for layers beside what does not grow with them."""
+    """Bytes of one more layer of each kind, by memory, and the room for layers beside all else."""
     several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more than there are slots
     deep = workload.at_depth(sum(several.values()))
     deeper = workload.at_depth(deep.num_layers + 1)
@@ -249,13 +247,14 @@ def _linear(
 
 
 def arranged(counts: Counts) -> str:
-    """A letter a layer, bottom first. Resident layers at the bottom: what the host updates is then needed late."""
+    """A letter a layer, bottom first. Resident layers are at the bottom, so that layers updated on the host are needed
+    late."""
     rest = "".join(kind * int(counts.get(kind, 0)) for kind in "PWD")
     return "R" * int(counts.get("R", 0)) + spread(rest, int(counts.get("S", 0)))
 
 
 def with_forecast(plan: Plan, workload: Workload, budget: Budget, counts: Counts, clipping: str | None) -> Plan:
-    """The plan with the time that its step takes at least, where the budget has rates."""
+    """Add the bound of the step's time, if the budget has rates."""
     if budget.rates is None:
         return plan
     found = forecast(rows(workload, budget.rates, clipping), counts)

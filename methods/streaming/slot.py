@@ -85,10 +85,12 @@ class Gradients:
         self.device, self.slab = layer.device, _room(layer.device, layer.current.weights)
         self.drained: Any = None  # the last gradient has left
 
-    def reuse(self) -> None:
+    def backward(self, layer: LayerState, dys: list[Tensor]) -> list[Tensor]:
+        """The layer's backward pass, into this room."""
         if self.drained is not None:
             # The copy home may still be reading the last gradient: wait for it, not for the device.
             self.device.compute.wait_event(self.drained)
+        return layer.backward(dys, self.slab)
 
     def send_home(self, layer: LayerState) -> None:
         """Queue the copy of the gradient home."""

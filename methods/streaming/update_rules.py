@@ -68,15 +68,6 @@ class UpdateRule:
         self.scale = LossScale(workload)
         self.sends_factor = self.scale.is_used or any(isinstance(layer, self.timing.by_factor) for layer in layers)
 
-    @property
-    def loss_scale(self) -> float:
-        return self.scale.value
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether streamed layers need their states in the backward pass."""
-        return self.timing.is_ahead
-
     def begin(self, learning_rate: float) -> None:
         """Begin a backward pass: the forward pass has waited for all copies of the last step's clip."""
         self.learning_rate, self.clip = learning_rate, Clip(self.device, self.workload.clip_norm, self.scale)
