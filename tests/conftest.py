@@ -9,10 +9,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.core import method
+from harness.core.job import Job
+from harness.core.record import new_stem
 from harness.devices import cgroup, machine, sim
 from tests.support import covering, packages
 
@@ -59,6 +62,21 @@ def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folders(request: pytest.FixtureRequest) -> tuple[Path, ...]:
     return _folders(request.config)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps train in this process instead of a worker's: for tests of what they do with the records."""
+    from harness.run import worker
+
+    def launch(job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Any, recorded: Any) -> Path:
+        if found := recorded():
+            return found
+        path = Path(f"{new_stem(results, job)}.json")
+        worker.run(job, key, folders, lambda event: None).write(path)
+        return path
+
+    monkeypatch.setattr("harness.jobs.sweep.launch", launch)
 
 
 @pytest.fixture(scope="session")

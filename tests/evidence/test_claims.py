@@ -161,6 +161,7 @@ def mutated_claims(draw: st.DrawFn) -> bytes:
 
 
 # CLAIM_MUTATIONS=10000 ./test.sh -k mutated takes minutes.
+@pytest.mark.heavy
 @settings(
     max_examples=int(os.environ.get("CLAIM_MUTATIONS", "300")), deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -89,7 +89,7 @@ def probes(events: list[dict]) -> list[int]:
     ]
 
 
-def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(tmp_path: Path) -> None:
+def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(tmp_path: Path, in_process: None) -> None:
     found, events = searched(tmp_path, budget_mib=1, wall=2)
     assert probes(events) == [1, 2, 4, 3]
     assert (found["largest"], found["fails_at"], found["gate"], found["trials"]) == (2, 3, "exact", 4)
@@ -97,7 +97,7 @@ def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(tmp_p
     assert again == found and [event for event in events if event["event"] == "start"] == []
 
 
-def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path) -> None:
+def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path, in_process: None) -> None:
     folders = (with_wall(tmp_path),)
     job = Job("wall", TINY.at_depth(2), {"least": 2}, Budget(MIB), steps=5, warmup=2)
     assert Sweep(tmp_path, folders).run([resolve(job, folders)[0]])[0].status == "does-not-fit"
@@ -105,24 +105,24 @@ def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path) -> None:
     assert probes(events) == [2] and found["binding"] == "none up to 2 layers, the most tried"
 
 
-def test_a_crash_is_not_too_large(tmp_path: Path) -> None:
+def test_a_crash_is_not_too_large(tmp_path: Path, in_process: None) -> None:
     found, _ = searched(tmp_path, budget_mib=2, wall=1, end="RuntimeError('bad luck')")
     assert found["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck") and found["fails_at"] is None
     assert found["record"].status == "crash" and "no answer: at 2 layers" in texts(found)["what binds"]
 
 
-def test_each_confirmation_is_a_record_of_its_own(tmp_path: Path) -> None:
+def test_each_confirmation_is_a_record_of_its_own(tmp_path: Path, in_process: None) -> None:
     found, _ = searched(tmp_path, budget_mib=1, wall=1, repeats=2, most=2)
     ends = [record.status for record in read_all(tmp_path)[0].values() if record.job.method == "wall"]
     assert found["largest"] == 1 and ends.count("ok") == 2 and len(ends) == found["trials"] == 4
 
 
-def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path) -> None:
+def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path, in_process: None) -> None:
     found, events = searched(tmp_path, budget_mib=2, wall=1, least=2)
     assert probes(events) == [2] and (found["largest"], found["fails_at"]) == (0, 2)
 
 
-def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
+def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path, in_process: None) -> None:
     (with_wall(tmp_path) / "absent.py").write_text(WALL.replace("import torch", "import no_such_engine"))
     sizes = "-h 32 -b 2 --heads 2 --seq 16 --vocab 97 --option wall=1 --device-memory 1MiB --json".split()
     words = ["-m", "wall,absent", *sizes, "--methods", tmp_path / "methods", "--results", tmp_path / "r"]

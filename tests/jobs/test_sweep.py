@@ -24,28 +24,28 @@ def starts(events: list[dict]) -> list[str]:
     return [event["job"].method for event in events if event["event"] == "start"]
 
 
-def test_the_reference_is_run_once_for_all_who_need_it(tmp_path: Path) -> None:
+def test_the_reference_is_run_once_for_all_who_need_it(tmp_path: Path, in_process: None) -> None:
     events: list[dict] = []
     records = Sweep(tmp_path, report=events.append).run(jobs("l2l", "stronghold"))
     assert starts(events) == ["l2l", "resident", "stronghold"]
     assert [record.gate.verdict for record in records] == ["exact", "exact"]
 
 
-def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path) -> None:
+def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path, in_process: None) -> None:
     Sweep(tmp_path).run(jobs("resident", "l2l"))
     events: list[dict] = []
     Sweep(tmp_path, report=events.append).run(jobs("resident", "l2l", "stronghold"))
     assert starts(events) == ["stronghold"]
 
 
-def test_what_another_call_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
+def test_what_another_call_has_measured_meanwhile_is_not_measured_again(tmp_path: Path, in_process: None) -> None:
     sweep = Sweep(tmp_path)  # has read the folder before
     Sweep(tmp_path).run(jobs("resident"))
     assert [record.status for record in sweep.run(jobs("resident"))] == ["ok"]
     assert len(list(tmp_path.glob("log_*.json"))) == 1
 
 
-def test_what_did_not_end_well_is_run_again(tmp_path: Path) -> None:
+def test_what_did_not_end_well_is_run_again(tmp_path: Path, in_process: None) -> None:
     sweep = Sweep(tmp_path)
     sweep.run(jobs("resident"))
     (path, record), *_ = read_all(tmp_path)[0].items()
@@ -55,14 +55,14 @@ def test_what_did_not_end_well_is_run_again(tmp_path: Path) -> None:
     assert starts(events) == ["resident"]
 
 
-def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path) -> None:
+def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path, in_process: None) -> None:
     Sweep(tmp_path).run(jobs("l2l"))
     events: list[dict] = []
     Sweep(tmp_path, report=events.append, rerun=True).run(jobs("l2l", "stronghold"))
     assert starts(events) == ["l2l", "resident", "stronghold"]
 
 
-def test_a_record_left_unjudged_by_a_crash_is_judged_without_a_run(tmp_path: Path) -> None:
+def test_a_record_left_unjudged_by_a_crash_is_judged_without_a_run(tmp_path: Path, in_process: None) -> None:
     from harness.core.record import Gate
 
     Sweep(tmp_path).run(jobs("l2l"))
@@ -79,7 +79,7 @@ def test_a_size_that_cannot_fit_is_a_recorded_result(tmp_path: Path) -> None:
     assert [record.status for record in read_all(tmp_path)[0].values()] == ["does-not-fit"]
 
 
-def test_what_was_refused_is_run_once_there_is_room(tmp_path: Path) -> None:
+def test_what_was_refused_is_run_once_there_is_room(tmp_path: Path, in_process: None) -> None:
     Sweep(tmp_path).run(jobs("resident"))
     (path, record), *_ = read_all(tmp_path)[0].items()
     dataclasses.replace(record, status="does-not-fit", phase="plan").write(path)

@@ -217,6 +217,7 @@ def test_chunks_hold_every_element_once_and_are_cut_at_whole_vectors(max_numel: 
     assert max(chunk[-1].stop - chunk[0].start for chunk in chunks(pieces(), max_numel)) <= max_numel
 
 
+@pytest.mark.heavy
 def test_a_narrower_torch_has_the_same_bits(kernel: None) -> None:
     """torch's own kernels for AVX2, chosen in a process of their own."""
     code = (

@@ -287,6 +287,7 @@ def example(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=path)
 
 
+@pytest.mark.heavy
 def test_the_example_learns() -> None:
     done = example()
     assert done.returncode == 0, done.stderr
