@@ -122,7 +122,7 @@ def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path, 
     assert probes(events) == [2] and (found["largest"], found["fails_at"]) == (0, 2)
 
 
-def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path, in_process: None) -> None:
+def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
     (with_wall(tmp_path) / "absent.py").write_text(WALL.replace("import torch", "import no_such_engine"))
     sizes = "-h 32 -b 2 --heads 2 --seq 16 --vocab 97 --option wall=1 --device-memory 1MiB --json".split()
     words = ["-m", "wall,absent", *sizes, "--methods", tmp_path / "methods", "--results", tmp_path / "r"]
