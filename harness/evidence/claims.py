@@ -42,16 +42,19 @@ def one_of(choices: Collection) -> AfterValidator:
     return expect(f"one of {', '.join(map(str, choices))}", choices.__contains__)
 
 
-def _window(value: Any) -> Any:
-    if value is None or value in EXTREMES:
-        return value
+def _count(value: Any, or_else: str = "") -> int:
+    """Digits alone: int() takes 1_000 and +1, too."""
     if not re.fullmatch("[1-9][0-9]{0,8}", str(value)):
-        raise ValueError(f"expected a positive integer, {' or '.join(EXTREMES)}, got {value!r:.80}")
+        raise ValueError(f"expected a positive integer{or_else}, got {value!r:.80}")
     return int(value)
 
 
+def _window(value: Any) -> Any:
+    return value if value is None or value in EXTREMES else _count(value, f", {' or '.join(EXTREMES)}")
+
+
 Text = Annotated[str, expect("text", str.strip), AfterValidator(lambda text: " ".join(text.split()))]
-Count = Annotated[int, Field(gt=0, lt=10**9)]
+Count = Annotated[int, BeforeValidator(_count)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
 Axis = Annotated[str, one_of(AXES)]

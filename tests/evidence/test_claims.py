@@ -77,6 +77,7 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
         (HEAD + RATIO.replace("at_least: 2", "at_least: -2"), "at_least: expected greater than 0, got '-2'"),
         (HEAD + RATIO.replace("at_least: 2", "at_least: .nan"), "expected a valid number, got '.nan'"),
         (HEAD + RATIO + "    xfail: ''\n", "xfail: expected text, got ''"),
+        (HEAD + RATIO.replace("l2l", "{method: l2l, num_layers: 1_000}"), "expected a positive integer, got '1_000'"),
         (HEAD + RATIO + "    tolerance: 0.1\n", "'tolerance': expected one of the fields over, under, at_least"),
         (
             HEAD + RATIO.replace("over: stronghold", "over: {method: l2l, window_size: 0}"),
