@@ -26,7 +26,7 @@ from tests.support.packages import SHARED, locked, missing, need
 
 PACKAGES = ("docker.io", "mmdebstrap")
 BASE, IMAGE = "tests/base:bookworm", "tests/harness:small"
-LEFT_OUT = ("scipy", "matplotlib", "Jinja2", "megatron-core", "deepspeed", "docker", "submitit")
+LEFT_OUT = ("scipy", "matplotlib", "Jinja2", "megatron-core", "deepspeed", "docker", "submitit", "jupytext", "ortools")
 MEMORY = Path("/dev/shm")
 FIXED_FOLDERS = ("/run/docker/plugins", "/run/docker", "/run/containerd/s", "/run/containerd")  # any engine makes them
 PATIENCE_SECONDS = 30.0
@@ -131,7 +131,7 @@ def make_image(folder: Path) -> None:
     pins = project / "pyproject.toml"
     needed = re.sub(rf'^ +"({"|".join(LEFT_OUT)})==.*\n', "", pins.read_text(), flags=re.MULTILINE)
     pins.write_text(needed)
-    direct = re.findall(r'^    "(.*==.*)",$', needed.split("optional-dependencies")[0], flags=re.MULTILINE)
+    direct = re.findall(r'^    "([^"]*==[^"]*)",', needed.split("optional-dependencies")[0], flags=re.MULTILINE)
     words = [sys.executable, "-m", "pip", "wheel", "-q", "-w", str(wheels), "-c", str(ROOT / "constraints.txt")]
     fetch(*words, *direct)
     words = [sys.executable, "-m", "harness", "image", "build", "--image", IMAGE, "--base", BASE]
