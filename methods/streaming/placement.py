@@ -122,9 +122,10 @@ def placed_plan(
     slots = size * (windowed.num_slots + num_gradients(kinds, window_size))
     slots += (states + (size if clipping else 0)) * streamed.num_slots
     device["buffers"] = slots * layer
-    # Of all micro-batches but the one at work the gradients that come to a layer, and that leave it, are kept.
+    # Beside the loss, of all micro-batches but the one at work the outputs and their gradients are kept.
     others = 2 * (workload.boundary_bytes - workload.boundary_bytes // workload.micro_batches)
-    device["activations"] = workload.num_layers * workload.boundary_bytes + workload.working_bytes + others
+    working = max(workload.head_bytes + others, workload.working_bytes)
+    device["activations"] = workload.num_layers * workload.boundary_bytes + working
     # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
     # and what attention keeps.
     device["activations"] += 512 * (12 * workload.num_layers + 32)

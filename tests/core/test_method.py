@@ -173,7 +173,7 @@ def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path)
 
 @pytest.mark.heavy
 def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
-    words = ["-q", "tests/core/test_method.py", "-k", "plain-loop and not unasked", "--methods", str(added)]
+    words = ["-q", "--all", "tests/core/test_method.py", "-k", "plain-loop and not unasked", "--methods", str(added)]
     done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
     assert "7 passed" in done.stdout, done.stdout
 

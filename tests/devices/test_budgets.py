@@ -99,7 +99,8 @@ def test_a_group_bounds_what_is_in_it_and_leaves_nothing_behind(group: cgroup.Gr
 
 def test_a_group_of_a_dead_parent_is_removed_by_the_next(group: cgroup.Group) -> None:
     code = (
-        "from harness import cgroup; import os; print(cgroup.make(2**26).folder, flush=True); os.kill(os.getpid(), 9)"
+        "import os; from harness.devices import cgroup; print(cgroup.make(2**26).folder, flush=True);"
+        "os.kill(os.getpid(), 9)"
     )
     left = Path(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip())
     assert left.is_dir()

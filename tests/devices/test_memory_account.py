@@ -185,7 +185,8 @@ def test_afterwards_torch_is_as_before() -> None:
 
 def test_without_a_compiler_a_job_on_sim_runs_by_this_account() -> None:
     code = (
-        "import json; from harness import sim, worker; from harness.core.job import Budget, Job;"
+        "import json; from harness.core.job import Budget, Job; from harness.devices import sim;"
+        "from harness.run import worker;"
         "from tests.support.training import tiny; sim.is_built = lambda: False;"
         "jobs = [Job('l2l', tiny(), {}, Budget(device_bytes=size), 'sim', 3, 1) for size in (2**19, 2**16)];"
         "records = [worker.run(job, 'key', (), lambda event: None) for job in jobs];"

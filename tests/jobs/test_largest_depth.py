@@ -158,7 +158,7 @@ def test_where_a_plan_was_too_hopeful_its_next_options_are_tried_before_a_depth_
         plan = placed_plan(*words, **named)
         return dataclasses.replace(plan, device={**plan.device, "buffers": plan.device["buffers"] - 2**16})
 
-    monkeypatch.setattr("methods.stronghold.placed_plan", hopeful)
+    monkeypatch.setattr("methods.streaming.choose_placement.placed_plan", hopeful)
     planned = create("stronghold", {"window_size": 3, "resident_layers": 2}).plan(SMALL.at_depth(5), Budget())
     job = Job("stronghold", SMALL, {}, Budget(planned.device_bytes, 64 * MIB), "sim", steps=5, warmup=2)
     method_probes = Probes(Sweep(tmp_path), job)
