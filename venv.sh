@@ -2,7 +2,9 @@
 # where it is missing or stale, and sets $root and $python. An interrupted set-up leaves no stamp, so it is done again.
 # Prints one line a phase; what uv or pip prints goes to .venv.log.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# The folder of the call may hold anything, such as a torch.py in an unpacked archive: never import from there.
+export PYTHONSAFEPATH=1
+root=$(CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)  # CDPATH would send a relative cd elsewhere
 python=$root/.venv/bin/python
 extra=$1
 log=$root/.venv.log
@@ -10,7 +12,7 @@ log=$root/.venv.log
 base_python() {
     local candidate
     for candidate in "${PYTHON:-python3.11}" python3.11 python3.12 python3.13 python3; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+        if "$candidate" -I -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
             echo "$candidate"
             return
         fi

@@ -2,5 +2,6 @@
 
 import os
 import sys
+from pathlib import Path
 
-os.execv(f"{sys.path[0]}/../run.sh", ["run.sh", "case", "3", "--draw", *sys.argv[1:]])
+os.execv(Path(__file__).parents[1] / "run.sh", ["run.sh", "case", "3", "--draw", *sys.argv[1:]])

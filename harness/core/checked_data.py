@@ -6,14 +6,19 @@ pydantic is imported when the first file is read: the start of the command line 
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 # As `__pydantic_config__` of a dataclass: a field that it does not have is an error.
 NO_OTHER_FIELDS = {"extra": "forbid"}
+# pydantic's message: what should be there, less what it says of its own way to it.
+SHOULD = re.compile(
+    r"\w+ should (?:be|have) (?P<what>.+?)(?:, unable to .*| or an instance of .*| after validation, .*)?"
+)
 
 
 def checked(kind: type[T], data: Any) -> T:
@@ -23,15 +28,12 @@ def checked(kind: type[T], data: Any) -> T:
     try:
         return _adapter(kind).validate_python(data)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise ValueError(one_line(error)) from error
-
-
-def one_line(error: ValidationError) -> str:
-    """What pydantic complains about: `field: expected X, got Y`, joined by semicolons."""
-    return "; ".join(dict.fromkeys(_complaint(detail) for detail in error.errors(include_url=False)))
+        told = dict.fromkeys(_complaint(detail) for detail in error.errors(include_url=False))
+        raise ValueError("; ".join(told)) from error
 
 
 def _complaint(detail: Any) -> str:
+    """One of pydantic's errors as `field: expected X, got Y`."""
     where = ".".join(map(str, detail["loc"]))
     kind, text = detail["type"], detail["msg"]
     if kind == "missing":
@@ -40,9 +42,9 @@ def _complaint(detail: Any) -> str:
         return f"unknown field {where}"
     if kind in ("value_error", "assertion_error"):
         return f"{where}: {detail['ctx']['error']}" if where else str(detail["ctx"]["error"])
-    expected = text.partition(", unable to ")[0].removeprefix("Input should be ")
-    expected = expected.partition(" or an instance of ")[0]
-    return f"{where}: expected {expected}, got {detail['input']!r:.80}".removeprefix(": ")
+    should = SHOULD.fullmatch(text)
+    expected = f"expected {should['what']}" if should else text
+    return f"{where}: {expected}, got {detail['input']!r:.80}".removeprefix(": ")
 
 
 @functools.cache

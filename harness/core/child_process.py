@@ -25,7 +25,8 @@ ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 def child_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+    # PYTHONSAFEPATH: nothing is imported from the folder of the call, which may hold a torch.py of anybody.
+    return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def when_closed(descriptor: int, then: Callable[[], Any]) -> None:

@@ -16,7 +16,8 @@ from harness.core.checked_data import NO_OTHER_FIELDS
 from harness.core.rates import Rates
 
 GIB = 2**30
-KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+# What a plan counts bytes of, in each memory.
+STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 # The optimizer of the published runs: AdamW, linear warm-up, cosine decay.
 BETAS = (0.9, 0.999)
@@ -34,10 +35,8 @@ NUM_LOGITS = 2**25
 
 @dataclass(frozen=True)
 class Workload:
-    """A GPT, its optimizer and its data: what every method trains alike.
-
-    Raises ValueError, one line that names the allowed values, where the sizes make no model.
-    """
+    """A GPT, its optimizer and its data: what every method trains alike. Raises ValueError, one line that names the
+    allowed values, where the sizes make no model."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -76,9 +75,9 @@ class Workload:
             raise ValueError(f"dtype must be fp32, bf16 or fp16, not {self.dtype!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout}")
-        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
+        if not 0 <= self.clip_norm < math.inf:
             raise ValueError(f"clip must be 0 (off) or a positive norm, not {self.clip_norm}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+        if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"the learning rate must be positive, not {self.learning_rate}")
         for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 are one workload: let them make one key
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -132,11 +131,11 @@ class Workload:
     @property
     def head_bytes(self) -> int:
         """Largest transient of a micro-batch's loss and its gradients: a block of logits in fp32, its gradient in the
-        dtype of the weights, and the gradient of the embedding."""
-        logits = min(NUM_LOGITS, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size)
-        embedding = self.vocab_size * self.hidden_size
-        boundaries = 3 * self.boundary_bytes // self.micro_batches
-        return boundaries + (4 if self.weight_bytes == 4 else 6) * logits + self.weight_bytes * embedding
+        dtype of the weights, and, after the first block, the gradient of the embedding."""
+        size, all_logits = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
+        logits, embedding = min(NUM_LOGITS, all_logits), size * self.vocab_size * self.hidden_size
+        rounded = (4 if size == 4 else 4 + size) * logits + (embedding if all_logits > NUM_LOGITS else 0)
+        return 3 * self.boundary_bytes // self.micro_batches + max(rounded, size * logits + embedding)
 
     @property
     def layer_bytes(self) -> int:
@@ -184,11 +183,10 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"the budget's {name} must be positive, not {value}")
-        for name in ("seconds", "link_bytes_per_second"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, float(getattr(self, name)))  # as in Workload
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"the budget's {name} must be positive and finite, not {value}")
+            if value is not None and not name.endswith("_bytes"):
+                object.__setattr__(self, name, float(value))  # as in Workload
 
     def share(self, num_ranks: int) -> Budget:
         """The share of each of several ranks on one machine; a device is a rank's own."""
@@ -207,12 +205,13 @@ class Plan:
     step_seconds: float | None = None  # at least, by the budget's rates, and what binds
     binds: str = ""
     updates_on_host: bool = True  # what the optimizer keeps on the host is updated there
+    stages: dict[str, int] = field(default_factory=dict)  # of a pipeline: each one's device bytes, the largest planned
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
-            unknown = set(memory) - set(KINDS)
+            unknown = set(memory) - set(STATE_KINDS)
             if unknown:
-                raise ValueError(f"a plan's kinds are {', '.join(KINDS)}, not {', '.join(sorted(unknown))}")
+                raise ValueError(f"a plan's kinds are {', '.join(STATE_KINDS)}, not {', '.join(sorted(unknown))}")
             for kind, size in memory.items():
                 if not isinstance(size, int | float):
                     raise ValueError(f"a plan's bytes are numbers, but its {kind} are {size!r}")
@@ -284,8 +283,7 @@ class Job:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Job:
-        data = dict(data, workload=Workload(**data["workload"]), budget=Budget(**data["budget"]))
-        return Job(**data)
+        return Job(**{**data, "workload": Workload(**data["workload"]), "budget": Budget(**data["budget"])})
 
 
 def params_text(num_params: int) -> str:

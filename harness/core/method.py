@@ -7,13 +7,13 @@ training starts.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import difflib
 import functools
 import importlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
 import methods
@@ -122,8 +122,10 @@ def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
     for folder in (ROOT / "methods", *folders):
         if not folder.is_dir():
             raise ValueError(f"expected a folder of methods, got {folder}; try --methods FOLDER")
-        for path in sorted(folder.glob("[!_]*.py")):
-            files[path.stem.replace("_", "-")] = path
+        for path in sorted(folder.resolve().glob("[!_]*.py")):
+            name = path.stem.replace("_", "-")
+            if files.setdefault(name, path) != path:  # one would train under the identity of the other
+                raise ValueError(f"expected one file of method {name}, got {files[name]} and {path}; try another name")
     return files
 
 
@@ -155,12 +157,17 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
         near = difflib.get_close_matches(name, files, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"no method {name!r}: {hint}choose one of {', '.join(sorted(files))}")
-    module = _module(files[name])
-    classes = [
-        item
-        for item in vars(module).values()
-        if isinstance(item, type) and item.__module__ == module.__name__ and hasattr(item, "train")
-    ]
+    # Files beside it are importable as methods._name, wherever the folder lies.
+    if str(files[name].parent) not in methods.__path__:
+        methods.__path__.append(str(files[name].parent))
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(f"methods.{files[name].stem}")
+    except (Exception, SystemExit) as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{files[name]} does not load: {told}") from error
+    own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
+    classes = [item for item in own if hasattr(item, "train")]
     if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):
         raise ValueError(f"{files[name]} must hold one frozen dataclass with plan() and train(); see CONTRIBUTING.md")
     for attribute in ("label", *vars(Method)):
@@ -217,29 +224,14 @@ def reference(folders: tuple[Path, ...] = ()) -> str:
 def largest_depth(fits: Callable[[int], bool]) -> int:
     """Layers of the deepest model that fits, by doubling and bisection; 0 if one layer does not fit. Assumes that
     needs grow with depth."""
-    low, high = 0, 1
+    high = 1
     while fits(high):
-        low, high = high, high * 2
-        if high > 2**20:
-            return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        if high == 2**20:
+            return high
+        high *= 2
+    return high // 2 + bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda depth: not fits(depth))
 
 
 def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
     """Hash of the code that decides how this method trains."""
     return source.source_hash(_files(folders)[name])
-
-
-def _module(path: Path) -> ModuleType:
-    """The method's module; files beside it are importable as methods._name, wherever the folder lies."""
-    if str(path.parent) not in methods.__path__:
-        methods.__path__.append(str(path.parent))
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(f"methods.{path.stem}")
-    except (Exception, SystemExit) as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{path} does not load: {told}") from error

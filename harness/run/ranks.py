@@ -28,6 +28,7 @@ from harness.core.child_process import interrupt_here, when_closed
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import machine
+from harness.run.timeline import of_ranks, read, write
 from harness.run.worker import interrupt_once, run
 
 
@@ -37,8 +38,7 @@ def folder_of(path: Path) -> Path:
 
 
 def main() -> None:
-    """The agent. The order comes on standard input, which stays open: it closes when the parent is gone, and the run
-    ends as interrupted."""
+    """The agent. The order comes on standard input, which closes when the parent is gone: this interrupts the run."""
     order = json.loads(sys.stdin.readline())
     os.set_inheritable(order["lock"], False)
     parent = os.dup(0)
@@ -50,18 +50,19 @@ def main() -> None:
     relay = threading.Thread(target=_relay, args=(ours, order["events"]), daemon=True)
     relay.start()
     job = Job.from_dict(order["job"])
-    for line in log_lines.header_lines(job):
-        print(line, flush=True)
+    print("\n".join(log_lines.header_lines(job)), flush=True)
     folder = folder_of(Path(order["record"]))
     folder.mkdir()
     try:
-        record, last_event = _conclude(job, folder, *_train(job, order, folder))
+        end = _conclude(job, folder, *_train(job, order, folder))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the last that holds the ranks' end open
         relay.join(timeout=1)
-        if record:
-            record.write(Path(order["record"]))
-        if last_event:
-            os.write(order["events"], (json.dumps(last_event) + "\n").encode())
+        if job.trace and (traces := {int(path.name.split("-")[1]): read(path) for path in folder.glob("trace-*")}):
+            write(of_ranks(dict(sorted(traces.items()))), Path(job.trace))
+        if isinstance(end, Record):
+            end.write(Path(order["record"]))
+        elif end:
+            os.write(order["events"], (json.dumps(end) + "\n").encode())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.flush()
@@ -69,8 +70,7 @@ def main() -> None:
 
 
 def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int], bool]:
-    """Run this machine's ranks to their end: exit codes of those that failed, in the order seen, and True if they were
-    interrupted."""
+    """Run this machine's ranks: exit codes of those that failed, in the order seen, and True if interrupted."""
     interrupts: list[int] = []
     for kind in (signal.SIGINT, signal.SIGTERM):  # raised in an import, an exception may be taken for its own
         signal.signal(kind, lambda number, frame: interrupts.append(number))
@@ -106,34 +106,34 @@ def _meeting() -> dict[str, Any]:
     num_nodes = int(os.environ.get("PET_NNODES", "1"))
     found: dict[str, Any] = {"min_nodes": num_nodes, "max_nodes": num_nodes}
     if num_nodes == 1:
-        alone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "rdzv_configs": {"is_host": True}}
-        return {**found, **alone, "local_addr": "127.0.0.1", "run_id": "alone"}
+        from harness.run import loopback_rendezvous as loopback
+
+        loopback.register()
+        for library in ("GLOO", "NCCL"):  # connections between ranks
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        return {**found, "rdzv_backend": loopback.BACKEND, "local_addr": loopback.ADDRESS, "run_id": "alone"}
     endpoint = f"{os.environ['PET_MASTER_ADDR']}:{os.environ['PET_MASTER_PORT']}"
-    configs = {"rank": int(os.environ["PET_NODE_RANK"])}
-    return {**found, "rdzv_backend": "static", "rdzv_endpoint": endpoint, "rdzv_configs": configs,
-            "run_id": os.environ["PET_RDZV_ID"]}  # fmt: skip
+    others = {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "run_id": os.environ["PET_RDZV_ID"]}
+    return {**found, **others, "rdzv_configs": {"rank": int(os.environ["PET_NODE_RANK"])}}
 
 
-def _conclude(
-    job: Job, folder: Path, failed: dict[int, int], is_interrupted: bool
-) -> tuple[Record | None, dict[str, Any] | None]:
-    """The job's record or, if the first rank to fail left none, an event with its exit code."""
-    ended = {int(path.stem): Record.read(path) for path in sorted(folder.glob("*.json"))}
-    ended = {rank: dataclasses.replace(record, job=job) for rank, record in ended.items()}
+def _conclude(job: Job, folder: Path, failed: dict[int, int], is_interrupted: bool) -> Record | dict[str, Any] | None:
+    """The job's record, if any or, if the first rank to fail left none, an event with its exit code."""
+    ended = {int(path.stem): dataclasses.replace(Record.read(path), job=job) for path in folder.glob("*.json")}
     if failed:
         first = first_to_fail(failed, ended)
         if first not in ended:
-            return None, {"event": "rank", "rank": first, "code": failed[first]}
+            return {"event": "rank", "rank": first, "code": failed[first]}
         record = ended[first]
         end = failures.of_rank(failures.Failure(record.status, record.reason), first, job.world_size)
-        return dataclasses.replace(record, **end.changes(record.evidence)), None
+        return dataclasses.replace(record, **end.changes(record.evidence))
     if not ended:
-        return None, None
+        return None
     record = together([ended[rank] for rank in sorted(ended)])
     if is_interrupted and record.status != "ok":  # a rank may have noticed first that another one was gone
         end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
-        return dataclasses.replace(record, **end.changes({})), None
-    return record, None
+        return dataclasses.replace(record, **end.changes({}))
+    return record
 
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
@@ -150,7 +150,7 @@ def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
 
 def followed(record: Record) -> bool:
     """True if another rank's end caused this one."""
-    return record.status == "interrupted" or failures.tells_of_lost_rank(record.reason)
+    return record.status == "interrupted" or bool(failures.LOST_RANK.search(record.reason))
 
 
 def together(records: list[Record]) -> Record:
@@ -158,7 +158,15 @@ def together(records: list[Record]) -> Record:
     names = sorted({name for record in records for name in record.peaks})
     peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
     stated = [rank for record in records for rank in record.machine.get("ranks", [])]
-    return dataclasses.replace(records[0], peaks=peaks, machine={**records[0].machine, "ranks": stated})
+    told: dict[str, Any] = {**records[0].machine, "ranks": stated}
+    if stated:
+        told["peak_rank"] = max(stated, key=_peak_bytes)["rank"]
+    return dataclasses.replace(records[0], peaks=peaks, machine=told)
+
+
+def _peak_bytes(stated: dict[str, Any]) -> int:
+    """Of the device's memory, or where there is none the process's."""
+    return int(stated.get("device_allocated", stated["resident_peak_bytes"]))
 
 
 def of_nodes(records: list[Record]) -> Record:
@@ -207,9 +215,9 @@ def rank(order: dict[str, Any]) -> None:
         if local == 0:
             os.write(0, (json.dumps(event) + "\n").encode())
 
-    folders = tuple(Path(folder) for folder in order["folders"])
-    part = dataclasses.replace(job, budget=job.budget.share(local_ranks))
-    record = run(part, order["key"], folders, emit)
+    trace = str(folder_of(Path(order["record"])) / f"trace-{number}") if job.trace else None
+    part = dataclasses.replace(job, budget=job.budget.share(local_ranks), trace=trace)
+    record = run(part, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if local and record.status != "ok":
         print(record.evidence.get("traceback", record.reason), file=sys.stderr, flush=True)

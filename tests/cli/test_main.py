@@ -54,6 +54,8 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m resident --steps 0", "steps must be at least 1"),
         ("-m resident --warmup 20", "warm-up must be from 0 to 19"),
         ("-m resident --timeout 0", "must be positive"),
+        ("-m resident --timeout nan", "must be positive and finite, not nan"),
+        ("-m resident --timeout inf", "must be positive and finite, not inf"),
         ("-m resident --device-memory 12", "expected a positive size"),
         ("-m resident,l2l -l 2 --trace /tmp/trace.json", "--trace needs one run in one local process"),
         ("-m l2l -l 2 --trace /proc/traces/trace.json", "try another folder with --trace"),
@@ -111,6 +113,7 @@ def test_json_is_one_object_a_line(tmp_path: Path) -> None:
     assert events[-1]["record"]["gate"] == "exact"
 
 
+@pytest.mark.heavy
 def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path) -> None:
     done = run(
         "sweep", "-m", "l2l,stronghold", "-w", "1,2", *SMALL, "-l", "1:3:2", "--json", "--results", str(tmp_path)

@@ -203,7 +203,7 @@ def test_impossible_workload_is_refused_naming_what_is_allowed(changes: dict[str
 
 @pytest.mark.parametrize("name", [name for name in names(Budget) if name != "rates"])
 def test_budget_of_nothing_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"budget's {name} must be positive, not 0"):
+    with pytest.raises(ValueError, match=f"budget's {name} must be positive and finite, not 0"):
         Budget(**{name: 0})
 
 

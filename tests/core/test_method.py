@@ -70,6 +70,7 @@ def added(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.heavy
 def test_a_file_that_does_not_load_is_named_and_stops_no_other_method(tmp_path: Path, added: Path) -> None:
     (added / "half_done.py").write_text("class HalfDone:\n    def train(self, ")
     (added / "exits.py").write_text("raise SystemExit(1)")
@@ -173,7 +174,8 @@ def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path)
 
 @pytest.mark.heavy
 def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
-    words = ["-q", "--all", "tests/core/test_method.py", "-k", "plain-loop and not unasked", "--methods", str(added)]
+    chosen = "plain-loop and not unasked and not refused"
+    words = ["-q", "--all", "tests/core/test_method.py", "-k", chosen, "--methods", str(added)]
     done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
     assert "7 passed" in done.stdout, done.stdout
 
@@ -191,6 +193,14 @@ def test_an_unknown_option_is_answered_with_those_there_are() -> None:
 def test_an_option_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(ValueError, match="window_size takes int"):
         method.create("stronghold", {"window_size": "three"})
+
+
+@pytest.mark.parametrize("name", ["resident.py", "plain-loop.py"])
+def test_a_second_file_of_a_methods_name_is_refused(added: Path, name: str) -> None:
+    (added / name).write_text(ONE_FILE)
+    done = run("-m", "resident", "-l", "1", "--methods", str(added), "--results", str(added / "results"))
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert f"expected one file of method {name.removesuffix('.py')}, got " in done.stderr
 
 
 def test_a_file_that_does_not_load_is_named(tmp_path: Path) -> None:

@@ -100,6 +100,18 @@ def test_two_ranks_train_as_the_reference_does(tmp_path: Path) -> None:
     assert len(record.tensors) == 28 and not list(tmp_path.glob(".ranks-*"))
 
 
+def test_nothing_listens_beyond_this_machine(words: list[str], tmp_path: Path) -> None:
+    """torch's own rendezvous listens on all addresses, and unpickles what it is sent."""
+    run = start(*words)
+    (agent,) = {rank.parent() for rank in training_ranks(tmp_path).values()}
+    processes = [agent, *agent.children(recursive=True)]
+    listening = [one.laddr.ip for process in processes for one in process.net_connections() if one.status == "LISTEN"]
+    assert set(listening) == {"127.0.0.1"}
+    run.send_signal(signal.SIGINT)
+    run.wait(60)
+
+
+@pytest.mark.heavy
 def test_a_killed_rank_ends_the_job_at_once_and_is_named(words: list[str], tmp_path: Path) -> None:
     run = start(*words, stderr=subprocess.PIPE)
     ranks = training_ranks(tmp_path)
@@ -113,6 +125,7 @@ def test_a_killed_rank_ends_the_job_at_once_and_is_named(words: list[str], tmp_p
     assert record.evidence["rank"] == 1 and len(record.losses) >= 10 and errors == ""
 
 
+@pytest.mark.heavy
 def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(words: list[str], tmp_path: Path) -> None:
     run = start(*words)
     training_ranks(tmp_path)
