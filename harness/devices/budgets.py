@@ -9,16 +9,18 @@ differently: there the limit is a generous backstop.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 from harness.core.child_process import ask
 from harness.core.job import Budget, Job, gib
-from harness.devices import cgroup, machine, sim
+from harness.devices import cuda_budget, machine, sim
 
 MIB = 2**20
 LEAST_ROOM_BYTES = 64 * MIB  # beyond the imports
@@ -35,6 +37,9 @@ FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 def check(budget: Budget, device: str, world_size: int = 1) -> None:
     """Raise ValueError, one line, if a budget exceeds the machine or does not hold the imports."""
     there = machine.budget(Budget(), device)
+    if device == "cuda":
+        there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
+        _check_device(budget.device_bytes)
     if device == "sim":  # its memory is the host's
         there = Budget(machine.host_bytes(), machine.host_bytes())
     for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
@@ -49,6 +54,16 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
                 f"--host-memory {gib(budget.host_bytes)} is too little: torch with an optimizer takes"
                 f" {gib(baseline_bytes(device))}{each} here, so the smallest budget is {-(-least // MIB)}MiB"
             )
+
+
+def _check_device(budget_bytes: int | None) -> None:
+    """Raise ValueError if a GPU's budget leaves next to nothing beside the context."""
+    least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, machine.context_bytes())
+    if budget_bytes is not None and budget_bytes < least:
+        raise ValueError(
+            f"expected --device-memory of at least {-(-least // MIB)}MiB on a GPU, whose context takes"
+            f" {gib(machine.context_bytes())} of it, got {gib(budget_bytes)}"
+        )
 
 
 @functools.cache
@@ -68,7 +83,7 @@ def enforce(job: Job) -> dict[str, str]:
     if job.device == "cuda":
         found |= _cap_device(job.budget.device_bytes)
     elif job.device == "sim":
-        found |= sim.enforce(job.budget)
+        found |= sim.start(job.budget)
     elif job.budget.device_bytes is not None:
         found["device"] = "planned, not enforced on a CPU"
     if job.budget.host_bytes is not None:
@@ -79,13 +94,14 @@ def enforce(job: Job) -> dict[str, str]:
 def lift(job: Job) -> dict[str, int]:
     """End the limits after training. Returns bytes at that moment: of the host, its budget if RLIMIT_DATA enforced it,
     and of the device."""
-    limit = _end_data_limit()
-    if job.device == "sim":
-        sim.lift()
+    limit, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    if job.device == "sim" and sim.started:
+        sim.started.lift()  # training is over: budgets no longer bind, and peaks stay
     sizes, found = process_bytes(), {}
     if "VmData" in sizes and job.device != "sim":
         found["host_bytes"] = sizes["RssAnon"]
-        if limit is not None and job.budget.host_bytes:
+        if limit != most and job.budget.host_bytes:
             # As the limit counts: mapped memory is in use, touched or not.
             found["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
             found["host_limit_bytes"] = job.budget.host_bytes
@@ -96,14 +112,8 @@ def lift(job: Job) -> dict[str, int]:
     return found
 
 
-def wall(job: Job) -> cgroup.Group | None:
-    """A memory group for a worker with the host's budget; None if none may be made or the device accounts for it."""
-    limit = wall_bytes(job)
-    return cgroup.make(limit) if limit else None
-
-
 def wall_bytes(job: Job) -> int | None:
-    """The limit of that wall; None if the host's budget is not the process's."""
+    """The limit of the memory group around a worker; None if the host's budget is not the process's."""
     if job.budget.host_bytes is None or job.device not in ("cpu", "cuda"):
         return None
     agent = AGENT_BYTES if job.world_size > 1 else 0
@@ -130,50 +140,53 @@ def _limit_data(job: Job) -> str:
     """Limit mappings to the budget less what is resident, beyond today's: untouched mappings cost nothing."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
-        import resource
-
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
         if job.device == "sim":
             limit = sizes["VmData"] + 2 * (budget + (job.budget.device_bytes or 0)) + 1024 * MIB
         most = resource.getrlimit(resource.RLIMIT_DATA)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
-    except (ImportError, KeyError, ValueError, OSError) as error:
+    except (KeyError, ValueError, OSError) as error:
         return f"planned, not enforced here ({error})"
     if job.device == "sim":
         return f"the device's own account; RLIMIT_DATA at {limit} bytes behind it"
     return f"RLIMIT_DATA at {limit} bytes: the budget, and {sizes['VmData'] - sizes['RssAnon']} that are mapped only"
 
 
-def _end_data_limit() -> int | None:
-    """The limit that was in force, if any."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        limit, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        return None if limit == most else limit
-    return None
-
-
 def _cap_device(budget_bytes: int | None) -> dict[str, str]:
-    """Cap the caching allocator at the budget less the context, measured here: the device's loss of free bytes once a
-    kernel and cuBLAS have run, without the allocator's. Allocator settings change what fits, so they are on record."""
+    """Cap the caching allocator at the budget less the context that its plan counted. The context measured here and the
+    allocator's settings, which change what fits, are on record."""
     import torch
 
     before = machine.gpu_free_bytes()
     square = torch.ones(16, 16, device="cuda")
     square @ square
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    found = {"device_allocator": machine.allocator_settings() or "default settings"}
-    context = max(0, before - free - torch.cuda.memory_reserved()) if before else machine.CUDA_CONTEXT_BYTES
-    found["device_context"] = f"{context} bytes" if before else f"{context} bytes, not measured"
+    planned, context = machine.context_bytes(), context_since(before)
+    found = {
+        "device_allocator": machine.allocator_settings() or "default settings",
+        "device_context": f"{planned} bytes planned, {'not' if context is None else context} measured",
+    }
     if budget_bytes is not None:
-        cap = max(0, budget_bytes - context)
+        cap = cuda_budget.allocator_bytes(budget_bytes, planned)
+        _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
-        found["device"] = f"cap of the caching allocator at {cap} bytes: the budget less the context"
+        fills = cuda_budget.tensor_bytes(budget_bytes, planned)
+        found["device"] = (
+            f"cap of the caching allocator at {cap} bytes: the budget less the context; plans fill {fills}"
+        )
     return found
+
+
+def context_since(free_bytes: int | None) -> int | None:
+    """Bytes that this process has taken of the device outside torch's allocator, since so many were free; None if the
+    driver does not tell. Another process's changes count, too: measure alone."""
+    import torch
+
+    torch.cuda.synchronize()
+    now = machine.gpu_free_bytes()
+    if free_bytes is None or now is None:
+        return None
+    return max(0, free_bytes - now - torch.cuda.memory_reserved())
 
 
 def process_bytes(pid: int | None = None) -> dict[str, int]:

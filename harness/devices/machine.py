@@ -20,9 +20,8 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.method import ROOT
 from harness.core.rates import Rates
 from harness.core.whole_file import write_whole
-from harness.devices import cgroup
+from harness.devices import cgroup, cuda_budget
 
-CUDA_CONTEXT_BYTES = 600 * 2**20  # driver and library memory outside torch's allocator: an upper estimate
 CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, by `doctor --calibrate`
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
@@ -69,7 +68,7 @@ def gpu() -> dict[str, Any]:
     with contextlib.suppress(pynvml.NVMLError):
         handle = _gpu_handle()
         return {
-            "gpu": pynvml.nvmlDeviceGetName(handle), "gpu_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            "gpu": pynvml.nvmlDeviceGetName(handle), "gpu_bytes": _total_bytes(handle),
             "gpu_uuid": pynvml.nvmlDeviceGetUUID(handle), "driver": pynvml.nvmlSystemGetDriverVersion(),
         }  # fmt: skip
     return {}
@@ -131,6 +130,17 @@ def _gpu_handle() -> Any:
     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)  # nothing is visible
 
 
+def _total_bytes(handle: Any) -> int:
+    """What CUDA calls the total: the driver's own part is none of it, where NVML tells them apart."""
+    import pynvml
+
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:  # an older driver
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return int(memory.total - memory.reserved)
+
+
 def devices() -> list[str]:
     """The device types that can be trained on, best first."""
     has_cuda = bool(gpu()) and not str(software()["torch"]).endswith("+cpu")
@@ -138,21 +148,26 @@ def devices() -> list[str]:
 
 
 def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budget:
-    """What a run may use: the budget asked for, else what there is; with rates by calibration for this workload, unless
-    given.
-
-    A CPU has no device memory of its own: without a budget it stays None, and the host's is shared. sim's memories
-    without budgets are unlimited.
-    """
+    """What a run's plan may fill: the budget asked for, else what there is, of a GPU without its context and reserve;
+    with rates by calibration for this workload, unless given. A CPU has no device memory of its own: without a budget
+    it stays None, and the host's is shared. sim's memories without budgets are unlimited."""
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
-        device_bytes = gpu()["gpu_bytes"] - CUDA_CONTEXT_BYTES
+        device_bytes = gpu()["gpu_bytes"]
+    if device_bytes is not None and device == "cuda":
+        device_bytes = cuda_budget.tensor_bytes(device_bytes, context_bytes())
     most = asked.host_bytes or (None if device == "sim" else host_bytes())
     known = asked.rates or (rates(device, workload) if workload else None)
     if known and asked.link_bytes_per_second:
         link = asked.link_bytes_per_second
         known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
     return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most, rates=known)
+
+
+def context_bytes() -> int:
+    """Device memory of a process outside torch's allocator, by this machine's calibrations; else an upper estimate."""
+    measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in calibrations()]
+    return max(measured, default=0) or cuda_budget.CONTEXT_BYTES
 
 
 def rank_budget(job: Job) -> Budget:
@@ -217,15 +232,13 @@ def _cpu_name() -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _commit() -> str | None:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None

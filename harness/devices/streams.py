@@ -76,32 +76,36 @@ class CudaStreams(CpuStreams):
     current = staticmethod(torch.cuda.current_stream)
     use = staticmethod(torch.cuda.stream)
 
+    def pool(self, num_threads: int) -> Any:
+        """Threads on the current device of the thread that asks for them: a new thread's own is device 0."""
+        torch.get_num_threads()  # as CpuStreams.pool()
+        return ThreadPoolExecutor(num_threads, initializer=_start_thread, initargs=(torch.cuda.current_device(),))
+
+
+def _start_thread(device_index: int) -> None:
+    torch.set_num_threads(1)
+    torch.cuda.set_device(device_index)
+
 
 class SimStreams(CpuStreams):
     """Streams of the device sim: queued work happens at once, and a wait for a copy sleeps until the copy would have
-    ended. If sim is only accounted for, its streams are the CPU's."""
-
-    @property
-    def module(self) -> Any:
-        return torch.get_device_module("sim")
+    ended. If sim is only accounted for, its streams are the CPU's (memory_account.py)."""
 
     def pool(self, num_threads: int) -> Any:
         """On sim the backward pass has a thread of its own, which must take its cores before these threads do, too:
         sums over another number of them round otherwise than the CPU's."""
-        if self.module.is_available():
-            one = torch.ones((), device="sim", requires_grad=True)
-            one.register_hook(lambda grad: torch.get_num_threads() and None)
-            (one * 1).backward()
+        one = torch.ones((), device="sim", requires_grad=True)
+        one.register_hook(lambda grad: torch.get_num_threads() and None)
+        (one * 1).backward()
         return super().pool(num_threads)
 
     def stream(self) -> Any:
-        return self.module.Stream() if self.module.is_available() else HostStream()
+        return torch.get_device_module("sim").Stream()
 
-    def current(self) -> Any:
-        return self.module.current_stream() if self.module.is_available() else HostStream()
+    current = staticmethod(torch.accelerator.current_stream)
 
     def use(self, stream: Any) -> AbstractContextManager[None]:
-        return stream if self.module.is_available() else nullcontext()
+        return stream
 
 
 STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": SimStreams(), "cuda": CudaStreams()}
@@ -113,6 +117,8 @@ class Device:
     def __init__(self, name: str, num_workers: int = 1) -> None:
         self.name = torch.device(name)
         self.streams = STREAMS[self.name.type]
+        if self.name.type == "cuda" and self.name.index is not None:
+            torch.cuda.set_device(self.name)  # streams and events belong to the current device
         self.compute = self.streams.current()
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
         # Parked layers return in a thread of their own: it waits for updates, and travelling layers must not.
@@ -146,24 +152,25 @@ class Device:
         return self._threads[-1]
 
     def room(self, numel: int, dtype: torch.dtype, *, host: bool) -> Tensor:
-        """A zeroed slab, exactly as large as asked; on the host of a CUDA device it is page-locked.
-
-        Raises torch.OutOfMemoryError if the host's memory cannot be locked.
-        """
+        """A zeroed slab, exactly as large as asked; on the host of a CUDA device it is page-locked. Raises
+        torch.OutOfMemoryError if the host's memory cannot be locked."""
         if not host:
             return torch.zeros(numel, dtype=dtype, device=self.name)
         with self.streams.taking(numel * dtype.itemsize):
-            return self._host_room(numel, dtype)
+            if self.name.type == "sim":
+                return torch.zeros(numel, dtype=dtype)  # from the allocator whose bytes are budgeted
+            return self._pages(numel, dtype)
 
-    def _host_room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self.name.type == "sim":
-            return torch.zeros(numel, dtype=dtype)  # from the allocator whose bytes are budgeted
-        # A mapping of its own: no two slabs share a page, which could be locked only once; and pages can be huge ones.
+    def _pages(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """In a mapping of its own: no two slabs share a page, which could be locked only once; pages can be huge."""
         pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
-        _take(pages)
+        # Touch every page now, by all cores, instead of by one in the first step.
+        whole = np.frombuffer(pages, dtype=np.uint8)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
         slab = torch.frombuffer(pages, dtype=dtype)
         if self.name.type == "cuda":
             code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
@@ -178,13 +185,6 @@ class Device:
             future.result()
         for stream in (self.inbound, self.compute, self.outbound):
             stream.synchronize()
-
-
-def _take(pages: mmap.mmap) -> None:
-    """Touch every page now, by all cores, instead of by one in the first step."""
-    whole = np.frombuffer(pages, dtype=np.uint8)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
 
 
 def join_alone(device: str) -> None:

@@ -62,14 +62,11 @@ class Workers:
             is_more = bool(self._waiting)
         if is_more:
             self._pool.submit(self._take)  # for the next thread, or for this one later
+        error: Exception | None = None
         try:
             update.work(first, first + share)
-        except Exception as error:
-            self._end(update, share, error)
-        else:
-            self._end(update, share, None)
-
-    def _end(self, update: Update, share: int, error: Exception | None) -> None:
+        except Exception as raised:
+            error = raised
         with self._lock:
             update.num_done += share
             is_over = not update.done.done() and (error is not None or update.num_done == update.num_chunks)

@@ -141,6 +141,7 @@ with turn(Job("some", Workload()), print):
         assert lines == []
 
 
+@pytest.mark.heavy
 def test_a_reader_that_goes_away_interrupts_the_run(tmp_path: Path) -> None:
     words = " ".join([*WORDS, "--steps", "1000", "--results", str(tmp_path)])
     done = subprocess.run(
@@ -151,6 +152,7 @@ def test_a_reader_that_goes_away_interrupts_the_run(tmp_path: Path) -> None:
     assert (record.status, record.evidence["class"]) == ("interrupted", "interrupt") and record.losses
 
 
+@pytest.mark.heavy
 def test_what_went_on_beside_a_run_is_on_record(tmp_path: Path) -> None:
     assert run(*WORDS, "--steps", "3", "--results", str(tmp_path)).returncode == 0
     (path,) = tmp_path.glob("*.json")

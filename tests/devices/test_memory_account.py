@@ -42,6 +42,7 @@ def test_losses_and_norms_are_the_cpus_to_the_last_bit(method: str, options: dic
     assert found == [expected.losses, expected.grad_norms]
 
 
+@pytest.mark.heavy
 def test_the_compiled_device_counts_the_same_bytes(compiled_sim: None) -> None:
     sizes = ({"seq_len": 128, "vocab_size": 64}, {"vocab_size": 2048})  # fullest in a layer, and at the loss
     workloads = [tiny(num_layers=4, dtype=dtype, **size) for dtype in ("fp32", "bf16") for size in sizes]

@@ -14,7 +14,7 @@ from harness.core.method import Unavailable, create
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
 from tests.support.published_megatron import published_megatron
-from tests.support.training import tiny
+from tests.support.training import small_bytes, tiny
 
 MIB = 2**20
 PUBLISHED = Workload(num_layers=32, dropout=0.1)
@@ -35,6 +35,10 @@ SIZES: list[Any] = [
         marks=pytest.mark.heavy,
     ),
 ]
+# The loss's transient is larger, or, in bf16, that of the ends' update.
+MANY_PARTS = {
+    "hidden_size": 128, "num_layers": 3, "seq_len": 64, "vocab_size": 8192, "batch_size": 6, "micro_batches": 6
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -51,12 +55,23 @@ def test_the_rehearsal_is_a_real_runs_device_peak_to_the_byte(method: str, optio
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("method", "options"), OURS)
-@pytest.mark.cover(2)
-def test_the_plan_is_within_a_tenth_of_the_rehearsal(method: str, options: dict, size: dict, dtype: str) -> None:
+@pytest.mark.parametrize("size", [*SIZES, MANY_PARTS])
+@pytest.mark.parametrize(("method", "options"), OURS[1:])
+@pytest.mark.cover(1)
+def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers(
+    method: str, options: dict, size: dict, dtype: str
+) -> None:
     workload = Workload(**size, dtype=dtype)
     trained = create(method, options)
+    planned, peak = trained.plan(workload, Budget()).device_bytes, predict(trained, workload).device_bytes
+    assert peak <= planned <= peak + small_bytes(workload)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.cover(1)
+def test_the_plan_of_resident_training_is_within_a_tenth_of_the_rehearsal(size: dict, dtype: str) -> None:
+    workload, trained = Workload(**size, dtype=dtype), create("resident", {})
     assert trained.plan(workload, Budget()).device_bytes == pytest.approx(
         predict(trained, workload).device_bytes, rel=0.1
     )
@@ -79,6 +94,7 @@ def test_a_streamed_layer_adds_16_bytes_a_parameter_to_the_host_and_its_input_to
     assert deep.device_bytes - shallow.device_bytes == 2 * Workload().boundary_bytes
 
 
+@pytest.mark.heavy
 def test_resident_training_is_fullest_where_the_tied_embeddings_gradients_are_summed() -> None:
     workload = Workload(num_layers=8)
     tied = 2 * 4 * workload.vocab_size * workload.hidden_size
@@ -86,6 +102,7 @@ def test_resident_training_is_fullest_where_the_tied_embeddings_gradients_are_su
     assert predict(create("resident", {}), workload).device_bytes == pytest.approx(by_hand, abs=MIB)
 
 
+@pytest.mark.heavy
 def test_the_published_megatron_needs_what_its_log_says() -> None:
     # Published log, megatron-lm, 32 layers: max allocated 29775.17 MB.
     assert published_megatron(PUBLISHED).device_bytes / MIB == pytest.approx(29_775.17, rel=0.005)
@@ -96,6 +113,7 @@ def test_a_layer_of_the_published_megatron_is_16_bytes_a_parameter_and_its_input
     assert (deep - shallow) / 2 / MIB == pytest.approx(800.4, abs=0.1)
 
 
+@pytest.mark.heavy
 def test_a_prediction_takes_no_memory() -> None:
     before = psutil.Process().memory_info().rss
     predicted = predict(create("stronghold", {"window_size": 3, "resident_layers": 0}), Workload(num_layers=8))

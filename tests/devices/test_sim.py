@@ -89,6 +89,7 @@ def test_an_operation_waits_for_the_copy_before_it_on_its_stream() -> None:
     assert 0.25 <= call(on_sim.order_on_one_stream, MIB, link_bytes_per_second=4 * MIB) < 0.4
 
 
+@pytest.mark.heavy
 def test_stronghold_hides_copies_that_l2l_waits_for() -> None:
     link = {"link_bytes_per_second": 20e6}
     alone = call(on_sim.step_seconds, "l2l", {}, **link)
@@ -101,6 +102,7 @@ def run(results: Path, name: str, budget: Budget, **options: Any) -> Record:
     return Sweep(results).run([job])[0]
 
 
+@pytest.mark.heavy
 def test_a_record_names_clock_limits_and_the_peaks_of_both_memories(shared_results: Path) -> None:
     budget = Budget(device_bytes=4 * MIB, host_bytes=16 * MIB)
     record = run(shared_results, "l2l", budget)
@@ -112,6 +114,7 @@ def test_a_record_names_clock_limits_and_the_peaks_of_both_memories(shared_resul
     assert record.peaks["host_pinned"] < 100  # losses on their way home
 
 
+@pytest.mark.heavy
 def test_the_reference_is_the_cpus_without_a_budget(shared_results: Path) -> None:
     record = run(shared_results, "resident", Budget(device_bytes=4 * MIB, host_bytes=16 * MIB))
     assert record.gate.text == "5 steps and all weights bit-equal to resident", record.gate.text
@@ -154,11 +157,12 @@ def test_deepspeed_is_refused_what_the_host_has_not(shared_results: Path) -> Non
 @pytest.mark.parametrize(
     "workload",
     [
-        Workload(num_layers=2, hidden_size=256, num_heads=4, seq_len=32, batch_size=2, vocab_size=50304),
         Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=2, vocab_size=512),
+        Workload(num_layers=2, hidden_size=256, num_heads=4, seq_len=32, batch_size=2, vocab_size=50304),
     ],
-    ids=["large ends", "small"],
+    ids=["small", "large ends"],
 )
+@pytest.mark.cover(0)
 def test_memories_as_large_as_planned_are_enough(tmp_path: Path, name: str, workload: Workload) -> None:
     planned = create(name, {}).plan(workload, Budget(1, 1))
     budget = Budget(planned.device_bytes, planned.host_bytes)

@@ -1,0 +1,88 @@
+"""One division of a GPU's budget: plans, refusals and the allocator's cap agree, and nothing exceeds the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from harness.core.job import GIB, Budget, Job, Workload
+from harness.devices import budgets, cuda_budget, machine
+from harness.jobs.sweep import resolve
+from tests.cli.test_doctor import entry
+from tests.support.fake_gpu import FakeGpu
+
+MIB = 2**20
+HEADLINE = Budget(32 * GIB, 90 * GIB)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(80 * GIB, 450 * MIB, 500 * MIB).install(monkeypatch)
+
+
+@pytest.mark.parametrize("fills", [1, 31, 32, MIB, 361 * MIB + 1, 31 * GIB])
+def test_the_smallest_budget_for_so_many_bytes_is_sharp(fills: int) -> None:
+    budget = cuda_budget.budget_bytes(fills)
+    assert cuda_budget.tensor_bytes(budget) >= fills
+    assert fills == 1 or cuda_budget.tensor_bytes(budget - 2) < fills
+
+
+def test_context_reserve_and_tensors_are_the_budget() -> None:
+    """32 GiB less 768 MiB are 32,000 MiB for the allocator; less 256 MiB, 31 of 32 parts of them are a plan's."""
+    assert cuda_budget.allocator_bytes(32 * GIB) == 32_000 * MIB
+    assert cuda_budget.tensor_bytes(32 * GIB) == 31_744 * 31 // 32 * MIB
+
+
+@pytest.mark.parametrize("num_layers", [48, 78, 100])
+def test_a_plan_that_fills_the_device_leaves_the_reserve_below_the_cap(gpu: FakeGpu, num_layers: int) -> None:
+    job = Job("stronghold", Workload(num_layers=num_layers), budget=HEADLINE, device="cuda")
+    _, plan, shortfall = resolve(job)
+    budgets._cap_device(job.budget.device_bytes)
+    assert shortfall is None
+    assert plan.device_bytes + cuda_budget.RESERVE_BYTES < gpu.cap_bytes < HEADLINE.device_bytes - gpu.context_bytes
+
+
+def test_the_budget_that_a_refusal_names_suffices_and_less_does_not(gpu: FakeGpu) -> None:
+    job = Job("resident", Workload(num_layers=48), budget=HEADLINE, device="cuda")
+    refused = resolve(job)[2]
+    named = int(re.findall(r"--device-memory (\d+)KiB", refused or "")[0]) * 1024
+
+    def at(device_bytes: int) -> str | None:
+        return resolve(dataclasses.replace(job, budget=Budget(device_bytes, 90 * GIB)))[2]
+
+    assert at(named) is None and at(named - 1024 - 2) is not None
+
+
+def test_the_cap_and_what_was_measured_are_on_record(gpu: FakeGpu) -> None:
+    found = budgets._cap_device(4 * GIB)
+    cap = 4 * GIB - cuda_budget.CONTEXT_BYTES
+    assert gpu.cap_bytes == pytest.approx(cap, abs=1)
+    assert f"at {cap} bytes" in found["device"] and f"fill {cuda_budget.tensor_bytes(4 * GIB)}" in found["device"]
+    assert found["device_context"] == f"{768 * MIB} bytes planned, {500 * MIB} measured"
+
+
+def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> None:
+    machine.keep_calibration({**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}})
+    found = machine.budget(Budget(4 * GIB), "cuda").device_bytes
+    assert found == cuda_budget.tensor_bytes(4 * GIB, 600 * MIB) > cuda_budget.tensor_bytes(4 * GIB)
+    budgets._cap_device(4 * GIB)
+    assert gpu.cap_bytes == pytest.approx(4 * GIB - 600 * MIB, abs=1)
+
+
+def test_a_budget_that_the_context_nearly_fills_is_refused(gpu: FakeGpu) -> None:
+    with pytest.raises(ValueError, match=r"expected --device-memory of at least 1289MiB on a GPU, .* got 361.0 MiB"):
+        budgets.check(Budget(361 * MIB), "cuda")
+    budgets.check(Budget(1289 * MIB), "cuda")
+
+
+def test_a_budget_beyond_the_gpu_is_refused(gpu: FakeGpu) -> None:
+    with pytest.raises(ValueError, match="at most 81470MiB"):
+        budgets.check(Budget(80 * GIB), "cuda")
+
+
+@pytest.mark.parametrize(("has_v2", "total"), [(True, 80 * GIB - 450 * MIB), (False, 80 * GIB)])
+def test_the_drivers_own_part_is_no_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch, has_v2: bool, total: int) -> None:
+    FakeGpu(80 * GIB, 450 * MIB, 0, has_v2=has_v2).install(monkeypatch)
+    assert machine.gpu()["gpu_bytes"] == total
