@@ -32,7 +32,7 @@ GB = 1e9
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to check and time.")
 @options.results
 def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
-    """Show what this machine has and what is missing, with the command that helps. --results names the disk to check.
+    """Show what this machine has and what is missing, with the command that helps; free space is that beside --results.
 
     Exit code 7: no method can run.
     """
@@ -44,11 +44,9 @@ def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
         print(f"{name:20}{text}")
     if calibrate:
         measure(workload, chosen, results)
-    for entry in machine.calibrations():
-        print(f"{'calibration':20}{told(entry)}")
-    if not machine.calibrations():
-        print(f"{'calibration':20}none of this machine: ./run.sh doctor --calibrate")
-    if all(_missing(name, chosen) for name in method.names()):
+    for text in [*map(told, machine.calibrations())] or ["none of this machine: ./run.sh doctor --calibrate"]:
+        print(f"{'calibration':20}{text}")
+    if all(method.create(name, {}).missing(chosen) for name in method.names()):
         sys.exit(NOTHING_RUNS)
 
 
@@ -79,16 +77,14 @@ def software() -> list[tuple[str, str]]:
 
 def methods(device: str) -> list[tuple[str, str]]:
     """Each method: ready, or what it still needs."""
-    return [(name, _missing(name, device) or _to_build(name) or f"ready on {device}") for name in method.names()]
-
-
-def _missing(name: str, device: str) -> str | None:
-    return method.create(name, {}).missing(device)
-
-
-def _to_build(name: str) -> str | None:
-    missing = method.create(name, {}).to_build()
-    return f"ready, but for {missing}: ./run.sh setup" if missing else None
+    found = []
+    for name in method.names():
+        trained = method.create(name, {})
+        missing = trained.missing(device)
+        to_build = None if missing else trained.to_build()
+        ready = f"ready, but for {to_build}: ./run.sh setup" if to_build else f"ready on {device}"
+        found.append((name, missing or ready))
+    return found
 
 
 def measure(workload: Workload, device: str, results: Path) -> None:
@@ -109,8 +105,9 @@ def told(entry: dict[str, Any]) -> str:
     """A calibration in a few lines."""
     rates, found = entry["rates"], entry["measured"]
     of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
-    copies, updates = found["copies"], found["updates"]
-    layer, computed = found["compute"]["layer"], entry["computed"]
+    copies = {name: f"{rate / GB:.1f}" for name, rate in found["copies"].items()}
+    disk = {name: f"{rate / GB:.2f}" for name, rate in found["disk"].items()}
+    layer, computed, updates = found["compute"]["layer"], entry["computed"], found["updates"]
     by_threads = ", ".join(f"{rate / GB:.2f} by {threads}" for threads, rate in updates["alone"].items())
     under = updates["under_copies"]
     indent = "\n" + " " * 20
@@ -121,11 +118,10 @@ def told(entry: dict[str, Any]) -> str:
         f"layer of {computed['batch_size']} x {computed['seq_len']} tokens: forward {layer['forward_seconds']:.3g} s,"
         f" recompute and backward {layer['backward_seconds']:.3g} s;"
         f" {of_layers:.3g} TFLOP/s, the head's {of_head:.3g}",
-        f"copies, GB/s: in {copies['inbound_page_locked'] / GB:.1f} (pageable {copies['inbound_pageable'] / GB:.1f}),"
-        f" out {copies['outbound_page_locked'] / GB:.1f} (pageable {copies['outbound_pageable'] / GB:.1f}),"
-        f" both at once {copies['both_ways'] / GB:.1f}, within the device {copies['within_device'] / GB:.1f}",
+        f"copies, GB/s: in {copies['inbound_page_locked']} (pageable {copies['inbound_pageable']}),"
+        f" out {copies['outbound_page_locked']} (pageable {copies['outbound_pageable']}),"
+        f" both at once {copies['both_ways']}, within the device {copies['within_device']}",
         f"host's Adam, G parameters/s: {by_threads} threads, {updates['ahead'] / GB:.2f} from one state into another;"
         f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied",
-        f"disk, GB/s: read {found['disk']['read'] / GB:.2f}, write {found['disk']['write'] / GB:.2f}, both at once"
-        f" {found['disk']['both_ways'] / GB:.2f}",
+        f"disk, GB/s: read {disk['read']}, write {disk['write']}, both at once {disk['both_ways']}",
     ))  # fmt: skip

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -22,7 +23,9 @@ from harness.places.place import Place
 
 # Options of methods that have an option of the command line; others are set with --option.
 OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
-              "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks"}  # fmt: skip
+              "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks",
+              "resume": "--resume"}  # fmt: skip
+LISTED = ("num_layers", "hidden_size", "batch_size")  # options of a workload that take several values
 OF_WORKLOAD = ("micro_batches", "seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate",
                "seed", "corpus")  # fmt: skip
 
@@ -40,24 +43,25 @@ job_options = options.together(
     options.dtype,
     click.option("--dropout", type=float, default=0.0, help="Dropout probability; the published runs used 0.1."),
     click.option("--clip", "clip_norm", type=float, default=1.0, help="Clip the global gradient norm; 0: off."),
-    click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak of the published schedule."),
+    click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak rate of the published schedule."),
     click.option("--seed", type=int, default=1234, help="Seed of weights and data."),
     click.option("--data", "corpus", help="Megatron corpus, PREFIX.bin and PREFIX.idx; default: a seeded stream."),
     click.option("--steps", type=int, default=20, help="Training steps, warm-up included."),
     click.option("--warmup", type=int, help="Steps left out of the median; default: 5, fewer if --steps is below 6."),
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the method."),
-    click.option("--models", "num_models", type=int, help="Models trained in turns."),
+    click.option("--models", "num_models", type=int, help="Models that hydra trains in turns (default: 1)."),
     click.option("--devices", "num_devices", type=int, help="Devices shared by the models; on a CPU processes."),
     click.option("--double-buffer", type=bool, help="Fetch the next shard during compute (default: on)."),
     click.option("--hybrid", type=bool, help="Split the longest model's batch over idle devices (default: on)."),
     click.option("--ranks", "world_size", type=int, help="Processes that train together."),
+    click.option("--resume", metavar="FOLDER", help="Go on from the newest checkpoint in a folder."),
     click.option("--disk", metavar="DIR", help="Folder for layers on the disk."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
                  help="sim: a CPU with a simulated device memory; auto: sim if --device-memory is set on a CPU."),
     click.option("--machine", "machine_name", metavar="NAME", help="Take the budgets of a machine of machines.yaml."),
     click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
     click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
-    click.option("--link", type=Bytes(), help="Bytes per second and direction of the link of --device sim."),
+    click.option("--link", type=Bytes(), help="Link of --device sim: bytes per second each way."),
     click.option("--disk-memory", type=Bytes(), help="Budget of disk space."),
     click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
     options.results,
@@ -69,34 +73,27 @@ place_options = options.together(
     click.option("--on", type=click.Choice(["local", "docker", "slurm"]), default="local", help="Where jobs run."),
     click.option("--image", metavar="NAME", help="Image for --on docker; default: that of ./run.sh image build."),
     click.option("--slurm", multiple=True, metavar="NAME=VALUE|FILE",
-                 help="Request of --on slurm: partition, account, qos, time in minutes, gpus, cpus; or a YAML file."),
+                 help="Request of --on slurm: partition, account, qos, time in minutes, gpus, cpus, nodes, "
+                 "container_image; or a YAML file."),
 )  # fmt: skip
-
-
-def help_last(words: list[str]) -> list[str]:
-    """--help at the end: what it shows depends on --methods, wherever that stands."""
-    return [*(word for word in words if word != "--help"), "--help"] if "--help" in words else words
 
 
 class WithMethods(click.Command):
     """A command whose help ends with all methods, those of --methods included."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(context, help_last(args))
+        if "--help" in args:  # at the end: what it shows depends on --methods, wherever that stands
+            args = [*(word for word in args if word != "--help"), "--help"]
+        return super().parse_args(context, args)
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         folders = context.params.get("methods_folder") or ()
-        broken = method.broken(folders)
-        rows = []
-        for name in method.names(folders):
-            if name in broken:
-                rows.append((name, f"unavailable: {broken[name]}"))
-                continue
-            cls = method.load(name, folders)
+        rows = {name: f"unavailable: {why}" for name, why in method.broken(folders).items()}
+        for name, cls in method.loadable(folders).items():
             own = ", ".join(method.option_names(cls))
-            rows.append((name, f"{cls.paper or cls.label}" + (f" (options: {own})" if own else "")))
+            rows[name] = f"{cls.paper or cls.label}" + (f" (options: {own})" if own else "")
         with formatter.section("Methods"):
-            formatter.write_dl(rows)
+            formatter.write_dl(sorted(rows.items()))
         super().format_epilog(context, formatter)
 
 
@@ -112,16 +109,14 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     device = _device(words, budget)
     steps = words["steps"]
     warmup = min(5, max(0, steps - 1)) if words["warmup"] is None else words["warmup"]
-    grid = itertools.product(
-        names, words["num_layers"], words["hidden_size"], words["batch_size"], words["window_size"] or [None]
-    )
+    lists = (words[name] for name in LISTED)
     jobs = []
-    for name, num_layers, hidden_size, batch_size, window in grid:
-        workload = Workload(num_layers=num_layers, hidden_size=hidden_size, batch_size=batch_size, **fixed)
+    for name, *sizes, window in itertools.product(names, *lists, words["window_size"] or [None]):
+        workload = Workload(**dict(zip(LISTED, sizes, strict=True)), **fixed)
         known = method.option_names(method.load(name, folders))
         asked = {"window_size": window} | {option: words.get(option) for option in OF_METHODS}
-        own = {**given, **{option: value for option, value in asked.items() if value is not None and option in known}}
-        jobs.append(Job(name, workload, own, budget, device, steps, warmup))
+        own = {option: value for option, value in asked.items() if value is not None and option in known}
+        jobs.append(Job(name, workload, {**given, **own}, budget, device, steps, warmup))
     for option, spelled in OF_METHODS.items():
         if words.get(option) is not None and not any(option in job.options for job in jobs):
             able = ", ".join(method.having(option, folders))
@@ -167,13 +162,12 @@ def parse_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--option: expected NAME=VALUE, got {text!r}")
-    if value.lower() in ("true", "false", "none"):
-        return name, {"true": True, "false": False, "none": None}[value.lower()]
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return name, words[value.lower()]
     for number in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return name, number(value)
-        except ValueError:
-            continue
     return name, value
 
 

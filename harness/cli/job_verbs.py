@@ -14,7 +14,6 @@ from harness.cli import options
 from harness.cli.job_options import WithMethods, check_corpus, job_options, make_jobs, place_of, place_options
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
 from harness.core.console import print_table
-from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import budgets
 from harness.jobs.progress import reporter
@@ -63,7 +62,7 @@ def plan(exact: bool, **words: Any) -> None:
 
     folders = _folders(words)
     jobs = make_jobs(words, folders)
-    found = plan_table.rows(jobs, folders, exact)
+    found = [plan_table.row(job, folders, exact) for job in jobs]
     is_published = words["machine_name"] == published_laws.MACHINE and published_laws.is_published(jobs[0].workload)
     published = plan_table.published_rows(jobs[0].budget) if is_published else []
     if words["as_json"]:
@@ -86,7 +85,7 @@ def search(context: click.Context) -> None:
 
 
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
-@click.option("--repeats", type=click.IntRange(1), default=1, help="Processes that confirm each side of the edge.")
+@click.option("--repeats", type=click.IntRange(1), default=1, help="Runs of the largest depth and of the next.")
 @job_options
 def largest(**words: Any) -> None:
     """Find the largest depth that each method trains in these budgets, up to -l, and what fails above it.
@@ -99,7 +98,7 @@ def largest(**words: Any) -> None:
         raise ValueError(f"--steps: expected at least {FEWEST_STEPS} for a probe, got {words['steps']}")
     folders = _folders(words)
     jobs = make_jobs({**words, "num_layers": [1]}, folders)
-    _check_budgets(jobs)
+    budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     check_corpus(jobs[0].workload)
     with reporter(words["as_json"]) as report:
         runs = Sweep(words["results"], folders, report, words["rerun"])
@@ -182,10 +181,10 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     if not jobs:
         raise ValueError(left_out[0])
     if words["on"] == "local":
-        _check_budgets(jobs)
+        budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     if words.get("trace"):
-        if len(asked) > 1 or words["on"] != "local" or jobs[0].world_size > 1:
-            raise ValueError("--trace needs one run in one local process: one method and size, no --on, no --ranks")
+        if len(asked) > 1 or words["on"] != "local":
+            raise ValueError("--trace needs one run in one local process: one method and size, no --on")
         check_writable(words["trace"].parent, "--trace")
         jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
     place = place_of(words, jobs[0].device)
@@ -200,10 +199,6 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
 
 def _folders(words: dict[str, Any]) -> tuple[Path, ...]:
     return tuple(path.resolve() for path in words["methods_folder"])
-
-
-def _check_budgets(jobs: list[Job]) -> None:
-    budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
 
 
 def exit_code(records: list[Record], is_sweep: bool) -> int:

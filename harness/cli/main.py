@@ -35,12 +35,8 @@ class Door(WithMethods, click.Group):
         return super().parse_args(context, args)
 
 
-@click.group(
-    cls=Door,
-    epilog=EXAMPLES,
-    context_settings={"help_option_names": ["--help"], "show_default": True},
-    invoke_without_command=True,
-)
+@click.group(cls=Door, epilog=EXAMPLES, invoke_without_command=True,
+             context_settings={"help_option_names": ["--help"], "show_default": True})  # fmt: skip
 @options.methods
 @click.pass_context
 def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
 from pathlib import Path
@@ -32,13 +33,7 @@ dtype = click.option("--dtype", default="fp32", help="fp32, or mixed precision w
 
 def together(*options: Any) -> Any:
     """One decorator of several options, which --help shows in this order."""
-
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
 class Numbers(click.ParamType):

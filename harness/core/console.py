@@ -12,10 +12,8 @@ def print_table(
     columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
     widths: Mapping[str, int] | None = None, has_lines: bool = False,
 ) -> None:  # fmt: skip
-    """Print rows under their columns, the first column unfolded unless lines part the rows.
-
-    `numbers`: columns aligned to the right. `widths`: the most characters of a column.
-    """
+    """Print rows under their columns, the first column unfolded unless lines part the rows. `numbers`: columns aligned
+    to the right. `widths`: the most characters of a column."""
     from rich.box import HEAVY_HEAD, SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

@@ -25,10 +25,8 @@ Sampler = Callable[[int], np.ndarray]
 
 
 def batches(workload: Workload, steps: int) -> np.ndarray:
-    """Token ids (steps, B, T + 1), int64: inputs are [..., :-1], targets [..., 1:].
-
-    Raises ValueError where the corpus cannot be read or holds ids beyond the vocabulary.
-    """
+    """Token ids (steps, B, T + 1), int64: inputs are [..., :-1], targets [..., 1:]. Raises ValueError where the corpus
+    cannot be read or holds ids beyond the vocabulary."""
     sample = corpus(workload) if workload.corpus else synthetic(workload)
     count = steps * workload.batch_size
     tokens = np.stack([sample(index) for index in range(count)])
@@ -42,9 +40,7 @@ def sha256(tokens: np.ndarray) -> str:
 
 def synthetic(workload: Workload) -> Sampler:
     """Zipf unigrams with order-1 structure: half of the tokens follow from the one before, the rest are drawn anew.
-
-    Uniform tokens could not show a broken optimizer: their loss stays at ln V whatever is learned.
-    """
+    Uniform tokens could not show a broken optimizer: their loss stays at ln V whatever is learned."""
     ids = min(workload.vocab_size, MAX_TOKEN)
     cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
     cumulative /= cumulative[-1]

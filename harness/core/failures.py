@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import re
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from harness.core.job import gib
@@ -44,12 +44,16 @@ MESSAGES = (
 # The last lines of a native library that gives up and aborts.
 LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
 CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
+# A rank that could no longer reach another one.
 LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
-ASKED = re.compile(r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
-USED = re.compile(r"(\d+) of (\d+) bytes in use")
-CUDA_USED = re.compile(r"([\d.]+) (\w+) is allocated by PyTorch")
-CUDA_LIMIT = re.compile(r"([\d.]+) (\w+) allowed"), re.compile(r"total capacity of ([\d.]+) (\w+)")
+# The sizes in those messages, by their names in the evidence; the first that is found counts.
+SIZES = (
+    ("asked_bytes", r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)"),
+    ("in_use_bytes", r"(\d+) of \d+ (bytes) in use|([\d.]+) (\w+) is allocated by PyTorch"),
+    ("limit_bytes", r"\d+ of (\d+) (bytes) in use|([\d.]+) (\w+) allowed"),
+    ("limit_bytes", r"total capacity of ([\d.]+) (\w+)"),
+)
 UNITS = {unit: 2 ** (10 * power) for power, unit in enumerate(("bytes", "kib", "mib", "gib", "tib", "pib", "eib"))}
 
 MEMORIES = {
@@ -76,29 +80,29 @@ class Failure:
 
 def of_exception(error: BaseException, phase: str, memory: dict[str, int]) -> Failure:
     """Name what training raised. `memory`: budgets.lift(), bytes at the time, for messages without any."""
-    told = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
-    # If a package is missing, the outermost error tells more: it may name the command that installs it.
-    told.sort(key=lambda pair: pair[1] is not None and pair[1].status == "unavailable")
-    causes = [(cause, kind) for cause, kind in told if kind is not None]
-    if causes:
-        cause, kind = causes[-1] if causes[0][1].status == "unavailable" else causes[0]
-        return _by_cause(cause, kind, error, phase, memory)
-    is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
-    evidence = {"class": "numeric" if is_numeric else "exception", "resource": ""}
-    return Failure("crash", f"{_text(error)} at {phase}; its log has the traceback", evidence)
-
-
-def _by_cause(cause: BaseException, kind: Kind, error: BaseException, phase: str, memory: dict[str, int]) -> Failure:
+    kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
+    told = [(cause, kind) for cause, kind in kinds if kind is not None]
+    if not told:
+        is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
+        reason = f"{_text(error)} at {phase}; its log has the traceback"
+        return _ended("crash", "numeric" if is_numeric else "exception", reason)
+    # If nothing but a package is missing, the outermost error tells more: it may name the command that installs it.
+    cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
     evidence: dict[str, Any] = {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
     if cause is not error:
         evidence = {"class": "swallowed" if kind.resource in MEMORIES else kind.name, "wrapped_in": _text(error)}
-    return _failure(kind, phase, _text(cause), **evidence, **_numbers(str(cause), kind, memory))
+    return _failure(kind, phase, _text(cause), **evidence, **_sizes(str(cause), kind, memory))
 
 
 def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
     """A failure of this kind; bytes among its evidence are told in its line."""
     named = {"class": kind.name, "resource": kind.resource, **evidence}
     return Failure(kind.status, _line(kind, phase, named, text), named)
+
+
+def _ended(status: str, name: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
+    """A failure that is of no memory."""
+    return Failure(status, reason, {**evidence, "class": name, "resource": resource})
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,16 @@ class End:
 def of_process(end: End) -> Failure:
     """Name the end of a worker that left no record."""
     number = -end.code if end.code < 0 else end.code - 128 if end.code > 128 else 0
-    seen = {"returncode": end.code, "oom_kills": end.oom_kills, "system_oom_kills": end.system_oom_kills}
+    seen: Any = {"returncode": end.code, "oom_kills": end.oom_kills, "system_oom_kills": end.system_oom_kills}
     if end.stopped:
         failure = of_stop(end)
-        return Failure(failure.status, failure.reason, {**seen, **failure.evidence})
+        return replace(failure, evidence={**seen, **failure.evidence})
     if number == signal.SIGKILL:
-        return _killed(end, seen)
+        near = end.host_peak_bytes >= NEAR_THE_LIMIT * end.host_limit_bytes
+        if end.oom_kills or (end.system_oom_kills and near):
+            return _kernel_kill(end, "killed by the kernel", **seen, inferred=not end.oom_kills)
+        text = f"killed by SIGKILL from outside at {end.phase}: no count of kills for want of memory rose"
+        return _ended("killed", "signal", text, **seen)
     if number == signal.SIGBUS and end.shm_free_bytes is not None and end.shm_free_bytes < 2**20:
         kind, text = Kind("oom-host", "shm", "signal"), "SIGBUS, /dev/shm was full"
         return _failure(kind, end.phase, text, **seen, inferred=True, shm_free_bytes=end.shm_free_bytes)
@@ -135,8 +143,7 @@ def of_process(end: End) -> Failure:
         return _failure(Kind("oom-host", "host", "log"), end.phase, words[0], **seen, text=words[0])
     name = "signal" if number in set(signal.Signals) else "exit"
     told = f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
-    reason = f"{told} at {end.phase}; its log has what it printed last"
-    return Failure("crash", reason, {**seen, "class": name, "resource": ""})
+    return _ended("crash", name, f"{told} at {end.phase}; its log has what it printed last", **seen)
 
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
@@ -144,42 +151,25 @@ def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
     return Failure(failure.status, f"rank {rank} of {world_size}: {failure.reason}", {**failure.evidence, "rank": rank})
 
 
-def tells_of_lost_rank(reason: str) -> bool:
-    """True if a rank ended because it could no longer reach another one."""
-    return bool(LOST_RANK.search(reason))
-
-
 def of_stop(end: End) -> Failure:
     """Name an end made by the parent."""
     if end.stopped == "interrupt":
-        return Failure("interrupted", f"interrupted at {end.phase}", {"class": "interrupt", "resource": ""})
+        return _ended("interrupted", "interrupt", f"interrupted at {end.phase}")
     if end.stopped == "silence":
-        name = "hang"
-        text = f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit"
+        name, text = "hang", f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit"
     else:
-        name, text = "deadline", f"ran longer than its {end.seconds:g} seconds, at {end.phase}: lower -l or --steps"
-        text += ", or raise --timeout"
-    evidence = {"class": name, "resource": "time", "last_phase": end.phase, "seconds": end.seconds}
-    return Failure("timeout", text, evidence)
+        name, advice = "deadline", "lower -l or --steps, or raise --timeout"
+        text = f"ran longer than its {end.seconds:g} seconds, at {end.phase}: {advice}"
+    return _ended("timeout", name, text, "time", last_phase=end.phase, seconds=end.seconds)
 
 
 def of_killed_child(end: End, reason: str, traceback: str) -> Failure | None:
-    """Name a crash caused by the kernel's kill of one of the worker's processes; None if there was no kill.
-
-    In a shared group the count may have risen for others: there the message must mention a killed process.
-    """
+    """Name a crash caused by the kernel's kill of one of the worker's processes; None if there was no kill. In a shared
+    group the count may have risen for others: there the message must mention a killed process."""
     if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + traceback)):
         return None
     text = f"the kernel killed a process of its; {reason}"
     return _kernel_kill(end, text, oom_kills=end.oom_kills, inferred=not end.owns_group)
-
-
-def _killed(end: End, seen: dict[str, Any]) -> Failure:
-    near = end.host_peak_bytes >= NEAR_THE_LIMIT * end.host_limit_bytes
-    if not end.oom_kills and not (end.system_oom_kills and near):
-        text = f"killed by SIGKILL from outside at {end.phase}: no count of kills for want of memory rose"
-        return Failure("killed", text, {**seen, "class": "signal", "resource": ""})
-    return _kernel_kill(end, "killed by the kernel", **seen, inferred=not end.oom_kills)
 
 
 def _kernel_kill(end: End, text: str, /, **evidence: Any) -> Failure:
@@ -189,17 +179,16 @@ def _kernel_kill(end: End, text: str, /, **evidence: Any) -> Failure:
 
 def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
     """The exception and its causes; False marks one that was merely being handled when another arose."""
-    found: list[tuple[BaseException, bool]] = []
+    found: dict[int, tuple[BaseException, bool]] = {}
 
     def visit(item: BaseException | None, is_explicit: bool) -> None:
-        if item is None or any(item is known for known, _ in found):
-            return
-        found.append((item, is_explicit))
-        visit(item.__cause__, is_explicit)
-        visit(item.__context__, False)
+        if item is not None and id(item) not in found:
+            found[id(item)] = item, is_explicit
+            visit(item.__cause__, is_explicit)
+            visit(item.__context__, False)
 
     visit(error, True)
-    return found[::-1]
+    return list(found.values())[::-1]
 
 
 def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
@@ -212,7 +201,9 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
     if isinstance(error, (Exception, MemoryError)) and not isinstance(error, Unavailable):
         for pattern, kind in MESSAGES:
             if re.search(pattern, text):
-                return _decided(kind, memory) if kind.name == "ambiguous" else kind
+                # CUDA says "out of memory" of both memories: with a twentieth of the device free, it was the host's.
+                is_hosts = memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63)
+                return Kind("oom-host", "pinned", "ambiguous") if kind.name == "ambiguous" and is_hosts else kind
     if "OutOfMemoryError" in types:
         return Kind("oom-device", "device", "allocator")
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -222,36 +213,17 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
     return None
 
 
-def _decided(kind: Kind, memory: dict[str, int]) -> Kind:
-    """CUDA says "out of memory" of both memories: with a twentieth of the device free, it was the host's."""
-    if memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63):
-        return Kind("oom-host", "pinned", "ambiguous")
-    return kind
-
-
-def _numbers(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
+def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
     """Bytes asked for, in use and allowed, if the message or the process tells."""
     found: dict[str, int] = {}
-    if kind.resource not in MEMORIES:
-        return found
-    asked, used, of_cuda = ASKED.search(text), USED.search(text), CUDA_USED.search(text)
-    if asked:
-        found["asked_bytes"] = _size(*asked.groups())
-    if used:
-        found |= {"in_use_bytes": int(used[1]), "limit_bytes": int(used[2])}
-    elif of_cuda:
-        limit = next((match for pattern in CUDA_LIMIT if (match := pattern.search(text))), None)
-        found["in_use_bytes"] = _size(*of_cuda.groups())
-        if limit:
-            found["limit_bytes"] = _size(*limit.groups())
-    elif kind.resource == "host":
+    for name, pattern in SIZES if kind.resource in MEMORIES else ():
+        if match := re.search(pattern, text, re.IGNORECASE):
+            number, unit = filter(None, match.groups())
+            found.setdefault(name, int(float(number) * UNITS[unit.lower()]))
+    if kind.resource == "host" and "in_use_bytes" not in found:
         names = {"host_bytes": "in_use_bytes", "host_limit_bytes": "limit_bytes"}
         found |= {name: memory[key] for key, name in names.items() if key in memory}
     return found
-
-
-def _size(number: str, unit: str) -> int:
-    return int(float(number) * UNITS[unit.lower()])
 
 
 def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:

@@ -88,8 +88,9 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
         num_tokens, total = len(x), torch.zeros((), device=x.device)
         dx, dweight = torch.empty_like(x), None
-        for start in range(0, num_tokens, tokens_at_once(len(weight))):
-            block = slice(start, start + tokens_at_once(len(weight)))
+        at_once = max(1, NUM_LOGITS // len(weight))
+        for start in range(0, num_tokens, at_once):
+            block = slice(start, start + at_once)
             loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale)
             total += loss
             dx[block] = dlogits @ weight
@@ -117,11 +118,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int, scale: float
     divisor = num_tokens / scale
     dlogits = logits.div_(sums * divisor).scatter_add_(1, wanted, torch.full_like(sums, -1 / divisor))
     return loss, dlogits.to(dtype)
-
-
-def tokens_at_once(vocab_size: int) -> int:
-    """Tokens in a block of logits."""
-    return max(1, NUM_LOGITS // vocab_size)
 
 
 class GPT(nn.Module):
@@ -157,11 +153,10 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
         if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
-            draw(name, tensor, workload)  # where it stays: no second copy, even for a moment
+            _drawing(name, tensor.ndim, workload)(tensor)  # where it stays: no second copy, even for a moment
             return
-        elements = tensor.view(-1)
         for start, drawn in drawn_blocks(name, tensor.shape, workload):
-            elements[start : start + len(drawn)].copy_(drawn)
+            tensor.view(-1)[start : start + len(drawn)].copy_(drawn)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, named))
@@ -170,35 +165,22 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
 def drawn_blocks(name: str, shape: torch.Size, workload: Workload) -> Iterator[tuple[int, Tensor]]:
     """The values of initial(), as (start, elements), in a reused block of memory: a host may have no room for a whole
     embedding."""
-    numel, draw_ = shape.numel(), _distribution(name, len(shape), workload)
+    numel, draw = shape.numel(), _drawing(name, len(shape), workload)
     room = torch.empty(min(numel, 2 * DRAWN_AT_ONCE))
-    start = 0
-    while start < numel:
-        # The last block is the longer one: torch draws 16 numbers at once, the last 16 of a tensor anew.
+    # The last block is the longer one: torch draws 16 numbers at once, the last 16 of a tensor anew.
+    for start in range(0, max(1, numel - DRAWN_AT_ONCE + 1), DRAWN_AT_ONCE):
         left = numel - start
-        drawn = room[: left if left < 2 * DRAWN_AT_ONCE else DRAWN_AT_ONCE]
-        draw_(drawn)
-        yield start, drawn
-        start += len(drawn)
+        yield start, draw(room[: left if left < 2 * DRAWN_AT_ONCE else DRAWN_AT_ONCE])
 
 
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
     """The fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters)."""
-    tensor = torch.empty(shape)
-    draw(name, tensor, workload)
-    return tensor
+    return _drawing(name, len(shape), workload)(torch.empty(shape))
 
 
-def draw(name: str, tensor: Tensor, workload: Workload) -> None:
-    """Fill an fp32 tensor of the host with its starting value.
-
-    N(0, 0.02); the two projections into the residual stream by 1/sqrt(2 L) of that; biases 0, norm weights 1.
-    """
-    _distribution(name, tensor.ndim, workload)(tensor)
-
-
-def _distribution(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Any]:
-    """A function that fills a tensor of this name; each call continues the sequence."""
+def _drawing(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Tensor]:
+    """A function that fills an fp32 tensor of the host with starting values; each call continues the sequence. N(0,
+    0.02); the two projections into the residual stream by 1/sqrt(2 L) of that; biases 0, norm weights 1."""
     if ndim == 1:
         value = 1.0 if name.endswith("weight") else 0.0
         return lambda tensor: tensor.fill_(value)

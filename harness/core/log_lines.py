@@ -32,11 +32,9 @@ def interval_steps(job: Job) -> int:
 
 
 def interval_lines(job: Job, measured: dict[str, Any], peaks: dict[str, int]) -> list[str]:
-    """The published metric lines for the interval that the last step closes; none inside an interval.
-
-    Times and losses are means over the interval, warm-up included, as published; Tera Flops count this harness's
-    FLOPs, recompute included.
-    """
+    """The published metric lines for the interval that the last step closes; none inside an interval. Times and losses
+    are means over the interval, warm-up included, as published; Tera Flops count this harness's FLOPs, recompute
+    included."""
     step, interval = len(measured["losses"]), interval_steps(job)
     if step % interval:
         return []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,11 @@ from harness.core.job import Job
 from harness.core.whole_file import write_whole
 
 SCHEMA_VERSION = 1
-STATUSES = (
-    "ok", "oom-device", "oom-host", "does-not-fit", "timeout", "killed", "crash", "unavailable", "interrupted",
-)  # fmt: skip
 # A result is not measured again; the others are, the next time they are asked for.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
-VERDICTS = ("exact", "tolerance", "twin", "failed", "untested")
+STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
 PASSING = ("exact", "tolerance", "twin")
+VERDICTS = (*PASSING, "failed", "untested")
 if TYPE_CHECKING:
     Values = list[float]
 else:
@@ -48,10 +46,8 @@ class Gate:
 
 @dataclass(frozen=True)
 class Record:
-    """One attempt. Lists hold one value a step, warm-up included; seconds, bytes.
-
-    Of an imported log they hold one value for every `interval_steps` steps, and None where the log has none.
-    """
+    """One attempt. Lists hold one value a step, warm-up included; seconds, bytes. Of an imported log they hold one
+    value for every `interval_steps` steps, and None where the log has none."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -109,8 +105,9 @@ class Record:
 
     @property
     def timed_seconds(self) -> list[float]:
-        """Seconds of the steps after warm-up; of a log, the means of its intervals without warm-up."""
-        warmup = -(-self.job.warmup // self.interval_steps)
+        """Seconds of the steps after warm-up, and after those from a checkpoint; of a log, the means of its intervals
+        without warm-up."""
+        warmup = -(-max(self.job.warmup, self.schedule.get("resumed_steps", 0)) // self.interval_steps)
         return [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
 
     @property
@@ -151,9 +148,6 @@ class Record:
     def host_peak_bytes(self) -> int:
         return self.peaks.get("host_anonymous", 0) + self.peaks.get("host_shared", 0)
 
-    def with_gate(self, gate: Gate) -> Record:
-        return dataclasses.replace(self, gate=gate)
-
     def to_dict(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION, **_plain(dataclasses.asdict(self))}
 
@@ -190,23 +184,23 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def new_stem(folder: Path, job: Job) -> Path:
-    """Reserve a name of the published pattern by creating its empty log; a taken second is skipped.
-
-    ws is the option window_size where the method has one, else 0.
-    """
-    load, window = job.workload, job.options.get("window_size") or 0
+    """Reserve a name of the published pattern by creating its empty log; a taken second is skipped. ws is the option
+    window_size where the method has one, else 0."""
     now = int(time.time())
     for second in range(now, now + 1000):
-        day = time.strftime("%Y-%m-%d", time.gmtime(second))
-        sizes = f"l-{load.num_layers}_hs-{load.hidden_size}_bs-{load.batch_size}_ws-{window}"
         # Not with_suffix(): the name itself has a dot.
-        stem = folder / f"log_{job.method}_{sizes}_{day}.{second}"
-        try:
-            os.close(os.open(f"{stem}.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        stem = folder / log_stem(job, job.options.get("window_size") or 0, second)
+        with suppress(FileExistsError):
+            Path(f"{stem}.txt").touch(0o644, exist_ok=False)
             return stem
-        except FileExistsError:
-            continue
     raise ValueError(f"no free name for another log of {job.method} in {folder}")
+
+
+def log_stem(job: Job, window: int, second: int) -> str:
+    """A log's name by the published pattern, without its ending."""
+    load, day = job.workload, time.strftime("%Y-%m-%d", time.gmtime(second))
+    sizes = f"l-{load.num_layers}_hs-{load.hidden_size}_bs-{load.batch_size}_ws-{window}"
+    return f"log_{job.method}_{sizes}_{day}.{second}"
 
 
 def _plain(value: Any) -> Any:

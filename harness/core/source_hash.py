@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,9 +34,12 @@ def closure(path: Path) -> dict[Path, ast.AST | None]:
     waiting = [path.resolve(), *SHARED]
     while waiting:
         source = waiting.pop()
-        if source not in found:
-            found[source] = tree = _parsed(source)
-            if tree is not None:
+        if source in found:
+            continue
+        found[source] = None
+        with suppress(SyntaxError, ValueError):
+            if source.suffix == ".py":
+                found[source] = tree = ast.parse(source.read_bytes())
                 waiting.extend(_needed(source, tree, path.resolve().parent))
     return found
 
@@ -68,12 +72,3 @@ def _imported(node: ast.AST) -> Iterator[str]:
                 yield from _imported(other)
         else:
             yield from _imported(child)
-
-
-def _parsed(source: Path) -> ast.AST | None:
-    if source.suffix != ".py":
-        return None
-    try:
-        return ast.parse(source.read_bytes())
-    except (SyntaxError, ValueError):
-        return None

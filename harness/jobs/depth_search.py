@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 GALLOP = 0.03  # of the guess; 5 trials on average where the guess is 10 % off, tests/test_search.py
 REFINED_FROM = 8  # layers; a smaller guess is searched sooner than refined
 MAX_TRIALS = 40
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How one probe ended."""
 
     passed: bool
@@ -29,8 +28,7 @@ class Outcome:
     evidence: Any = None
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     num_layers: int
     outcome: Outcome
 
@@ -85,21 +83,11 @@ class Answer:
         passed = {depth for depth in self.passing if depth >= self.first_failing}
         return sorted(passed | {depth for depth in self.failing if depth <= self.last_passing})
 
-    def limiting(self) -> Trial | None:
-        """The first trial at the failing end of the interval: it names the memory that binds."""
-        return next((trial for trial in self.trials if trial.num_layers == self.failed_above), None)
-
 
 def search(
-    probe: Callable[[int], Outcome],
-    guess: int,
-    *,
-    least: int = 1,
-    most: int = 2**20,
-    repeats: int = 1,
-    refine: Callable[[], int] | None = None,
-    max_trials: int = MAX_TRIALS,
-) -> Answer:
+    probe: Callable[[int], Outcome], guess: int, *, least: int = 1, most: int = 2**20, repeats: int = 1,
+    refine: Callable[[], int] | None = None, max_trials: int = MAX_TRIALS,
+) -> Answer:  # fmt: skip
     """Find the largest depth from `least` to `most` that trains.
 
     `repeats` probes decide each side of the edge; several also look one layer beyond it. `refine` makes a better guess
@@ -111,9 +99,8 @@ def search(
     stride = max(1, round(GALLOP * guess))
     if refine is not None and guess >= max(REFINED_FROM, 4 * least):
         for small in (guess // 4, guess // 2):
-            if answer.stopped or answer.failing:
-                break
-            _try(answer, probe, small)
+            if not answer.stopped and not answer.failing:
+                _try(answer, probe, small)
         if not answer.stopped and not answer.failing:
             guess, stride = max(least, min(refine(), most)), 1
     while not answer.stopped:

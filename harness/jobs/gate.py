@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -48,11 +49,9 @@ SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
 
 
 def judge(
-    record: Record,
-    reference: Record | None = None,
-    twins: tuple[Record, Record] | None = None,
-    peers: list[Record] | None = None,
-) -> Gate:
+    record: Record, reference: Record | None = None, twins: tuple[Record, Record] | None = None,
+    peers: Sequence[Record] = (),
+) -> Gate:  # fmt: skip
     """The verdict on a record.
 
     `reference` is the same workload trained by the reference, or the record itself. If the reference does not fit,
@@ -61,16 +60,14 @@ def judge(
     """
     if record.status != "ok":
         return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
-    own = _own_conditions(record)
-    if own is not None:
+    if own := _own_conditions(record):
         return own
     if reference is record:
-        steps = f"{record.job.steps} steps{_skipped(record)}"
-        return Gate("exact", "", f"is the reference: every loss of {steps} finite, every tensor changed")
+        return Gate("exact", "", f"is the reference: every loss of {_steps(record)} finite, every tensor changed")
     if reference is not None:
         return _compare(record, reference)
     if twins is not None:
-        return _by_twin(record, twins, peers or [])
+        return _by_twin(record, *twins, peers)
     return Gate()
 
 
@@ -110,11 +107,11 @@ def _own_conditions(record: Record) -> Gate | None:
 
 def _compare(record: Record, reference: Record) -> Gate:
     where = _kernels(record)
-    evidence = {"reference": reference.key, "loss_difference": _loss_difference(record, reference)}
-    own = _own_conditions(reference)
-    if reference.status != "ok" or own is not None:
-        why = own.text if own is not None and reference.status == "ok" else f"ended as {reference.status}"
-        return Gate("untested", "no-reference", f"the reference itself did not train: {why}", evidence)
+    largest = max((difference for *_, difference in _loss_differences(record, reference)), default=math.nan)
+    evidence: dict[str, Any] = {"reference": reference.key, "loss_difference": largest}
+    own = _own_conditions(reference) if reference.status == "ok" else Gate(text=f"ended as {reference.status}")
+    if own:
+        return Gate("untested", "no-reference", f"the reference itself did not train: {own.text}", evidence)
     if record.data_sha256 != reference.data_sha256:
         return _failed("data", "trained on other data than the reference", **evidence)
     if set(record.tensors) != set(reference.tensors):
@@ -122,28 +119,27 @@ def _compare(record: Record, reference: Record) -> Gate:
         return _failed("missing", f"the tensors are not the reference's: {_some(names)}", **evidence)
     if (record.loss_scales, record.skipped_steps) != (reference.loss_scales, reference.skipped_steps):
         return _failed("loss-scale", _other_scales(record, reference), **evidence)
-    steps = f"{record.job.steps} steps{_skipped(record)}"
-    if _bit_equal(record, reference):
-        return Gate("exact", "", f"{steps} and all weights bit-equal to {reference.job.method}", evidence)
+    if record.losses == reference.losses and all(
+        record.tensors[name]["sha256"] == tensor["sha256"] for name, tensor in reference.tensors.items()
+    ):
+        return Gate("exact", "", f"{_steps(record)} and all weights bit-equal to {reference.job.method}", evidence)
     must_be_exact = record.bit_exact and where == ("cpu", "fp32")
     tolerance = 0.0 if must_be_exact else LOSS_TOLERANCE[where]
     difference = (
         _wrong_start(record, reference)
         or _tensor_difference(record, reference)
         or _first_loss_beyond(record, reference, tolerance)
+        or _distant_weights(record, reference, DISTANCE_TOLERANCE[where])
     )
-    if difference is None:
-        difference = _distant_weights(record, reference, DISTANCE_TOLERANCE[where])
-    if difference is not None:
-        return _failed(difference[0], difference[1], tolerance=tolerance, **evidence)
+    if difference:
+        return _failed(*difference, tolerance=tolerance, **evidence)
     if must_be_exact:
         return _failed("weights", "losses agree but the final weights are not the reference's bits", **evidence)
-    text = f"{steps} within {tolerance:g} of {reference.job.method} (largest {evidence['loss_difference']:.1e})"
+    text = f"{_steps(record)} within {tolerance:g} of {reference.job.method} (largest {largest:.1e})"
     return Gate("tolerance", "", text, {**evidence, "tolerance": tolerance})
 
 
-def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) -> Gate:
-    twin, twin_reference = twins
+def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequence[Record]) -> Gate:
     depth = twin.job.workload.num_layers
     verdict = judge(twin, twin_reference)
     evidence: dict[str, Any] = {"twin": twin.key, "twin_layers": depth, "twin_verdict": verdict.verdict}
@@ -154,8 +150,7 @@ def _by_twin(record: Record, twins: tuple[Record, Record], peers: list[Record]) 
     agreeing = []
     for peer in peers:
         if _own_conditions(peer) is None and peer.data_sha256 == record.data_sha256:
-            beyond = _first_loss_beyond(record, peer, tolerance)
-            if beyond is not None:
+            if beyond := _first_loss_beyond(record, peer, tolerance):
                 return _failed("peers", f"{peer.job.method} trains this size otherwise: {beyond[1]}", **evidence)
             agreeing.append(peer.job.method)
     also = f", and agrees with {', '.join(agreeing)} here" if agreeing else ""
@@ -168,22 +163,17 @@ def _kernels(record: Record) -> tuple[str, str]:
     return device, record.job.workload.dtype
 
 
-def _bit_equal(record: Record, reference: Record) -> bool:
-    same_weights = all(record.tensors[name]["sha256"] == item["sha256"] for name, item in reference.tensors.items())
-    return record.losses == reference.losses and same_weights
-
-
 def _wrong_start(record: Record, reference: Record) -> tuple[str, str] | None:
     """A first loss, before any update, beyond the tolerance of rounding."""
-    where = _kernels(record)
     first = dataclasses.replace(record, losses=record.losses[:1])
-    beyond = _first_loss_beyond(first, reference, LOSS_TOLERANCE[where])
+    beyond = _first_loss_beyond(first, reference, LOSS_TOLERANCE[_kernels(record)])
     return ("start", f"it did not start from the reference's weights: {beyond[1]}") if beyond else None
 
 
-def _skipped(record: Record) -> str:
-    """The number of steps that fp16 skipped, if any."""
-    return f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
+def _steps(record: Record) -> str:
+    """The number of steps, and of those that fp16 skipped, if any."""
+    skipped = f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
+    return f"{record.job.steps} steps{skipped}"
 
 
 def _other_scales(record: Record, reference: Record) -> str:
@@ -199,26 +189,23 @@ def _other_scales(record: Record, reference: Record) -> str:
 
 def _tensor_difference(record: Record, reference: Record) -> tuple[str, str] | None:
     """The most telling difference between final tensors: a partial update, a wrong step size, a wrong gradient."""
-    moment_tolerance = MOMENT_TOLERANCE[record.job.workload.dtype]
-    changed = "{name} changed in {ours:.1%} of its elements, {theirs:.1%} in"
     checks = (
-        ("partial-update", "changed", CHANGED_TOLERANCE, changed),
+        ("partial-update", "changed", CHANGED_TOLERANCE,
+         "{name} changed in {ours:.1%} of its elements, {theirs:.1%} in"),
         ("update-size", "moved", SIZE_TOLERANCE, "{name} moved {ratio:.3g} times as far as in"),
-        ("gradient-scale", "exp_avg", moment_tolerance, "{name}'s first moment is {ratio:.3g} times that in"),
-    )
+        ("gradient-scale", "exp_avg", MOMENT_TOLERANCE[record.job.workload.dtype],
+         "{name}'s first moment is {ratio:.3g} times that in"),
+    )  # fmt: skip
     for reason, key, tolerance, text in checks:
-        ratios = {
-            name: record.tensors[name][key] / theirs[key]
-            for name, theirs in reference.tensors.items()
-            if record.tensors[name].get(key) is not None and theirs.get(key)
-        }
+        pairs = {name: (record.tensors[name].get(key), theirs.get(key)) for name, theirs in reference.tensors.items()}
+        ratios = {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours is not None and theirs}
         if not ratios:
             continue
         worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
         ratio, median = ratios[worst], statistics.median(ratios.values())
         if not (abs(ratio - 1) <= tolerance and abs(median - 1) <= MEDIAN_TOLERANCE):
-            values = {"ours": record.tensors[worst][key], "theirs": reference.tensors[worst][key]}
-            return reason, f"{text.format(name=worst, ratio=ratio, **values)} the reference"
+            ours, theirs = pairs[worst]
+            return reason, f"{text.format(name=worst, ratio=ratio, ours=ours, theirs=theirs)} the reference"
     return None
 
 
@@ -242,20 +229,17 @@ def _distant_weights(record: Record, reference: Record, tolerance: float) -> tup
 
 
 def _first_loss_beyond(record: Record, other: Record, tolerance: float) -> tuple[str, str] | None:
-    for step, (ours, theirs) in enumerate(zip(record.losses, other.losses, strict=False), start=1):
-        if ours is None or theirs is None:
-            continue
-        difference = abs(ours - theirs) / abs(theirs)
+    for step, ours, theirs, difference in _loss_differences(record, other):
         if not difference <= tolerance:
             allowed = f"relative {difference:.1e}, {tolerance:g} allowed"
             return "loss", f"loss {ours:.7g} instead of {theirs:.7g} at step {step} ({allowed})"
     return None
 
 
-def _loss_difference(record: Record, other: Record) -> float:
-    """Largest relative difference over the steps that both have."""
-    pairs = [(a, b) for a, b in zip(record.losses, other.losses, strict=False) if a is not None and b is not None]
-    return max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=math.nan)
+def _loss_differences(record: Record, other: Record) -> list[tuple[int, float, float, float]]:
+    """Of the steps that both have: number, both losses, and their relative difference."""
+    pairs = enumerate(zip(record.losses, other.losses, strict=False), start=1)
+    return [(step, a, b, abs(a - b) / abs(b)) for step, (a, b) in pairs if a is not None and b is not None]
 
 
 def _failed(reason: str, text: str, **evidence: Any) -> Gate:

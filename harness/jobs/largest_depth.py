@@ -37,8 +37,7 @@ class Probes:
 
     def _check(self) -> None:
         """Raise the ValueError of options that fit no depth, or of a placement that fits one depth only."""
-        placement = self.job.options.get("placement")
-        if not placement:
+        if not self.job.options.get("placement"):
             self._planned(self.least)
             return
         try:
@@ -53,9 +52,8 @@ class Probes:
         if num_layers in self.decided:
             return self._run(self.decided[num_layers])
         job, plan = self._planned(num_layers)
-        refused = self._refusal(plan)
-        if refused:
-            return Outcome(False, refused, evidence=plan)
+        if refused := self._refusal(plan):
+            return Outcome(False, evidence=refused)
         tried, outcome = [job], self._run(job)
         while not outcome.passed and not outcome.stop:
             self._learn(outcome.evidence, plan)
@@ -85,12 +83,10 @@ class Probes:
     def refine(self) -> int:
         """guess() with the excess that small runs have shown."""
         self.lacking.clear()
-        for record in self.records:
-            if record.status != "ok":
-                continue
+        for record in (record for record in self.records if record.status == "ok"):
             planned = one_pool(Plan(record.predicted["device"], record.predicted["host"]), self.budget)
-            for memory, phases in measured(record).items():
-                beyond = {phase: size - getattr(planned, f"{memory}_bytes") for phase, size in phases.items()}
+            for memory, size in measured(record).items():
+                beyond = {"run": size - getattr(planned, f"{memory}_bytes")}
                 self.excess.setdefault(memory, []).append((record.job.workload.num_layers, beyond))
         return self.guess()
 
@@ -123,20 +119,19 @@ class Probes:
         rooms = {}
         for memory in {**self.excess, **self.lacking}:
             have = getattr(self.budget, f"{memory}_bytes")
-            points, least = self.excess.get(memory), self.lacking.get(memory)
-            beyond = [extrapolate(points, num_layers)] if points else []
-            beyond += [] if least is None else [least]
+            beyond = [extrapolate(self.excess[memory], num_layers)] if memory in self.excess else []
+            beyond += [self.lacking[memory]] if memory in self.lacking else []
             if have is not None:
                 rooms[f"{memory}_bytes"] = max(1, have - max(beyond))
         return dataclasses.replace(self.budget, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
-        """The memory that a probe would exhaust: the disk's budget, or the whole host."""
-        disk = self.budget.disk_bytes
+        """What a probe would exhaust: the disk's budget, or the whole host."""
+        disk, host = self.budget.disk_bytes, machine.host_bytes()
         if disk is not None and plan.disk_bytes > disk:
-            return "disk"
+            return f"disk, by plan: {gib(plan.disk_bytes)} of {gib(disk)}"
         at_host = plan.host_bytes + (0 if self.job.device == "cuda" else plan.device_bytes)
-        return "host" if at_host * self.job.world_size > machine.host_bytes() else ""
+        return f"host, by plan: {gib(at_host)} of {gib(host)}" if at_host * self.job.world_size > host else ""
 
 
 def memory_of(record: Record) -> str:
@@ -144,15 +139,15 @@ def memory_of(record: Record) -> str:
     return str(record.evidence.get("resource") or record.status.removeprefix("oom-"))
 
 
-def measured(record: Record) -> dict[str, dict[str, int]]:
-    """Peak bytes by memory and phase, as each budget counts them: of the host tensors alone on a device that accounts
-    for it, else the whole process, or an average rank."""
+def measured(record: Record) -> dict[str, int]:
+    """Peak bytes by memory, as each budget counts them: of the host tensors alone on a device that accounts for it,
+    else the whole process, or an average rank."""
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
         "host": peaks.get("host_accounted", record.host_peak_bytes // record.job.world_size),
     }
-    return {memory: {"run": size} for memory, size in sizes.items() if size}
+    return {memory: size for memory, size in sizes.items() if size}
 
 
 def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
@@ -160,19 +155,18 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
     guess = probes.guess()
     most = min(most, max(64, probes.least, BEYOND_PLAN * guess))
     answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)
-    found = answer.largest >= answer.least
     passed = [trial.outcome.evidence for trial in answer.trials if trial.num_layers == answer.largest]
-    best: Record | None = passed[-1] if found and passed else None
+    best: Record | None = passed[-1] if passed else None
     stop = probes.records[-1] if answer.stopped and probes.records and not probes.records[-1].is_result else None
     return {
         "method": probes.job.method,
-        "largest": answer.largest if found else 0,
+        "largest": answer.largest if best else 0,
         "num_params": best.job.workload.num_params if best else 0,
         "options": best.job.options if best else {},
         "fails_at": answer.failed_above,
         "is_sharp": answer.is_sharp,
         "mixed": answer.mixed(),
-        "binding": _binding(answer, best, probes),
+        "binding": _binding(answer, best, probes.budget),
         "gate": best.gate.verdict if best else "",
         "trials": len(probes.records),
         "stopped": answer.stopped,
@@ -180,24 +174,18 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
     }
 
 
-def _binding(answer: Answer, best: Record | None, probes: Probes) -> str:
+def _binding(answer: Answer, best: Record | None, budget: Budget) -> str:
     """The memory that binds, and the largest run's share of it."""
     if answer.is_unlimited:
         return f"none up to {answer.most} layers, the most tried"
-    limiting = answer.limiting()
-    if limiting is None:
-        return ""
-    memory, evidence = limiting.outcome.memory, limiting.outcome.evidence
-    if isinstance(evidence, Plan):
-        have = probes.budget.disk_bytes if memory == "disk" else machine.host_bytes()
-        at_host = evidence.host_bytes + (0 if probes.job.device == "cuda" else evidence.device_bytes)
-        need = evidence.disk_bytes if memory == "disk" else at_host
-        return f"{memory}, by plan: {gib(need)} of {gib(have or 0)}"
+    above = [trial.outcome for trial in answer.trials if trial.num_layers == answer.failed_above]
+    if not above or isinstance(above[0].evidence, str):
+        return above[0].evidence if above else ""
+    memory, evidence = above[0].memory, above[0].evidence
     asked, used, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
     if used and limit:
         return f"{memory}: {gib(used)} of {gib(limit)} in use" + (f", {gib(asked)} more asked for" if asked else "")
-    peak = max(measured(best).get(memory, {}).values(), default=0) if best else 0
-    have = getattr(probes.budget, f"{memory}_bytes", None)
+    peak, have = measured(best).get(memory) if best else 0, getattr(budget, f"{memory}_bytes", None)
     return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from harness.core import method
 from harness.core.child_process import ask
 from harness.core.console import print_table
-from harness.core.job import KINDS, Budget, Job, Plan, Workload, gib
+from harness.core.job import STATE_KINDS, Budget, Job, Plan, Workload, gib
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import machine
 from harness.jobs import published_laws
@@ -19,11 +19,6 @@ from harness.jobs.sweep import largest, one_pool, resolve
 
 MEMORIES = ("device", "host", "disk")
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # a parameter: two moments, in mixed precision a master, too
-
-
-def rows(jobs: list[Job], folders: tuple[Path, ...], exact: bool = False) -> list[dict[str, Any]]:
-    """A row for each job; one that cannot be planned has an `error` and no numbers."""
-    return [_row(job, folders, exact) for job in jobs]
 
 
 def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
@@ -42,10 +37,11 @@ def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> f
     )
 
 
-def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
+def row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
+    """The row of a job; one that cannot be planned has an `error` and no numbers."""
     workload = job.workload
-    row: dict[str, Any] = {"method": job.method, "num_layers": workload.num_layers}
-    row |= {"hidden_size": workload.hidden_size, "batch_size": workload.batch_size, "num_params": workload.num_params}
+    sizes = ("num_layers", "hidden_size", "batch_size", "num_params")
+    row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in sizes}}
     try:
         resolved, plan, shortfall = resolve(job, folders)
     except ValueError as error:
@@ -55,16 +51,11 @@ def _row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
     devices = job.world_size if job.device == "cuda" else 1  # of a CPU all ranks share the one
     part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
     depth = largest(trained, job, budget)
-    row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes}
+    row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
     row |= {name: getattr(plan, name) for memory in MEMORIES for name in (memory, f"{memory}_bytes")}
-    row |= {
-        "least_step_seconds": plan.step_seconds or least_step_seconds(part, plan, budget.rates),
-        "time_binds": plan.binds,
-        "fits": shortfall is None,
-        "shortfall": shortfall,
-        "largest_layers": depth,
-        "binding": _binding(trained, job, budget, depth),
-    }
+    seconds = plan.step_seconds or least_step_seconds(part, plan, budget.rates)
+    row |= {"least_step_seconds": seconds, "time_binds": plan.binds, "fits": shortfall is None, "shortfall": shortfall}
+    row |= {"largest_layers": depth, "binding": _binding(trained, job, budget, depth)}
     return {**row, "exact": _exact(resolved, folders)} if exact else row
 
 
@@ -74,19 +65,14 @@ def _binding(trained: method.Method, job: Job, budget: Budget, depth: int) -> st
         plan = one_pool(trained.plan(job.workload.at_depth(depth + 1), budget), budget)
     except ValueError:
         return None
-    return next((memory for memory in MEMORIES if _passes(plan, budget, memory)), None)
-
-
-def _passes(plan: Plan, budget: Budget, memory: str) -> bool:
-    have = getattr(budget, f"{memory}_bytes")
-    return have is not None and getattr(plan, f"{memory}_bytes") > have
+    sizes = ((memory, getattr(plan, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")) for memory in MEMORIES)
+    return next((memory for memory, need, have in sizes if have is not None and need > have), None)
 
 
 def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
     """The peaks of a memory rehearsal: {device_bytes, host_bytes, seconds} or {unavailable}."""
-    arguments = {"job": job.to_dict(), "folders": [str(folder) for folder in folders]}
     try:
-        return ask("harness.devices.memory_rehearsal", arguments)
+        return ask("harness.devices.memory_rehearsal", {"job": job.to_dict(), "folders": list(map(str, folders))})
     except ValueError as error:
         return {"unavailable": f"{job.method}: {error}"}
 
@@ -99,39 +85,34 @@ def published_rows(budget: Budget) -> list[dict[str, Any]]:
     for law in published_laws.LAWS:
         limits = law.limits(budget.device_bytes, budget.host_bytes - published_laws.HOST_TAKEN_BYTES)
         deepest = published_laws.PUBLISHED.at_depth(law.published_layers)
-        found.append(
-            {
-                "method": law.method,
-                "published_layers": law.published_layers,
-                "step_seconds": budget.rates and published_laws.step_seconds(law.method, deepest, budget.rates),
-                **dataclasses.asdict(limits),
-                "binding": limits.binding,
-                "was_the_limit": limits.largest == law.published_layers,
-                "verdict": law.verdict(limits),
-                "host_source": law.host_source,
-            }
-        )
+        seconds = budget.rates and published_laws.step_seconds(law.method, deepest, budget.rates)
+        found.append({
+            "method": law.method, "published_layers": law.published_layers, "step_seconds": seconds,
+            **limits._asdict(), "binding": limits.binding,
+            "was_the_limit": limits.largest == law.published_layers, "verdict": law.verdict(limits),
+            "host_source": law.host_source,
+        })  # fmt: skip
     return found
 
 
 def show(found: list[dict[str, Any]], exact: bool) -> None:
-    """What each method needs, a line for each memory; what follows; a line for each that does not fit or has no
-    plan."""
+    """What each method needs, by memory; what follows; a line for each that does not fit or has no plan."""
     planned = [row for row in found if "error" not in row]
     depth = ["num_layers"] if len({row["num_layers"] for row in planned}) > 1 else []
-    numbers = ["layers"] * len(depth) + [*KINDS, "in all"] + ["exact"] * exact
+    numbers = ["layers"] * len(depth) + [*STATE_KINDS, "in all"] + ["exact"] * exact
     needs = [line for row in planned for line in _needs(row, ["method", *depth], exact)]
     ends = ["layers", "fits", "binds", "largest", "moved a step", "seconds, at least"]
-    if planned:
-        columns = ["method", *numbers[: len(depth)], "memory", *numbers[len(depth) :]]
-        print_table(columns, needs, "What training needs, by arithmetic", numbers=numbers)
-        print_table(["method", *ends], map(_end, planned), "What comes of it", numbers=ends)
+    columns = ["method", *numbers[: len(depth)], "memory", *numbers[len(depth) :]]
+    print_table(columns, needs, "What training needs, by arithmetic", numbers=numbers)
+    print_table(["method", *ends], map(_end, planned), "What comes of it", numbers=ends)
     for row in planned:
         options = ", ".join(f"{name}={value}" for name, value in row["options"].items() if value not in (None, False))
         if row["time_binds"]:
             options += f"; {row['least_step_seconds']:.3g} s a step, bound by {row['time_binds']}"
         if options:
             print(f"{row['method']}, {row['num_layers']} layers: {options}")
+        for name, size in row["stages"].items():
+            print(f"{row['method']}, {row['num_layers']} layers, {name}: {gib(size)}")
     if any(row["options"].get("world_size", 1) > 1 for row in planned):
         print("world_size: bytes are one rank's, which has a device of its own and its part of the host's budget.")
     print("binds: the memory that one layer more than the largest would pass.")
@@ -150,7 +131,7 @@ def _needs(row: dict[str, Any], title: list[str], exact: bool) -> Iterator[list[
     cells = [str(row[name]) for name in title]
     for memory in MEMORIES:
         if memory == "device" or row[f"{memory}_bytes"]:
-            sizes = [*(row[memory].get(kind) for kind in KINDS), row[f"{memory}_bytes"]]
+            sizes = [*(row[memory].get(kind) for kind in STATE_KINDS), row[f"{memory}_bytes"]]
             sizes += [row["exact"].get(f"{memory}_bytes")] if exact else []
             yield [*cells, memory, *map(_size, sizes)]
             cells = [""] * len(title)

@@ -20,19 +20,19 @@ def reporter(as_json: bool) -> Iterator[Report]:
     if as_json:
         yield _print_json
     elif sys.stdout.isatty():
-        with _Bar() as bar:
-            yield bar.report
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        text, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[numbers]}")
+        columns = (text, BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
+        with Progress(*columns, transient=True) as progress:
+            yield _Bar(progress).report
     else:
         yield _Lines().report
 
 
 def _print_json(event: dict[str, Any]) -> None:
-    plain = {**event}
-    if "record" in event:
-        plain["record"] = summary(event["record"])
-    for name in ("job", "plan"):
-        if name in event:
-            plain[name] = dataclasses.asdict(event[name])
+    as_data: dict[str, Any] = {"record": summary, "job": dataclasses.asdict, "plan": dataclasses.asdict}
+    plain = {name: as_data[name](value) if name in as_data else value for name, value in event.items()}
     print(json.dumps(plain), flush=True)
 
 
@@ -64,13 +64,12 @@ class _Lines:
             )
         elif kind == "recorded":
             self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
-        elif kind == "step" and "skipped_at_scale" in event:
-            at = f"loss {event['loss']:.6f}  {event['seconds']:.3f} s"
-            told = f"a gradient is not finite at loss scale {event['skipped_at_scale']:g}"
-            self.write(f"  step {event['step']}/{self.steps}  {at}  skipped: {told}")
-        elif kind == "step" and (event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps):
+        elif kind == "step":
             told = f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
-            self.write(told + shares_text(event))
+            if "skipped_at_scale" in event:
+                self.write(f"{told}  skipped: a gradient is not finite at loss scale {event['skipped_at_scale']:g}")
+            elif event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps:
+                self.write(told + shares_text(event))
         elif kind == "memory":
             done, rate = event["bytes"], event["bytes"] / event["seconds"]
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
@@ -88,24 +87,11 @@ class _Lines:
 class _Bar:
     """The same lines, and a bar with loss, samples/s and time left while a job runs."""
 
-    def __enter__(self) -> _Bar:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(),
-        )  # fmt: skip
-        self.progress = Progress(*columns, transient=True)
-        self.lines = _Lines(
-            lambda line: self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        )
+    def __init__(self, progress: Any) -> None:
+        self.progress = progress
+        self.lines = _Lines(lambda line: progress.console.print(line, markup=False, highlight=False, soft_wrap=True))
         self.task: Any = None
         self.batch_size = 0
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
 
     def report(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -128,19 +114,17 @@ class _Bar:
 
 def shares_text(event: dict[str, Any]) -> str:
     """Of several models: each one's share of the devices' time, and the share in use."""
-    shares = event.get("shares")
-    if not shares:
-        return ""
-    return f"  models {' '.join(f'{100 * share:.0f}' for share in shares)} % of the devices, in use {sum(shares):.0%}"
+    shares = event.get("shares", ())
+    told = f"  models {' '.join(f'{100 * share:.0f}' for share in shares)} % of the devices, in use {sum(shares):.0%}"
+    return told if shares else ""
 
 
 def summary(record: Record) -> dict[str, Any]:
     """A closing line as data."""
-    load = record.job.workload
-    sizes = {"num_layers": load.num_layers, "options": record.job.options, "num_params": load.num_params}
-    found = {name: getattr(record, name) for name in ("status", "reason", "samples_per_second", "peaks")}
-    gate = {"gate": record.gate.verdict, "gate_text": record.gate.text}
-    return {"method": record.job.method, **sizes, **found, **gate}
+    job, names = record.job, ("status", "reason", "samples_per_second", "peaks")
+    found = {name: getattr(record, name) for name in names}
+    sizes = {"num_layers": job.workload.num_layers, "options": job.options, "num_params": job.workload.num_params}
+    return {"method": job.method, **sizes, **found, "gate": record.gate.verdict, "gate_text": record.gate.text}
 
 
 def closing_line(record: Record) -> str:

@@ -14,7 +14,7 @@ Sources: published logs (allocated, max allocated, max reserved in MiB) and the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from harness.core.job import GIB, Workload
 from harness.core.method import largest_depth
@@ -29,8 +29,7 @@ HOST_TAKEN_BYTES = int(3.06 * GIB)
 EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB where 16 bytes a parameter are 26,193
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """The largest depths that a law allows: by the device with an ideal allocator, by the device with the logged one,
     by the host."""
 
@@ -47,8 +46,7 @@ class Limits:
         return "host" if self.largest == self.host else "device"
 
 
-@dataclass(frozen=True)
-class Law:
+class Law(NamedTuple):
     """A published method's memory."""
 
     method: str
@@ -66,9 +64,9 @@ class Law:
     def host_bytes(self, workload: Workload) -> int:
         return int((self.host_bytes_per_param or 0) * workload.num_params)
 
-    def limits(self, device_bytes: int, host_bytes: int, workload: Workload = PUBLISHED) -> Limits:
+    def limits(self, device_bytes: int, host_bytes: int) -> Limits:
         def deepest(need: Callable[[Workload], float], have: float) -> int:
-            return largest_depth(lambda depth: need(workload.at_depth(depth)) <= have)
+            return largest_depth(lambda depth: need(PUBLISHED.at_depth(depth)) <= have)
 
         return Limits(
             deepest(self.device_bytes, device_bytes),

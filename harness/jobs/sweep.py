@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
 from harness.core import log_lines, method
+from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
-from harness.devices import machine
+from harness.devices import cuda_budget, machine
 from harness.jobs import gate
-from harness.places.place import Place
+from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
 
 def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | None]:
-    """The job with the options that its plan settled on, the plan, and the shortfall, if any. Raises ValueError for
-    wrong options."""
+    """The job with its plan's options, the plan, and the shortfall, if any. Raises ValueError for wrong options."""
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     budget = machine.rank_budget(job)
@@ -42,7 +41,10 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
         shortfall = shortfall.replace("host memory", "memory")
     hint = _hint(trained, job, budget, folders)
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
-        hint += f", and this one needs --device-memory {-(-plan.device_bytes // 1024)}KiB at least"
+        least = plan.device_bytes
+        if job.device == "cuda":
+            least = cuda_budget.budget_bytes(least, machine.context_bytes())
+        hint += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
 
@@ -101,17 +103,12 @@ class Sweep:
         if self.place and self.place.is_parallel:
             self._launch_at_once(self.place, jobs)
             self._launch_at_once(self.place, self._references(jobs))
-        finished = []
-        for index, job in enumerate(jobs, start=1):
-            path = self._measure(job, {"index": index, "total": len(jobs)})
-            record = self._judge(path)
-            self.report({"event": "end", "path": str(path), "record": record})
-            finished.append(record)
-        return finished
+        total = len(jobs)
+        return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
-        """The number-th measurement of a resolved job, judged; made now if there are fewer, even against its plan. A
-        refusal by plan is not a measurement."""
+        """The number-th measurement of a resolved job, judged; made now, even against its plan, if there are fewer.
+        A refusal by plan is not a measurement."""
         key = self.key(job)
         known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
@@ -121,6 +118,9 @@ class Sweep:
         else:
             self.report({"event": "start", "job": job, "plan": resolve(job, self.folders)[1], **place})
             path = self._launch(job, key)
+        return self._end(path)
+
+    def _end(self, path: Path) -> Record:
         record = self._judge(path)
         self.report({"event": "end", "path": str(path), "record": record})
         return record
@@ -144,8 +144,7 @@ class Sweep:
         return [resolve(self._reference(model.job), self.folders)[0] for model in models]
 
     def _known(self, key: str) -> list[Path]:
-        """The records of a key, oldest first; those made now count however they ended: no job runs twice in one
-        sweep."""
+        """The records of a key, oldest first; those made now count however they ended: no job runs twice."""
         fresh = key in self.measured_now
         if self.rerun and not fresh:
             return []
@@ -187,12 +186,10 @@ class Sweep:
 
     def _refuse(self, job: Job, key: str, shortfall: str) -> Path:
         self.measured_now.add(key)
-        path = Path(f"{new_stem(self.results, job)}.json")
-        facts, versions = machine.facts(), machine.software()
-        record = Record(job, key, "does-not-fit", "plan", shortfall, started=time.time(), clock=job.device)
-        dataclasses.replace(record, machine=facts, software=versions).write(path)
-        lines = [*log_lines.header_lines(job), log_lines.end_line(job, record.status, record.phase, 0, shortfall)]
-        path.with_name(path.name.removesuffix(".json") + ".txt").write_text("\n".join(lines) + "\n")
+        stem = new_stem(self.results, job)
+        Path(f"{stem}.txt").write_text("".join(f"{line}\n" for line in log_lines.header_lines(job)))
+        seen = {"phase": "plan", "machine": machine.facts(), "software": machine.software()}
+        path = write_end(job, key, stem, Failure("does-not-fit", shortfall), seen)
         self.records[path] = Record.read(path)
         return path
 
@@ -202,7 +199,7 @@ class Sweep:
         if record.status != "ok":
             return record
         verdicts = [self._verdict(record, number) for number in range(1 + len(record.others))]
-        record = record.with_gate(gate.together(verdicts))
+        record = dataclasses.replace(record, gate=gate.together(verdicts))
         record.write(path)
         self.records[path] = record
         return record
@@ -250,25 +247,16 @@ class Sweep:
 
     def _is_peer(self, other: Record, job: Job) -> bool:
         """Another method's passing record of the same training, by today's source and machine."""
-        same = ("workload", "steps", "device")
-        return (
-            all(getattr(other.job, name) == getattr(job, name) for name in same)
-            and other.status == "ok"
-            and other.gate.passed
-            and other.job.method in {*method.names(self.folders)} - {job.method}
-            and other.key == self.key(other.job)
-        )
+        same = all(getattr(other.job, name) == getattr(job, name) for name in ("workload", "steps", "device"))
+        is_another = other.job.method != job.method and other.job.method in method.names(self.folders)
+        passed = other.status == "ok" and other.gate.passed
+        return same and is_another and passed and other.key == self.key(other.job)
 
 
 def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
     """What a measurement depends on beside its job: the method's source, the corpus, this machine."""
-    source = method.source_hash(name, folders)
-    return {"source": source, "corpus": _corpus_identity(corpus), **machine.checked()}
-
-
-def _corpus_identity(prefix: str | None) -> str:
-    """Size and time of the corpus: a changed file is another job."""
-    if prefix is None:
-        return ""
-    found = Path(f"{prefix.removesuffix('.bin').removesuffix('.idx')}.bin").stat()
-    return f"{found.st_size} bytes of {found.st_mtime_ns}"
+    told = ""
+    if corpus is not None:  # a changed file is another job
+        file = Path(f"{corpus.removesuffix('.bin').removesuffix('.idx')}.bin").stat()
+        told = f"{file.st_size} bytes of {file.st_mtime_ns}"
+    return {"source": method.source_hash(name, folders), "corpus": told, **machine.checked()}

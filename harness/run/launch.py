@@ -39,20 +39,14 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def launch(
-    job: Job,
-    key: str,
-    results: Path,
-    folders: tuple[Path, ...] = (),
-    report: Report | None = None,
-    recorded: Callable[[], Path | None] = lambda: None,
-    stem: Path | None = None,
-) -> Path:
+    job: Job, key: str, results: Path, folders: tuple[Path, ...] = (), report: Report = lambda event: None,
+    recorded: Callable[[], Path | None] = lambda: None, stem: Path | None = None,
+) -> Path:  # fmt: skip
     """Run the job in a process of its own; returns the path of its record, whose stem is `stem` or a new one.
 
     `recorded` is called when the device is free: the process that held it may have made the record meanwhile.
     A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
     """
-    report = report or (lambda event: None)
     with turn(job, report) as lock:
         if found := recorded():
             return found
@@ -71,22 +65,46 @@ def launch(
     return path
 
 
+class Events:
+    """What a worker's events have told so far; each is passed on to `report`."""
+
+    def __init__(self, phase: str, report: Report) -> None:
+        self.phase, self.report = phase, report
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
+        self._pending = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take in a part of the stream of events, one JSON object a line."""
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for event in map(json.loads, lines):
+            if event["event"] == "phase":
+                self.phase = event["phase"]
+            elif event["event"] == "step":
+                self.phase = f"step {event['step']}"
+                self.losses.append(event["loss"])
+                self.step_seconds.append(event["seconds"])
+            self.report(event)
+
+    def fields(self) -> dict[str, Any]:
+        """Those of a record."""
+        return {"phase": self.phase, "losses": self.losses, "step_seconds": self.step_seconds}
+
+
 class Watch:
     """One worker process, its events, its memory and its end."""
 
     def __init__(
         self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report, lock: int
     ) -> None:
-        self.job, self.key, self.path, self.report = job, key, path, report
+        self.job, self.key, self.path, self.log, self.report = job, key, path, Path(log.name), report
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
         self.sampled = dict(self.peaks)
-        self.losses: list[float] = []
-        self.step_seconds: list[float] = []
         self.trainers: list[psutil.Process] = []  # their memory counts: the worker and its children, or the ranks
         self.listed = 0.0  # time of the last list of these
+        self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
-        self.phase, self.started = "start", time.time()
-        self.last_event, self.signalled = self.started, 0.0
+        self.started = self.last_event = self.signalled = time.time()
         self.stopped = ""  # the reason for which this process ended the worker, as in failures.End
         self.interrupted = False
         self.broken: BrokenPipeError | None = None  # the report's reader is gone
@@ -94,9 +112,10 @@ class Watch:
         self.surroundings = machine.surroundings(job.device)
         for other in self.surroundings.get("foreign_processes", []):
             report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
-        self.wall = budgets.wall(job)
+        limit = budgets.wall_bytes(job)
+        self.wall = cgroup.make(limit) if limit else None  # or none may be made
         self.group = self.wall or cgroup.current()
-        self.kills = (self.group.oom_kills() if self.group else 0, cgroup.system_oom_kills())
+        self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
         reader, writer = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
@@ -104,33 +123,31 @@ class Watch:
             env=child_environment(),
         )  # fmt: skip
         os.close(writer)
-        self.events = os.fdopen(reader, "rb", buffering=0)
-        order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock}
+        self.pipe = os.fdopen(reader, "rb", buffering=0)
+        order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock,
+                 "folders": list(map(str, folders))}  # fmt: skip
         assert self.process.stdin
         # If it is dead already, follow() will notice.
         with contextlib.suppress(OSError):
             if self.wall:
                 self.wall.enter(self.process.pid)  # before it gets the order, so before it takes any memory
-            self.process.stdin.write(json.dumps({**order, "folders": [str(folder) for folder in folders]}) + "\n")
+            self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
 
     def follow(self) -> None:
         """Take in events and samples until the worker has closed its pipe and ended."""
-        pending = b""
         with selectors.DefaultSelector() as selector:
-            selector.register(self.events, selectors.EVENT_READ)
+            selector.register(self.pipe, selectors.EVENT_READ)
             while True:
                 try:
                     ready = selector.select(SAMPLE_SECONDS)
                     if not ready and self.process.poll() is not None:
                         break  # a child of the worker may still hold the pipe open
                     if ready:
-                        chunk = self.events.read(65536)
-                        if not chunk:
+                        data = self.pipe.read(65536)
+                        if not data:
                             break
-                        *lines, pending = (pending + chunk).split(b"\n")
-                        for line in lines:
-                            self._take(json.loads(line))
+                        self.events.feed(data)
                     self._confirm()
                     self._sample()
                     if not selector.select(0):
@@ -161,7 +178,7 @@ class Watch:
         self.end = self._end()
         if self.wall:
             self.wall.remove()
-        self.events.close()
+        self.pipe.close()
         if self.process.stdin:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
@@ -172,22 +189,20 @@ class Watch:
         if self.rank:
             failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
         return Record(
-            job=self.job, key=self.key, phase=self.phase, clock=self.job.device, started=self.started,
-            machine=machine.facts(), software=machine.software(), losses=self.losses,
-            step_seconds=self.step_seconds, **failure.changes({}),
+            job=self.job, key=self.key, clock=self.job.device, started=self.started, machine=machine.facts(),
+            software=machine.software(), **self.events.fields(), **failure.changes({}),
         )  # fmt: skip
 
     def complete(self, record: Record) -> Record:
         """The record with what only this process knows: peaks, limits, the cause of an end."""
-        changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}, "evidence": record.evidence}
+        changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
         changes["machine"] = {**record.machine, **self.surroundings}
         if self.wall:
             changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}
-        failure = None
+        failure, end = None, dataclasses.replace(self.end, phase=record.phase)
         if record.status == "interrupted" and self.stopped in ("deadline", "silence"):
-            failure = failures.of_stop(dataclasses.replace(self.end, phase=record.phase))
+            failure = failures.of_stop(end)
         elif record.status == "crash":
-            end = dataclasses.replace(self.end, phase=record.phase)
             failure = failures.of_killed_child(end, record.reason, str(record.evidence.get("traceback")))
         if failure:
             changes |= failure.changes(record.evidence)
@@ -197,33 +212,28 @@ class Watch:
         self._sample_shm()
         kills = (self.group.oom_kills() if self.group else 0) - self.kills[0]
         limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
-        log = Path(str(self.path).removesuffix(".json") + ".txt").read_bytes()[-LOG_TAIL_BYTES:]
+        allowed_seconds = budgets.silence_seconds if self.stopped == "silence" else budgets.deadline_seconds
         return failures.End(
-            phase=self.phase, code=self.rank["code"] if self.rank else self.process.returncode, stopped=self.stopped,
-            seconds=self._seconds_allowed(),
-            oom_kills=kills, owns_group=bool(self.wall), system_oom_kills=cgroup.system_oom_kills() - self.kills[1],
-            host_peak_bytes=self.peaks["host_anonymous"] + self.peaks["host_shared"], host_limit_bytes=limit,
-            shm_free_bytes=self.shm_free_bytes, log_tail=log.decode(errors="replace"),
+            phase=self.events.phase, code=self.rank["code"] if self.rank else self.process.returncode,
+            stopped=self.stopped, seconds=self.job.budget.seconds or allowed_seconds(self.job),
+            oom_kills=kills, owns_group=bool(self.wall), system_oom_kills=cgroup.oom_kills() - self.kills[1],
+            host_peak_bytes=sum(self.peaks.values()), host_limit_bytes=limit, shm_free_bytes=self.shm_free_bytes,
+            log_tail=self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace"),
         )  # fmt: skip
 
     def _take(self, event: dict[str, Any]) -> None:
         self.last_event = time.time()
-        if event["event"] == "phase":
-            self.phase = event["phase"]
-            if self.wall and self.phase in AFTER_TRAINING:
-                self.wall.lift()
-        elif event["event"] == "step":
-            self.phase = f"step {event['step']}"
-            self.losses.append(event["loss"])
-            self.step_seconds.append(event["seconds"])
-        elif event["event"] == "rank":
+        if self.wall and event["event"] == "phase" and event["phase"] in AFTER_TRAINING:
+            self.wall.lift()
+        if event["event"] == "rank":
             self.rank = event
         self.report(event)
 
     def _sample(self) -> None:
         """Anonymous and shared memory, page-locked included, of the worker and its children, or of all ranks and
-        theirs."""
-        if self.phase in AFTER_TRAINING:
+        theirs. The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch,
+        results/LOG.md."""
+        if self.events.phase in AFTER_TRAINING:
             return
         self._sample_shm()
         anonymous = shared = 0
@@ -234,13 +244,14 @@ class Watch:
                 self.trainers = [*alone, *worker.children(recursive=True)]
         for process in self.trainers:
             with contextlib.suppress(psutil.Error):  # it may be gone
-                sizes = _resident_bytes(process.pid)
-                anonymous, shared = anonymous + sizes[0], shared + sizes[1]
+                sizes = budgets.process_bytes(process.pid)
+                anonymous += sizes.get("RssAnon") or process.memory_info().rss
+                shared += sizes.get("RssShmem", 0)
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
 
     def _confirm(self) -> None:
         """Count the sample, unless training was already over."""
-        if self.phase not in AFTER_TRAINING:
+        if self.events.phase not in AFTER_TRAINING:
             self.peaks = {name: max(self.peaks[name], self.sampled[name]) for name in self.peaks}
 
     def _sample_shm(self) -> None:
@@ -259,11 +270,6 @@ class Watch:
         elif not asked and now - self.last_event > budgets.silence_seconds(self.job):
             self._stop("silence", signal.SIGTERM)
 
-    def _seconds_allowed(self) -> float:
-        if self.stopped == "silence":
-            return budgets.silence_seconds(self.job)
-        return self.job.budget.seconds or budgets.deadline_seconds(self.job)
-
     def _stop(self, why: str, number: signal.Signals) -> None:
         self.stopped, self.signalled = self.stopped or why, time.time()
         self._signal(number)
@@ -271,12 +277,3 @@ class Watch:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-
-
-def _resident_bytes(pid: int) -> tuple[int, int]:
-    """Anonymous and shared resident bytes of a process; all of it as anonymous if the system does not tell them apart.
-
-    The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch, results/LOG.md.
-    """
-    sizes = budgets.process_bytes(pid)
-    return sizes.get("RssAnon") or psutil.Process(pid).memory_info().rss, sizes.get("RssShmem", 0)

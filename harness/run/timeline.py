@@ -46,7 +46,6 @@ class Share(NamedTuple):
 
 
 def steps(ends: Sequence[float], first_step: int) -> list[Span]:
-    """The steps between these moments."""
     pairs = enumerate(itertools.pairwise(ends), first_step)
     return [Span("steps", f"step {number}", "", start, end) for number, (start, end) in pairs]
 
@@ -56,21 +55,20 @@ def steps(ends: Sequence[float], first_step: int) -> list[Span]:
 
 def write(timeline: Timeline, path: Path) -> None:
     """One JSON file, whole or not at all; times count from the start of the first step."""
-    names = sorted({span.track for span in (*timeline.steps, *timeline.spans)}, key=_rank)
-    threads = {name: number for number, name in enumerate(names, 1)}
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name",
-                                     "args": {"name": timeline.about.get("title", "")}}]  # fmt: skip
-    for name, number in threads.items():
-        events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}})
-        events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}})
+    spans = sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start)
+    threads = {name: number for number, name in enumerate(sorted({span.track for span in spans}, key=_rank), 1)}
     zero = min((span.start for span in timeline.steps), default=0.0)
-    for span in sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start):
-        events.append({
-            "ph": "X", "pid": 1, "tid": threads[span.track], "ts": (span.start - zero) * US,
-            "dur": (span.end - span.start) * US, "name": f"{span.work} {span.of}".strip(), "cat": span.work,
-            "args": {"of": span.of},
-        })  # fmt: skip
-    lines = ",\n".join(json.dumps(event) for event in events)
+    told: list[tuple[int, str, dict[str, Any]]] = [(0, "process_name", {"name": timeline.about.get("title", "")})]
+    for name, number in threads.items():
+        told += [(number, "thread_name", {"name": name}), (number, "thread_sort_index", {"sort_index": number})]
+    events = [{"ph": "M", "pid": 1, "tid": number, "name": name, "args": facts} for number, name, facts in told]
+    events += [
+        {"ph": "X", "pid": 1, "tid": threads[span.track], "ts": (span.start - zero) * US,
+         "dur": (span.end - span.start) * US, "name": f"{span.work} {span.of}".strip(), "cat": span.work,
+         "args": {"of": span.of}}
+        for span in spans
+    ]  # fmt: skip
+    lines = ",\n".join(map(json.dumps, events))
     about = json.dumps(timeline.about)
     write_whole(path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
 
@@ -80,15 +78,25 @@ def read(path: Path) -> Timeline:
     try:
         data = json.loads(path.read_text())
         names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
-        spans = [
-            Span(names[e["tid"]], e["cat"], e["args"]["of"], e["ts"] / US, (e["ts"] + e["dur"]) / US)
-            for e in data["traceEvents"]
-            if e["ph"] == "X"
-        ]
-        whole = [span for span in spans if span.track == "steps"]
-        return Timeline([span for span in spans if span.track != "steps"], whole, data["otherData"])
+        found = Timeline([], [], data["otherData"])
+        for e in (e for e in data["traceEvents"] if e["ph"] == "X"):
+            span = Span(names[e["tid"]], e["cat"], e["args"]["of"], e["ts"] / US, (e["ts"] + e["dur"]) / US)
+            (found.steps if span.track == "steps" else found.spans).append(span)
+        return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a trace of this harness; {error!r}") from error
+
+
+def of_ranks(ranks: dict[int, Timeline]) -> Timeline:
+    """One timeline of the ranks of one machine, whose clock they share; the steps are the first one's."""
+    first = ranks[min(ranks)]
+    spans = []
+    for rank, timeline in ranks.items():
+        late = timeline.about["zero_seconds"] - first.about["zero_seconds"]
+        for span in timeline.spans:
+            track = f"{span.track} rank {rank}"
+            spans.append(Span(track, span.work, span.of, span.start + late, span.end + late))
+    return Timeline(spans, first.steps, first.about)
 
 
 def _rank(track: str) -> tuple[int, str]:
@@ -100,7 +108,6 @@ def _rank(track: str) -> tuple[int, str]:
 
 
 def share(spans: Iterable[Span], step: Span) -> Share:
-    """The shares of one step."""
     tracks: dict[str, list[Interval]] = {}
     for span in spans:
         start, end = max(span.start, step.start), min(span.end, step.end)
@@ -128,17 +135,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
     """The intersection of two lists of disjoint intervals in order."""
-    found, here, there = [], iter(one), iter(other)
-    a, b = next(here, None), next(there, None)
-    while a and b:
-        start, end = max(a[0], b[0]), min(a[1], b[1])
-        if end > start:
-            found.append((start, end))
-        if a[1] <= b[1]:
-            a = next(here, None)
-        else:
-            b = next(there, None)
-    return found
+    pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(one, other))
+    return [(start, end) for start, end in pairs if start < end]
 
 
 def length(intervals: Iterable[Interval]) -> float:

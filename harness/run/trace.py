@@ -36,12 +36,15 @@ class Trace:
         self.notes: list[tuple[str, int, str, str, Any, Any]] = []  # track, thread, work, of, start, end
         self.streams.span = self.span
 
-    def begin(self, step: int) -> None:
-        """A step begins."""
-        self.is_on = step >= self.first_step
-
     def span(self, stream: Any, track: str, work: str, of: str) -> AbstractContextManager[None]:
-        return _Note(self, stream, track, work, of) if self.is_on else UNNOTED
+        return self._noted(stream, track, work, of) if self.is_on else UNNOTED
+
+    @contextmanager
+    def _noted(self, stream: Any, track: str, work: str, of: str) -> Iterator[None]:
+        """Two moments around work, and the thread that orders what it gives to a stream."""
+        start = self.mark(stream)
+        yield
+        self.notes.append((track, threading.get_ident(), work, of, start, self.mark(stream)))
 
     def mark(self, stream: Any) -> Any:
         """This moment: an event of the stream, if streams have events."""
@@ -76,35 +79,20 @@ class Trace:
         def seconds(moment: Any) -> float:
             return moment if isinstance(moment, float) else now - moment.elapsed_time(event) / 1000
 
-        threads: dict[str, list[int]] = {}
+        threads: dict[str, dict[int, int]] = {}  # by track: numbers of its threads, in the order seen
         for track, thread, *_ in self.notes:
-            if thread not in threads.setdefault(track, []):
-                threads[track].append(thread)
+            numbers = threads.setdefault(track, {})
+            numbers.setdefault(thread, len(numbers) + 1)
         spans = []
         for track, thread, work, of, start, end in self.notes:
-            several = f" {threads[track].index(thread) + 1}" if len(threads[track]) > 1 else ""
+            several = f" {threads[track][thread]}" if len(threads[track]) > 1 else ""
             spans.append(Span(track + several, work, of.rstrip("."), seconds(start), seconds(end)))
         options = "".join(f" {name}={value}" for name, value in self.job.options.items() if value is not None)
         title = f"{self.job.method}{options}, {self.job.workload.num_layers} layers"
-        about = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
+        about: dict[str, Any] = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
+        if self.job.world_size > 1:  # for of_ranks(): times in the file count from here
+            about["zero_seconds"] = seconds(marks[0])
         return Timeline(spans, steps([seconds(mark) for mark in marks], self.first_step), about)
-
-
-class _Note:
-    """Two moments around work; the thread orders what it gives to a stream."""
-
-    __slots__ = ("about", "start", "stream", "trace")
-
-    def __init__(self, trace: Trace, stream: Any, *about: str) -> None:
-        self.trace, self.stream, self.about = trace, stream, about
-
-    def __enter__(self) -> None:
-        self.start = self.trace.mark(self.stream)
-
-    def __exit__(self, *error: object) -> None:
-        track, work, of = self.about
-        end = self.trace.mark(self.stream)
-        self.trace.notes.append((track, threading.get_ident(), work, of, self.start, end))
 
 
 class Taking:

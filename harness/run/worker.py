@@ -82,9 +82,9 @@ class Run:
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
         lists = ("losses", "grad_norms", "loss_scales", "skipped_steps", "step_seconds")
-        self.measured: dict[str, Any] = {"phase_seconds": {}, **{name: [] for name in lists}}
+        self.measured: dict[str, Any] = {name: [] for name in lists}
+        self.measured["phase_seconds"] = {"process": time.time() - psutil.Process().create_time()}
         self.phase, self._since = "start", time.perf_counter()
-        self.measured["phase_seconds"]["process"] = time.time() - psutil.Process().create_time()
         self._waiting: list[Step] = []  # loss and norm on their way to the host
 
     def enter(self, phase: str) -> None:
@@ -124,7 +124,7 @@ class Run:
                     self.clock.synchronize()
                     self.clock.mark()
                 if trace:
-                    trace.begin(step)
+                    trace.is_on = step >= trace.first_step
                 self.enter(f"step {step}")
                 yield batch
             self.enter("drain")
@@ -175,16 +175,16 @@ class Run:
         while self._waiting and (wait or self.clock.done(len(losses) + 1)):
             step = self._waiting.pop(0)
             losses.append(float(step.loss))
+            seconds = self.clock.seconds(len(losses))
+            self.measured["step_seconds"].append(seconds)
+            told: dict[str, Any] = {"shares": step.shares} if step.shares else {}
             if step.grad_norm is not None:
                 self.measured["grad_norms"].append(float(step.grad_norm))
             if step.loss_scale is not None:
                 self.measured["loss_scales"].append(step.loss_scale)
             if step.is_skipped:
                 self.measured["skipped_steps"].append(len(losses))
-            self.measured["step_seconds"].append(self.clock.seconds(len(losses)))
-            seconds = self.measured["step_seconds"][-1]
-            told: dict[str, Any] = {"shares": step.shares} if step.shares else {}
-            told |= {"skipped_at_scale": step.loss_scale} if step.is_skipped else {}
+                told["skipped_at_scale"] = step.loss_scale
             self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **told})
             if len(losses) % log_lines.interval_steps(self.job) == 0:
                 for line in log_lines.interval_lines(self.job, self.measured, device_peaks(self.job.device)):
@@ -236,8 +236,9 @@ def device_peaks(device: str) -> dict[str, int]:
 
 def _predicted(method: Method, job: Job) -> dict[str, Any]:
     plan = method.plan(job.workload, machine.budget(job.budget, job.device, job.workload))
-    found = {"device": plan.device, "host": plan.host, "disk": plan.disk, "moved_bytes": plan.moved_bytes}
-    return found | ({"step_seconds": plan.step_seconds, "binds": plan.binds} if plan.step_seconds else {})
+    names = ["device", "host", "disk", "moved_bytes", *(("step_seconds", "binds") if plan.step_seconds else ())]
+    names += ["stages"] if plan.stages else []
+    return {name: getattr(plan, name) for name in names}
 
 
 def _to_host(value: Any) -> Any:
@@ -269,8 +270,7 @@ def main() -> None:
     events = os.fdopen(order["events"], "w", buffering=1)
     when_closed(0, _end_orphan)
     job = Job.from_dict(order["job"])
-    for line in log_lines.header_lines(job):
-        print(line, flush=True)
+    print("\n".join(log_lines.header_lines(job)), flush=True)
 
     def emit(event: dict[str, Any]) -> None:
         try:
@@ -278,8 +278,7 @@ def main() -> None:
         except BrokenPipeError:
             interrupt_here()
 
-    folders = tuple(Path(folder) for folder in order["folders"])
-    record = run(job, order["key"], folders, emit)
+    record = run(job, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     record.write(Path(order["record"]))
     # Threads of engines must not hold up a run that has ended.

@@ -1,0 +1,206 @@
+"""Pipelines in real processes: stages that sleep, against the simulation, and stages that compute on the cores here.
+
+    .venv/bin/python -m bench.pipeline [--stages sleeping|real] [--micro-batches 12] [--steps 5]
+
+Sleeping stages take no core, so that a step is what schedule and messages make of it. Bubbles are simulated; sends and
+waits are measured, as a share of a step, the median of the stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from harness.core.job import Workload
+
+F, R, B = 0.02, 0.02, 0.04  # seconds of a sleeping stage's passes
+PASSES = {"F": F, "R": R, "B": B}
+SCHEDULES = ("varuna", "varuna, fixed order", "1f1b", "gpipe")
+WORKLOAD = Workload(num_layers=8, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=1024)
+
+
+def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
+    """Each rank's result. One process imports torch, and forks the ranks."""
+    import torch.multiprocessing as processes
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = processes.get_context("fork")
+    results = context.SimpleQueue()
+    started = [context.Process(target=_rank, args=(rank, num_ranks, port, results, function, arguments))
+               for rank in range(num_ranks)]  # fmt: skip
+    for each in started:
+        each.start()
+    found = dict(results.get() for _ in started)
+    for each in started:
+        each.join()
+    return [found[rank] for rank in range(num_ranks)]
+
+
+def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arguments: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        results.put((rank, function(rank, *arguments)))
+    except BaseException as error:
+        results.put((rank, f"rank {rank}: {error!r}"))
+        raise
+
+
+def sleeping(
+    rank: int, num_stages: int, schedule: str, num_micro_batches: int, steps: int
+) -> list[tuple[float, float]]:
+    """Seconds of each step, and of it in sends and waits."""
+    import torch.distributed as dist
+
+    from methods.pipeline.transport import join
+
+    join(60.0)
+    spent = {"sum": 0.0}
+
+    @contextmanager
+    def note(work: str, number: int) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if work.startswith(("send", "wait")):
+            spent["sum"] += time.perf_counter() - began
+
+    make = sleeping_varuna if schedule.startswith("varuna") else sleeping_torch
+    step = make(rank, num_stages, schedule, num_micro_batches, note)
+    seconds = []
+    for _ in range(steps + 1):
+        dist.barrier()
+        spent["sum"], began = 0.0, time.perf_counter()
+        step()
+        dist.barrier()
+        seconds.append((time.perf_counter() - began, spent["sum"]))
+    dist.destroy_process_group()
+    return seconds[1:]  # the first one meets
+
+
+def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, note: Any) -> Any:
+    import torch
+
+    from methods.pipeline.engine import Engine, order_of
+    from methods.pipeline.stage import Stage
+    from methods.pipeline.transport import Transport
+
+    class Sleeping(Stage):
+        def forward(self, number: int, inputs: Any) -> Any:
+            time.sleep(F)
+            return [torch.zeros(1)]
+
+        def recompute(self, number: int) -> None:
+            time.sleep(R)
+
+        def backward(self, grads: Any) -> Any:
+            time.sleep(B)
+            return [torch.zeros(1)]
+
+    last = num_stages - 1
+    transport = Transport(rank - 1 if rank else None, rank + 1 if rank < last else None, 60.0)
+    specs = [[(torch.Size([1]), torch.float32)]] * num_micro_batches
+    order = order_of(num_stages, rank, num_micro_batches)
+    stage = Sleeping(lambda number, inputs: (), [True] * bool(rank), is_last=rank == last)
+    is_free = schedule == "varuna"
+    return Engine(stage, transport, order, specs, specs, is_opportunistic=is_free, note=note).step
+
+
+def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches: int, note: Any) -> Any:
+    import torch
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage
+
+    from methods.pipeline.torch_schedules import SCHEDULES as CLASSES
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            time.sleep(F)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            time.sleep(R + B)
+            return grads[0].clone()
+
+    class Sleeping(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return Sleep.apply(x)
+
+    like = torch.zeros(1, 1, requires_grad=True)
+    stage = PipelineStage(Sleeping(), rank, num_stages, torch.device("cpu"), input_args=(like,), output_args=(like,))
+    loop = CLASSES[schedule](stage, num_micro_batches, loss_fn=lambda x, target: x.sum(), scale_grads=False)
+    batch, last = torch.zeros(num_micro_batches, 1, requires_grad=True), num_stages - 1
+
+    def step() -> None:
+        losses: list[Any] = []
+        inputs = (batch,) if rank == 0 else ()
+        told = {"target": batch.detach(), "losses": losses} if rank == last else {}
+        loop.step(*inputs, **told, return_outputs=False)
+
+    return step
+
+
+def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
+    """Seconds of each step of a GPT."""
+    import torch
+
+    from harness.core.method import create
+    from harness.simulation.batches import token_batches
+
+    torch.set_num_threads(1)
+    seconds, began = [], time.perf_counter()
+    for _ in create("varuna", options).train(WORKLOAD, token_batches(WORKLOAD, steps), "cpu"):
+        seconds.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    return seconds[1:]
+
+
+def table_of_sleeping(num_micro_batches: int, steps: int) -> None:
+    from harness.simulation.pipelines import simulate
+
+    print("| stages | schedule | s/step | simulated | measured / simulated | bubble | sends and waits |")
+    print("|---|---|---|---|---|---|---|")
+    for num_stages in (2, 3, 4):
+        for schedule in SCHEDULES:
+            name = schedule.split(",")[0]
+            run = simulate(name, [PASSES] * num_stages, num_micro_batches, is_opportunistic=name == schedule)
+            ranks = on_ranks(num_stages, sleeping, num_stages, schedule, num_micro_batches, steps)
+            measured = statistics.median(seconds for seconds, _ in ranks[0])
+            waited = statistics.median(spent for each in ranks for _, spent in each) / measured
+            share = f"{waited:.1%}" if name == "varuna" else "-"
+            print(f"| {num_stages} | {schedule} | {measured:.3f} | {run.step_seconds:.3f} |"
+                  f" {measured / run.step_seconds:.3f} | {run.bubble:.1%} | {share} |", flush=True)  # fmt: skip
+
+
+def table_of_real(steps: int) -> None:
+    print(f"real stages: {dataclasses.asdict(WORKLOAD)}")
+    print("| stages | replicas | schedule | s/step |")
+    print("|---|---|---|---|")
+    for num_stages, num_replicas in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        for schedule in ("varuna", "1f1b", "gpipe") if num_stages > 1 else ("varuna",):
+            options = {"world_size": num_stages * num_replicas, "num_stages": num_stages, "chunk_size": 1,
+                       "schedule": schedule}  # fmt: skip
+            ranks = on_ranks(num_stages * num_replicas, real, options, steps + 1)
+            print(f"| {num_stages} | {num_replicas} | {schedule} | {statistics.median(ranks[0]):.3f} |", flush=True)
+
+
+@click.command()
+@click.option("--stages", "kind", type=click.Choice(["sleeping", "real"]), default="sleeping")
+@click.option("--micro-batches", "num_micro_batches", default=12)
+@click.option("--steps", default=5)
+def main(kind: str, num_micro_batches: int, steps: int) -> None:
+    table_of_sleeping(num_micro_batches, steps) if kind == "sleeping" else table_of_real(steps)
+
+
+if __name__ == "__main__":
+    main()

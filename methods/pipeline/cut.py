@@ -1,0 +1,233 @@
+"""Cuts a user's model into stages at the CutPoints that are marked in it.
+
+torch.fx traces the modules that hold a CutPoint; all others stay as they are, so that their code may do anything. A
+stage is the part of the trace between two active cuts. What depends on the batch's inputs alone, such as a mask made
+from them, each stage computes for itself; all else that a later stage needs is sent with the cut's own tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from methods.pipeline.stage import Spec, spec_of
+
+
+class CutPoint(nn.Module):
+    """An identity that marks where a model may be cut: `x = self.cutpoints[3](x)`. Each is used once, in a forward pass
+    over tensors whose first dimension is the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage of a model: a module of the tensors received, then the inputs named, to the tensors sent, or to the
+    model's result."""
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    num_received: int
+
+
+def cut_here(x: Any) -> Any:
+    """Stands for a CutPoint in a trace."""
+    return x
+
+
+def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
+    """The model's forward pass over these inputs, as far as it holds CutPoints.
+
+    Raises ValueError, one line, for a model that cannot be traced.
+    """
+    try:
+        expected = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the model's forward pass has no signature: {error}") from error
+    if unknown := sorted(set(inputs) - set(expected)):
+        takes = ", ".join(expected)
+        raise ValueError(f"the batch has {', '.join(unknown)}, which the model's forward pass does not take: {takes}")
+    fixed = {name: inputs.get(name, item.default) for name, item in expected.items()
+             if not isinstance(inputs.get(name), Tensor)}  # fmt: skip
+    if missing := [name for name, value in fixed.items() if value is inspect.Parameter.empty]:
+        raise ValueError(f"the batch lacks {', '.join(missing)}, which the model's forward pass takes")
+    try:
+        return _Tracer(model).trace(model, fixed)
+    except (fx.proxy.TraceError, TypeError, NameError) as error:
+        raise ValueError(
+            f"the modules that hold CutPoints cannot be traced ({' '.join(str(error).split())}): move what depends on"
+            " the data's values into a module without CutPoints"
+        ) from error
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+        self.holders = {id(module) for module in model.modules() if _holds_cut(module)}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return id(m) not in self.holders
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(m, CutPoint):
+            return super().call_module(m, forward, args, kwargs)
+        if id(m) in self.used:
+            raise ValueError("a CutPoint is used twice in a forward pass: make one for each place")
+        self.used.add(id(m))
+        return self.create_proxy("call_function", cut_here, args, kwargs)
+
+
+def _holds_cut(module: nn.Module) -> bool:
+    """True if a CutPoint is somewhere in it, also in a plain list, which registers nothing."""
+
+    def within(value: Any) -> bool:
+        if isinstance(value, nn.Module):
+            return isinstance(value, CutPoint) or (value is not module and _holds_cut(value))
+        return any(map(within, value)) if isinstance(value, list | tuple) else False
+
+    return any(map(within, [*vars(module).values(), *module.children()]))
+
+
+def num_cuts(graph: fx.Graph) -> int:
+    return sum(node.target is cut_here for node in graph.nodes)
+
+
+def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
+    """The model's parts between the active cuts, counted from 0 in the order of the forward pass. They share the
+    model's parameters, by the same names."""
+    stage_of, passed, number = {}, 0, 0
+    for node in graph.nodes:
+        stage_of[node] = passed
+        if node.target is cut_here:
+            passed += number in active
+            number += 1
+    free = _of_inputs_alone(model, graph)
+    crossing: list[list[fx.Node]] = []
+    for boundary in range(len(active)):
+        crossing.append([
+            node for node in graph.nodes
+            if node not in free and node.op != "get_attr" and stage_of[node] <= boundary
+            and any(stage_of[user] > boundary for user in node.users)
+        ])  # fmt: skip
+    last = len(active)
+    return [
+        _part(model, graph, crossing[stage - 1] if stage else [], crossing[stage] if stage < last else None)
+        for stage in range(last + 1)
+    ]
+
+
+def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that any stage can compute: inputs, buffers, and functions of them."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_function = node.op in ("call_function", "call_method") and node.target is not cut_here
+        is_made = is_function and all(source in found for source in node.all_input_nodes)
+        if node.op == "placeholder" or is_made or (node.op == "get_attr" and node.target not in parameters):
+            found.add(node)
+    return found
+
+
+def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None) -> Part:
+    """What leads from the nodes received, and from the model's inputs, to those sent, or to the model's result."""
+    results = next(node for node in whole.nodes if node.op == "output").args[0] if sent is None else tuple(sent)
+    graph = fx.Graph()
+    there = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
+    needed: set[fx.Node] = set()
+    waiting: list[fx.Node] = []
+    fx.map_arg(results, waiting.append)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed and node not in there:
+            needed.add(node)
+            waiting.extend(node.all_input_nodes)
+    inputs = [node for node in whole.nodes if node in needed and node.op == "placeholder"]
+    for node in inputs:
+        there[node] = graph.placeholder(str(node.target))
+    for node in whole.nodes:
+        if node in needed and node not in there:
+            is_cut = node.target is cut_here
+            there[node] = there[node.args[0]] if is_cut else graph.node_copy(node, lambda source: there[source])
+    graph.output(fx.map_arg(results, lambda node: there[node]))
+    return Part(fx.GraphModule(model, graph), tuple(str(node.target) for node in inputs), len(received))
+
+
+def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], int]]:
+    """Run the parts on tensors without memory: what each one returns, and its FLOPs."""
+    received: Sequence[Any] = ()
+    for number, part in enumerate(parts):
+        leaves = [_leaf(value) for value in received]
+        counter = FlopCounterMode(display=False)
+        with counter:
+            arguments = (*leaves, *(_meta(inputs.get(name)) for name in part.inputs))
+            weights = _without_memory(part.module)
+            found = torch.func.functional_call(part.module, weights, arguments, tie_weights=False)
+        is_last = number == len(parts) - 1
+        received = (found,) if is_last else found
+        yield received, counter.get_total_flops()
+
+
+def _without_memory(module: nn.Module) -> dict[str, Tensor]:
+    weights = {name: torch.empty_like(weight, device="meta").requires_grad_(weight.requires_grad)
+               for name, weight in module.named_parameters(remove_duplicate=False)}  # fmt: skip
+    return {**weights, **{name: buffer.to("meta") for name, buffer in module.named_buffers(remove_duplicate=False)}}
+
+
+def _meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
+    """The active cuts, so that the longest stage is as short as can be: every stage but the last recomputes its forward
+    pass. flops: of a forward pass, between one cut and the next. Raises ValueError if a stage would have no
+    parameters."""
+    num_runs = len(flops)
+    if num_stages > num_runs:
+        raise ValueError(f"{num_stages} stages need {num_stages - 1} CutPoints at least, the model has {num_runs - 1}")
+
+    def cost(start: int, end: int, stage: int) -> float:
+        if not any(has_parameters[start:end]):
+            return float("inf")
+        return (3 if stage == num_stages - 1 else 4) * (sum(flops[start:end]) + end - start)
+
+    best: list[tuple[float, list[int]]] = [
+        (cost(0, end, 0) if end else float("inf"), []) for end in range(num_runs + 1)
+    ]
+    for stage in range(1, num_stages):
+        best = [
+            min(
+                (
+                    (max(best[start][0], cost(start, end, stage)), [*best[start][1], start - 1])
+                    for start in range(1, end)
+                ),
+                default=(float("inf"), []),
+            )
+            for end in range(num_runs + 1)
+        ]
+    longest, cuts = best[-1]
+    if longest == float("inf"):
+        raise ValueError(f"with {num_stages} stages one has no parameters: take fewer, or move the CutPoints apart")
+    return cuts
+
+
+def specs_of(values: Sequence[Any], stage: int) -> list[Spec]:
+    """Of what a stage sends up. Raises ValueError for what is no tensor."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"expected tensors to cross the cut above stage {stage}, got {type(value).__name__}: compute it after"
+                " the cut, or from the batch's inputs"
+            )
+    return [spec_of(value) for value in values]

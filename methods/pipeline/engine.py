@@ -1,0 +1,108 @@
+"""Varuna's step of a stage: its passes in the order of the rules, which gives way where a gradient is late.
+
+Where the order says recompute, but the gradient has not arrived, the next forward pass goes first if there is one to
+do. On a slow network this is what keeps stages busy. The result does not depend on it: forward passes, and backward
+passes, are each taken in the order of micro-batches.
+
+Source: Athlur et al. 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from methods.pipeline.schedule import Pass, orders
+from methods.pipeline.stage import Spec, Stage
+from methods.pipeline.transport import Transport
+
+# Of a pass and its micro-batch's number, around its work.
+Note = Callable[[str, int], AbstractContextManager[None]]
+
+
+def unnoted(work: str, number: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class Engine:
+    """The passes of one stage over its messages. `order`: that of the stage; `received` and `returned`: for each
+    micro-batch, the tensors that come from below, and the gradients that come from above."""
+
+    def __init__(
+        self, stage: Stage, transport: Transport, order: Sequence[Pass], received: Sequence[list[Spec]],
+        returned: Sequence[list[Spec]], *, is_opportunistic: bool = True, note: Note = unnoted,
+    ) -> None:  # fmt: skip
+        self.stage, self.transport, self.order, self.note = stage, transport, order, note
+        self.received, self.returned = received, returned
+        self.is_opportunistic = is_opportunistic
+
+    def step(self) -> None:
+        """All passes of a step; the stage's parameters have the sum of the gradients."""
+        transport = self.transport
+        if transport.activations_in:
+            transport.activations_in.expect([*enumerate(self.received)])
+        if transport.gradients_in:
+            transport.gradients_in.expect([*enumerate(self.returned)])
+        order = [item for item in self.order if not (item.kind == "R" and self.stage.is_last)]
+        while order:
+            item = order[0]
+            if item.kind == "R" and self._goes_first():
+                item = next((other for other in order if other.kind == "F"), item)
+            order.remove(item)
+            if item.kind == "F":
+                self._forward(item.micro_batch)
+            elif item.kind == "R":
+                self._recompute(item.micro_batch)
+            else:
+                self._backward(item.micro_batch)
+        transport.finish()
+
+    def evaluate(self) -> None:
+        """Forward passes alone."""
+        if self.transport.activations_in:
+            self.transport.activations_in.expect([*enumerate(self.received)])
+        for item in self.order:
+            if item.kind == "F":
+                self._forward(item.micro_batch)
+        self.stage.forget()
+        self.transport.finish()
+
+    def _goes_first(self) -> bool:
+        """True if a forward pass could be done while the gradient is on its way."""
+        above, below = self.transport.gradients_in, self.transport.activations_in
+        if not self.is_opportunistic or above is None or above.has_arrived():
+            return False
+        return below is None or below.has_arrived()
+
+    def _forward(self, number: int) -> None:
+        below, above = self.transport.activations_in, self.transport.activations_out
+        with self.note("wait for activation", number):
+            inputs: Sequence[Tensor] = below.take() if below else ()
+        with self.note("forward", number):
+            outputs = self.stage.forward(number, self._here(inputs))
+        if above:
+            with self.note("send activation", number):
+                above.send(number, outputs)
+
+    def _recompute(self, number: int) -> None:
+        with self.note("recompute", number):
+            self.stage.recompute(number)
+
+    def _backward(self, number: int) -> None:
+        above, below = self.transport.gradients_in, self.transport.gradients_out
+        with self.note("wait for gradient", number):
+            grads: Sequence[Tensor] = above.take() if above else ()
+        with self.note("backward", number):
+            found = self.stage.backward(self._here(grads))
+        if below:
+            with self.note("send gradient", number):
+                below.send(number, found)
+
+    def _here(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensor.to(self.stage.device) for tensor in tensors]
+
+
+def order_of(num_stages: int, stage: int, num_micro_batches: int) -> Sequence[Pass]:
+    return orders("varuna", num_stages, num_micro_batches)[stage]

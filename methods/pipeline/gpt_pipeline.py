@@ -1,0 +1,180 @@
+"""The published GPT as a pipeline: this rank's stage, its messages, and its share of the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.core.gpt import DTYPES, adamw
+from harness.core.job import Workload
+from harness.core.method import Step, TensorState
+from harness.devices.streams import STREAMS, UNNOTED
+from methods.pipeline.checkpoint import Checkpoints
+from methods.pipeline.engine import Engine, order_of
+from methods.pipeline.gpt_stage import EMBEDDING, Batch, build, names_and_shapes, stage_of
+from methods.pipeline.gradients import Gradients, Groups, Shared
+from methods.pipeline.masters import Masters
+from methods.pipeline.partition import gpt_stages
+from methods.pipeline.rank_map import RankMap
+from methods.pipeline.stage import Stage
+from methods.pipeline.torch_schedules import TorchSchedule
+from methods.pipeline.transport import Transport, backend_of, join
+from methods.shared.loss_scale import LossScale
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a job is spread over its ranks."""
+
+    ranks: RankMap
+    chunk_size: int  # samples of a micro-batch
+    schedule: str
+    limit_seconds: float  # of waiting for another rank
+
+
+@contextmanager
+def joined(world_size: int, device: str, limit_seconds: float) -> Iterator[int]:
+    """This process's rank, among all that have come; alone it needs nobody."""
+    if world_size == 1:
+        yield 0
+        return
+    join(limit_seconds, backend_of(torch.device(device)))
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+class GptPipeline:
+    """One rank's part."""
+
+    def __init__(self, workload: Workload, shape: Shape, rank: int, device: str) -> None:
+        ranks = shape.ranks
+        self.workload, self.ranks, self.rank, self.device = workload, ranks, rank, device
+        self.stages = gpt_stages(workload, ranks.num_stages)
+        self.number, self.replica = ranks.place_of(rank)
+        stage = self.stages[self.number]
+        part, starts = build(workload, stage, device)
+        self.masters = Masters(dict(part.named_parameters()), starts)
+        self.shapes = names_and_shapes(workload)
+        last = ranks.num_stages - 1
+        shared = [Shared(EMBEDDING, EMBEDDING, 0, last)] if last else []
+        groups = Groups(ranks, rank, shared)
+        self.gradients = Gradients(self.masters.trained(), list(self.shapes), groups, shared)
+        self.optimizer = adamw(self.masters.trained().values())
+        place = (self.number, self.replica, ranks.num_replicas)
+        self.checkpoints = Checkpoints(self.gradients.masters, self.optimizer, self.gradients.own, place)
+        self.num_samples = workload.batch_size // ranks.num_replicas  # of this replica
+        num_micro_batches = self.num_samples // shape.chunk_size
+        self.batch = Batch(part, num_micro_batches, shape.chunk_size / workload.batch_size)
+        dtype = DTYPES[workload.dtype]
+        size = torch.Size((shape.chunk_size, workload.seq_len, workload.hidden_size))
+        self.engine: Engine | None = None
+        self.torchs: TorchSchedule | None = None
+        if shape.schedule == "varuna" or last == 0:  # with one stage all schedules are one
+            pipeline = ranks.pipeline(self.replica)
+            below = pipeline[self.number - 1] if self.number else None
+            above = pipeline[self.number + 1] if self.number < last else None
+            specs = [[(size, dtype)]] * num_micro_batches
+            self.engine = Engine(
+                Stage(self.batch.compute, [True] * (not stage.is_first), is_last=stage.is_last, device=device),
+                Transport(below, above, shape.limit_seconds),
+                order_of(ranks.num_stages, self.number, num_micro_batches),
+                specs, specs, note=self.note,
+            )  # fmt: skip
+        else:
+            boundary = torch.empty(size, dtype=dtype, device="meta")
+            tokens = torch.empty(size[:2], dtype=torch.long, device="meta")
+            self.torchs = TorchSchedule(
+                shape.schedule, self.batch, (self.number, ranks.num_stages), boundary, tokens, groups.pipeline, device,
+                self.note,
+            )  # fmt: skip
+
+    def note(self, work: str, number: int) -> AbstractContextManager[None]:
+        """For a trace of this rank."""
+        span: Any = STREAMS[torch.device(self.device).type].span
+        track = "compute" if work in ("forward", "recompute", "backward") else "messages"
+        return UNNOTED if span is None else span(None, track, work, f"micro-batch {number}")
+
+    def passes(self, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
+        """All passes of this replica's samples; its share of the global batch's loss, 0 but on the last stage."""
+        start = self.replica * self.num_samples
+        mine = slice(start, start + self.num_samples)
+        self.batch.begin(inputs[mine], targets[mine], scale)
+        losses: list[Tensor] = []
+        if self.engine:
+            self.engine.step()
+            losses, self.engine.stage.losses = self.engine.stage.losses, []
+        elif self.torchs:
+            losses = self.torchs.step()
+        total = torch.zeros((), device=self.device)
+        for loss in losses:
+            total += loss * self.batch.weight
+        return total
+
+    def update(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.masters.publish()
+
+    def save(self, folder: str, scale: LossScale, steps: Sequence[Step]) -> None:
+        """After the last of these steps, counted from the first of the job."""
+        progress = {"workload": asdict(self.workload), "loss_scale": scale.value, "num_good": scale.num_good}
+        for name in ("loss", "grad_norm"):
+            progress[name] = [float(getattr(step, name)) for step in steps]
+        progress["loss_scales"] = [step.loss_scale for step in steps]
+        progress["skipped"] = [step.is_skipped for step in steps]
+        self.checkpoints.save(folder, len(steps), progress)
+
+    def resume(self, folder: str, scale: LossScale) -> list[Step]:
+        """Go on after the newest complete checkpoint; the steps until then. Raises ValueError for one of another
+        workload."""
+        _, progress = self.checkpoints.load(folder)
+        for name, value in asdict(self.workload).items():
+            if progress["workload"][name] != value:
+                there = progress["workload"][name]
+                raise ValueError(
+                    f"{folder}: expected a checkpoint with {name} {value}, got {there}; try another folder"
+                )
+        scale.value, scale.num_good = progress["loss_scale"], progress["num_good"]
+        self.masters.publish()
+        columns = [progress[name] for name in ("loss", "grad_norm", "loss_scales", "skipped")]
+        return [
+            Step(torch.tensor(loss), torch.tensor(norm), loss_scale=of_loss, is_skipped=is_skipped)
+            for loss, norm, of_loss, is_skipped in zip(*columns, strict=True)
+        ]
+
+    def tensors(self) -> list[TensorState]:
+        """The whole model's, on rank 0; sent by the first replica's ranks."""
+        found = []
+        for name, shape in self.shapes.items():
+            source = self.ranks.ranks[stage_of(name, self.stages)][0]
+            if self.rank not in (0, source):
+                continue
+            if self.rank == source:
+                master = self.masters.by_name[name]
+                moment = self.optimizer.state[master].get("exp_avg", torch.zeros_like(master))
+                pair = [master.detach(), moment]
+            else:
+                pair = [torch.empty(shape, device=self.device) for _ in range(2)]
+            if source:
+                for tensor in pair:
+                    dist.send(tensor, 0) if self.rank else dist.recv(tensor, source)
+            if self.rank == 0:
+                found.append(TensorState(name, *pair))
+        return found
+
+    def close(self) -> None:
+        """Nobody leaves before all are done."""
+        self.checkpoints.wait()
+        if self.engine:
+            self.engine.transport.close()
+        if self.ranks.world_size > 1:
+            dist.barrier()

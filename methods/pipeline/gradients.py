@@ -1,0 +1,143 @@
+"""A step's gradients over all ranks: summed over replicas and over shared weights, and their global norm.
+
+Each micro-batch's loss is weighted by its share of the global batch, so sums are all there is to do. The norm is taken
+over all stages, a shared weight counted once; every rank has the same bits of it, so in fp16 it is also the vote on an
+overflow: if any gradient anywhere is not finite, no rank's norm is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from methods.pipeline.partition import BUCKET_BYTES
+from methods.pipeline.rank_map import RankMap
+
+
+class Shared(NamedTuple):
+    """A weight that two stages have, or one stage twice: a name in each of both. The first one is counted."""
+
+    name: str
+    other: str
+    stage: int
+    other_stage: int
+
+
+class Groups:
+    """Ranks that sum together. Made by all ranks in the same order."""
+
+    def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared]) -> None:
+        self.stage, self.replica = ranks.place_of(rank)
+        self.ranks, self.rank = ranks, rank
+        self.replicas = self._mine([list(replicas) for replicas in ranks.ranks])
+        self.pipeline = self._mine([ranks.pipeline(replica) for replica in range(ranks.num_replicas)])
+        self.pairs = {}
+        for pair in shared:
+            if pair.stage != pair.other_stage:
+                groups = [sorted((ranks.ranks[pair.stage][replica], ranks.ranks[pair.other_stage][replica]))
+                          for replica in range(ranks.num_replicas)]  # fmt: skip
+                self.pairs[pair] = self._mine(groups)
+
+    def _mine(self, groups: list[list[int]]) -> Any:
+        """The group that this rank is in; None if it is alone in it, or in none."""
+        mine = None
+        for members in groups:
+            if len(members) > 1:
+                group = dist.new_group(members)
+                mine = group if self.rank in members else mine
+        return mine
+
+
+class Gradients:
+    """`masters`: this stage's trained weights by name; `names`: those of the whole model, in its order."""
+
+    def __init__(
+        self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared]
+    ) -> None:
+        self.masters, self.groups = dict(masters), groups
+        self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]
+        # Of a weight with one name in two stages, the first stage's.
+        again = {pair.name for pair in self.shared if pair.name == pair.other and groups.stage != pair.stage}
+        self.own = [name for name in self.masters if name not in again]
+        uncounted = again | {
+            pair.other for pair in self.shared if pair.other_stage == groups.stage and pair.name != pair.other
+        }
+        place = {name: number for number, name in enumerate(names)}
+        self.counted = [name for name in self.masters if name not in uncounted]
+        self.places = torch.tensor([place[name] for name in self.counted], dtype=torch.long)
+        self.num_names = len(names)
+
+    def reduce(self, loss: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The whole gradient, divided by the loss scale, in the masters; the global batch's loss, and the norm.
+
+        loss: (), the sum over the micro-batches of this rank; 0 but on the last stage.
+        """
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        grads = [master.grad for master in self.masters.values() if master.grad is not None]
+        loss = loss.detach().float().reshape(1).clone()
+        if self.groups.replicas:
+            for bucket in _buckets([*grads, loss]):
+                _sum(bucket, self.groups.replicas)
+        self._sum_shared()
+        if scale != 1.0:
+            torch._foreach_div_(grads, scale)
+        return self._norm(loss)
+
+    def _sum_shared(self) -> None:
+        for pair in self.shared:
+            if pair.stage == pair.other_stage:
+                one, other = self.masters[pair.name], self.masters[pair.other]
+                if one is not other:
+                    assert one.grad is not None and other.grad is not None
+                    one.grad += other.grad
+                    other.grad.copy_(one.grad)
+                continue
+            mine = self.masters[pair.name if self.groups.stage == pair.stage else pair.other]
+            assert mine.grad is not None
+            dist.all_reduce(mine.grad, group=self.groups.pairs[pair])
+
+    def _norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """A vector with the norm of each weight at its place in the model, and the loss: every element is one rank's,
+        and the sum over the stages adds zeros to it."""
+        grads = [grad for name in self.counted if (grad := self.masters[name].grad) is not None]
+        norms = torch._foreach_norm(grads, 2, dtype=torch.float32) if grads else []
+        whole = torch.zeros(self.num_names + 1, device=loss.device)
+        if norms:
+            whole[self.places.to(loss.device)] = torch.stack([*norms])
+        whole[-1:] = loss
+        if self.groups.pipeline:
+            dist.all_reduce(whole, group=self.groups.pipeline)
+        return whole[-1].clone(), torch.linalg.vector_norm(whole[:-1])
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        torch.nn.utils.clip_grads_with_norm_(self.masters.values(), max_norm, norm)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that are summed at once; a large one by itself."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _sum(tensors: list[Tensor], group: Any) -> None:
+    if len(tensors) == 1:
+        dist.all_reduce(tensors[0], group=group)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

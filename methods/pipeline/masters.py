@@ -1,0 +1,54 @@
+"""The weights that an optimizer updates: fp32 masters, which in fp32 are the model's own, and their gradients.
+
+In mixed precision the gradient of each micro-batch is added to its master's in fp32, as soon as it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class Masters:
+    """`weights`: the model's parameters by name; `starts`: fp32 values of those that are rounded."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter], starts: Mapping[str, Tensor] | None = None) -> None:
+        self.weights = dict(weights)
+        self.by_name: dict[str, nn.Parameter] = {}
+        for name, weight in self.weights.items():
+            if weight.dtype == torch.float32:
+                self.by_name[name] = weight
+                continue
+            start = weight.detach().float() if starts is None else starts[name]
+            self.by_name[name] = nn.Parameter(start, requires_grad=weight.requires_grad)
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._adder(self.by_name[name]))
+
+    @staticmethod
+    def _adder(master: nn.Parameter):
+        def add(weight: Tensor) -> None:
+            assert weight.grad is not None
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad += weight.grad
+            weight.grad = None
+
+        return add
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: master for name, master in self.by_name.items() if master.requires_grad}
+
+    def zero_grad(self) -> None:
+        for master in self.by_name.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters to the weights that are computed with."""
+        pairs = [(weight, self.by_name[name]) for name, weight in self.weights.items()]
+        rounded = [(weight, master) for weight, master in pairs if weight is not master]
+        if rounded:
+            torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])

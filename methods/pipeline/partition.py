@@ -1,0 +1,121 @@
+"""Stages of the published GPT: which layers each one has, by predicted time, and the bytes that it needs; standard
+library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from harness.core.job import Workload
+
+SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer, as in methods/hydra.py
+IN_FLIGHT = 4  # messages of a kind that a rank has under way
+BUCKET_BYTES = 2**25  # of gradients that replicas sum at once
+
+
+@dataclass(frozen=True)
+class GptStage:
+    """A run of layers. The first stage has the embedding, the last one the head, which is the token embedding again."""
+
+    first_layer: int
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    def num_params(self, workload: Workload) -> int:
+        tokens, positions, norm = _end_params(workload)
+        ends = (tokens + positions) * self.is_first + (tokens + norm) * self.is_last
+        both = tokens if self.is_first and self.is_last else 0
+        return self.num_layers * workload.layer_params + ends - both
+
+    def __str__(self) -> str:
+        names = ["embedding"] * self.is_first
+        if self.num_layers:
+            last = self.first_layer + self.num_layers - 1
+            names.append(f"layers {self.first_layer} to {last}" if self.num_layers > 1 else f"layer {last}")
+        return " and ".join([*names, *["head"] * self.is_last])
+
+
+def gpt_stages(workload: Workload, num_stages: int) -> list[GptStage]:
+    """Contiguous stages whose longest is as short as can be. A stage has a layer at least; the last one may have the
+    head alone."""
+    flops = [_flops(workload, stage, num_stages) for stage in range(num_stages)]
+    least = [int(stage < num_stages - 1 or num_stages == 1) for stage in range(num_stages)]
+
+    def counts(bound: float) -> list[int]:
+        pairs = zip(flops, least, strict=True)
+        return [max(fewest, math.floor((bound - own) / layer)) for (layer, own), fewest in pairs]
+
+    low, high = 0.0, sum(layer for layer, _ in flops) * workload.num_layers + sum(own for _, own in flops)
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(counts(middle)) >= workload.num_layers else (middle, high)
+    found = counts(high)
+    for _ in range(sum(found) - workload.num_layers):
+        movable = [stage for stage in range(num_stages) if found[stage] > least[stage]]
+        found[max(movable, key=lambda stage: found[stage] * flops[stage][0] + flops[stage][1])] -= 1
+    stages, start = [], 0
+    for stage, num_layers in enumerate(found):
+        stages.append(GptStage(start, num_layers, stage == 0, stage == num_stages - 1))
+        start += num_layers
+    return stages
+
+
+def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
+    """FLOPs of each pass of one sample. The head's gradients are computed with its loss."""
+    one = replace(workload, batch_size=1, micro_batches=1)
+    layer = (one.flops_per_step - one.model_flops_per_step) / one.num_layers * stage.num_layers
+    head = one.head_flops_per_step * stage.is_last
+    return {"F": layer + head, "R": 0.0 if stage.is_last else layer, "B": 2 * layer}
+
+
+def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:
+    """FLOPs of a stage's one layer, and those beside its layers."""
+    is_last = stage == num_stages - 1
+    one = pass_flops(workload, GptStage(0, 1, stage == 0, is_last))
+    own = pass_flops(workload, GptStage(0, 0, stage == 0, is_last))
+    beside = sum(own.values())
+    return sum(one.values()) - beside, beside
+
+
+def _end_params(workload: Workload) -> tuple[int, int, int]:
+    """Parameters of the token embedding, the positions, and the final norm."""
+    size = workload.hidden_size
+    return workload.vocab_size * size, workload.seq_len * size, 2 * size
+
+
+def stage_bytes(
+    workload: Workload, stage: GptStage, place: tuple[int, int], chunk_size: int, num_replicas: int, schedule: str
+) -> dict[str, int]:
+    """Bytes of a rank with this stage, by kind. `place`: its number, and the number of stages."""
+    number, num_stages = place
+    num_micro_batches = workload.batch_size // num_replicas // chunk_size
+    part = replace(workload, batch_size=chunk_size, micro_batches=1)
+    params, size, boundary = stage.num_params(workload), workload.weight_bytes, part.boundary_bytes
+    working = max(part.layer_bytes, part.head_bytes if stage.is_last else 0)
+    if schedule == "varuna":
+        # The inputs of all micro-batches, and what the backward pass of one needs.
+        kept = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
+        kept += math.ceil(SAVED_BOUNDARIES * stage.num_layers) * boundary
+    else:
+        ahead = num_micro_batches if schedule == "gpipe" else min(num_stages - number, num_micro_batches)
+        kept = ahead * (stage.num_layers + 1) * boundary
+    messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
+    sums = 0 if num_replicas == 1 else min(4 * params, BUCKET_BYTES)
+    return {
+        "weights": size * params,
+        "gradients": 4 * params
+        if size == 4
+        else 4 * params + size * max(workload.layer_params, _tied(stage, workload)),
+        "optimizer": (8 if size == 4 else 12) * params,
+        "activations": kept + working,
+        "buffers": messages + sums,
+    }
+
+
+def _tied(stage: GptStage, workload: Workload) -> int:
+    return _end_params(workload)[0] if stage.is_first or stage.is_last else 0

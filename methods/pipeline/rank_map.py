@@ -1,0 +1,67 @@
+"""Which rank has which stage: Varuna's `stage_to_rank_map`, "0,2;1,3;" for two stages with two replicas each; standard
+library only.
+
+Stages are separated by semicolons, replicas by commas. The n-th ranks of all stages are one pipeline: the n-th replica
+of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """ranks[stage][replica]. Raises ValueError where that is no map."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [len(replicas) for replicas in self.ranks]
+        if not sizes or min(sizes) < 1 or len(set(sizes)) > 1:
+            raise ValueError(f"stage_to_rank_map: expected stages of equally many ranks, got {sizes}: {self}")
+        if sorted(rank for replicas in self.ranks for rank in replicas) != list(range(sum(sizes))):
+            raise ValueError(f"stage_to_rank_map: expected each rank from 0 to {sum(sizes) - 1} once, got {self}")
+
+    @staticmethod
+    def parse(text: str) -> RankMap:
+        try:
+            stages = [stage for stage in text.split(";") if stage.strip()]
+            return RankMap(tuple(tuple(int(rank) for rank in stage.split(",") if rank.strip()) for stage in stages))
+        except ValueError as error:
+            if "stage_to_rank_map" in str(error):
+                raise
+            raise ValueError(f"stage_to_rank_map: expected a text such as 0,2;1,3; got {text!r}") from error
+
+    @staticmethod
+    def make(num_stages: int, num_replicas: int) -> RankMap:
+        """A pipeline of neighboring ranks for each replica."""
+        return RankMap(
+            tuple(tuple(stage + num_stages * replica for replica in range(num_replicas)) for stage in range(num_stages))
+        )
+
+    def __str__(self) -> str:
+        return "".join(",".join(map(str, replicas)) + ";" for replicas in self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def world_size(self) -> int:
+        return self.num_stages * self.num_replicas
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The stage and the replica of a rank."""
+        for stage, replicas in enumerate(self.ranks):
+            if rank in replicas:
+                return stage, replicas.index(rank)
+        raise ValueError(f"stage_to_rank_map: rank {rank} is not in {self}")
+
+    def pipeline(self, replica: int) -> list[int]:
+        """The ranks of a replica, by stage."""
+        return [replicas[replica] for replicas in self.ranks]

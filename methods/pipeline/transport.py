@@ -1,0 +1,179 @@
+"""Messages between neighboring stages: activations up, gradients down, over gloo, each with a tag of its own.
+
+The order of passes is chosen as they run, so that no fixed order of messages could be agreed on. A thread for each
+direction takes messages in, several under way at once; so a stage can ask if one has arrived. Tensors go through the
+host's memory.
+
+All ranks know what will come: shapes and dtypes are fixed before training.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from methods.pipeline.stage import Spec, empty
+
+IN_FLIGHT = 4  # messages that a direction has under way, as in the original
+TENSORS = 16  # of a message, at most
+ACTIVATION, GRADIENT = 0, 1
+
+
+class LostPeer(RuntimeError):
+    """A rank that should have sent something, has not."""
+
+
+def tag_of(kind: int, number: int, index: int) -> int:
+    """Of a tensor of a micro-batch's message: no two under way have the same."""
+    return (number * TENSORS + index) * 2 + kind
+
+
+class Inbox:
+    """Messages of one kind from one rank, in the order of micro-batches."""
+
+    def __init__(self, peer: int, kind: int, limit_seconds: float) -> None:
+        self.peer, self.kind, self.limit_seconds = peer, kind, limit_seconds
+        self.expected: queue.SimpleQueue[list[tuple[int, list[Spec]]] | None] = queue.SimpleQueue()
+        self.arrived: queue.Queue[list[Tensor] | Exception] = queue.Queue()
+        self.thread = threading.Thread(target=self._run, daemon=True, name=f"inbox of rank {peer}")
+        self.thread.start()
+
+    def expect(self, messages: list[tuple[int, list[Spec]]]) -> None:
+        """Take in these messages: numbers of micro-batches, and what each one's tensors are."""
+        self.expected.put(messages)
+
+    def has_arrived(self) -> bool:
+        return not self.arrived.empty()
+
+    def take(self) -> list[Tensor]:
+        """Wait for the next message. Raises LostPeer after the limit of time, and what its receipt raised."""
+        try:
+            found = self.arrived.get(timeout=self.limit_seconds)
+        except queue.Empty:
+            what = "gradient" if self.kind == GRADIENT else "activation"
+            text = f"no {what} from rank {self.peer} in {self.limit_seconds:g} s: look at that rank's log"
+            raise LostPeer(text) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def close(self) -> None:
+        self.expected.put(None)
+
+    def _run(self) -> None:
+        try:
+            while (messages := self.expected.get()) is not None:
+                self._take_in(deque(messages))
+        except Exception as error:  # told where the message is waited for
+            self.arrived.put(error)
+
+    def _take_in(self, messages: deque[tuple[int, list[Spec]]]) -> None:
+        under_way: deque[list[tuple[Tensor, Any]]] = deque()
+        while messages or under_way:
+            while messages and len(under_way) < IN_FLIGHT:
+                number, specs = messages.popleft()
+                tensors = [empty(spec) for spec in specs]
+                under_way.append([
+                    (tensor, dist.irecv(tensor, self.peer, tag=tag_of(self.kind, number, index)))
+                    for index, tensor in enumerate(tensors)
+                ])  # fmt: skip
+            message = under_way.popleft()
+            for _, work in message:
+                # Beyond any pause of a healthy peer: take() has told of a lost one long before.
+                work.wait(timedelta(days=1))
+            self.arrived.put([tensor for tensor, _ in message])
+
+
+class Outbox:
+    """Messages of one kind to one rank."""
+
+    def __init__(self, peer: int, kind: int) -> None:
+        self.peer, self.kind = peer, kind
+        self.under_way: deque[list[tuple[Tensor, Any]]] = deque()
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """Waits for an earlier message if too many are under way."""
+        while len(self.under_way) >= IN_FLIGHT:
+            self._wait()
+        here = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
+        self.under_way.append([
+            (tensor, dist.isend(tensor, self.peer, tag=tag_of(self.kind, number, index)))
+            for index, tensor in enumerate(here)
+        ])  # fmt: skip
+
+    def finish(self) -> None:
+        while self.under_way:
+            self._wait()
+
+    def _wait(self) -> None:
+        for _, work in self.under_way.popleft():
+            work.wait()
+
+
+class Transport:
+    """A stage's messages: `below` and `above` are the ranks of its neighbors, None at an end of the pipeline."""
+
+    def __init__(self, below: int | None, above: int | None, limit_seconds: float) -> None:
+        self.activations_in = None if below is None else Inbox(below, ACTIVATION, limit_seconds)
+        self.gradients_out = None if below is None else Outbox(below, GRADIENT)
+        self.gradients_in = None if above is None else Inbox(above, GRADIENT, limit_seconds)
+        self.activations_out = None if above is None else Outbox(above, ACTIVATION)
+
+    def finish(self) -> None:
+        """Wait until everything sent has been taken."""
+        for box in (self.gradients_out, self.activations_out):
+            if box:
+                box.finish()
+
+    def close(self) -> None:
+        for box in (self.activations_in, self.gradients_in):
+            if box:
+                box.close()
+
+
+def join(timeout_seconds: float, backend: str = "gloo") -> None:
+    """Meet the other ranks that torchrun's variables name. Raises LostPeer that names those that do not come."""
+    limit, began = timedelta(seconds=timeout_seconds), time.monotonic()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store(rank, limit)
+    store.set(f"here/{rank}", b"1")
+    missing = []
+    for other in range(world_size):
+        left = max(0.01, timeout_seconds - (time.monotonic() - began))
+        try:
+            store.wait([f"here/{other}"], timedelta(seconds=left))
+        except dist.DistStoreError:
+            missing.append(str(other))
+    if missing:
+        names = ", ".join(missing)
+        raise LostPeer(f"rank {names} of {world_size} did not come within {timeout_seconds:g} s: look at its log")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def _store(rank: int, limit: timedelta) -> Any:
+    """Where the ranks find one another: torchrun's, or else rank 0's."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_host = rank == 0 and not is_agents
+    try:
+        found = dist.TCPStore(host, port, None, is_host, limit, wait_for_workers=False)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        if is_host:
+            raise
+        who = "the agent" if is_agents else "rank 0"
+        raise LostPeer(f"{who} did not answer at {host}:{port} within {limit.total_seconds():g} s") from error
+    return dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+
+
+def backend_of(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

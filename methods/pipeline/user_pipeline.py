@@ -1,0 +1,399 @@
+"""Varuna for users' models: a model with CutPoints, of which every process keeps its stage.
+
+    shared = [("wte.weight", "head.weight")]
+    model = Varuna(model, "0,2;1,3;", get_batch, batch_size=64, chunk_size=4, shared_weights=shared)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.set_optimizer(optimizer)
+    for inputs in batches:  # dictionaries of this process's share of the batch
+        loss, overflow = model.step(inputs, clip_grad_max_norm=1.0)
+        if not overflow:
+            optimizer.step()
+
+The model's forward pass takes the dictionary's items by name, and returns the mean loss over the samples. After a step
+each process has its stage's part of the global batch's gradient, which is that of one process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from methods.pipeline.checkpoint import Checkpoints
+from methods.pipeline.cut import CutPoint, Part, choose_cuts, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.engine import Engine, order_of
+from methods.pipeline.gradients import Gradients, Groups, Shared
+from methods.pipeline.masters import Masters
+from methods.pipeline.rank_map import RankMap
+from methods.pipeline.stage import Spec, Stage
+from methods.pipeline.transport import Transport, backend_of, join
+
+__all__ = ["CutPoint", "Varuna"]
+SCALE_WINDOW = 1000  # good steps in a row that double the loss scale
+
+Inputs = Mapping[str, Any]
+
+
+class Varuna(nn.Module):
+    """One process's stage of a model.
+
+    `get_batch_fn(size, device=None)` returns a batch of that size, to find the shapes at the cuts; nothing is trained
+    on it. `batch_size`: of all replicas together. `chunk_size`: samples of a micro-batch; the last one may be smaller.
+    `shared_weights`: pairs of names of parameters that are one. Raises ValueError, one line, for a model that cannot be
+    cut so, and LostPeer for a process that does not come.
+    """
+
+    def __init__(
+        self, model: nn.Module, stage_to_rank_map: str, get_batch_fn: Callable[..., Inputs], batch_size: int,
+        chunk_size: int, fp16: bool = False, local_rank: int = -1, device: int = -1,
+        shared_weights: Sequence[tuple[str, str]] | None = None, *, limit_seconds: float = 1800.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.ranks = RankMap.parse(stage_to_rank_map)
+        self.device = _device(device, local_rank)
+        if not dist.is_initialized():
+            join(limit_seconds, backend_of(self.device))
+        self.rank = dist.get_rank()
+        if dist.get_world_size() != self.ranks.world_size:
+            raise ValueError(f"stage_to_rank_map: expected {dist.get_world_size()} ranks, got {self.ranks}")
+        self.stage, self.replica = self.ranks.place_of(self.rank)
+        self.batch_size, self.fp16 = batch_size, fp16
+        self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)
+        sample = get_batch_fn(chunk_size, device=None)
+        pairs = list(shared_weights or [])
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        parts = self._cut(model, sample)
+        shared = _shared(model, parts, pairs)
+        self._other_names = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
+        mine = parts[self.stage].module
+        starts = {name: weight.detach().float().clone() for name, weight in mine.named_parameters()} if fp16 else None
+        if fp16:
+            model.half()
+        returned = self._probe(parts, sample, chunk_size)
+        # By mode: a traced module's own use of self.training is fixed in its trace.
+        self.modes = {True: parts[self.stage]}
+        self.modes[False] = self._in_eval_mode(model, sample, parts)
+        mine.to(self.device)
+        if starts:
+            starts = {name: start.to(self.device) for name, start in starts.items()}
+        self._masters = Masters(dict(mine.named_parameters()), starts)
+        groups = Groups(self.ranks, self.rank, shared)
+        self._groups = groups
+        self._gradients = Gradients(self._masters.trained(), names, groups, shared)
+        self._engine = self._make_engine(returned, limit_seconds)
+        self._loss_scale, self._num_good, self._min_scale, self._is_dynamic = 1.0, 0, 1.0, False
+        self.grad_norm = torch.zeros(())  # of the last step, before clipping
+        self.num_steps = 0  # taken, those that overflow included
+        self._same_weights(shared)
+
+    # ---- Set-up
+
+    def _cut(self, model: nn.Module, sample: Inputs) -> list[Part]:
+        graph = traced(model.train(), sample)
+        number = num_cuts(graph)
+        runs = cut(model, graph, range(number))
+        flops = [flops for _, flops in probe(runs, sample)]
+        weighs = [any(True for _ in run.module.parameters()) for run in runs]
+        self.active = choose_cuts(flops, weighs, self.ranks.num_stages)
+        return cut(model, graph, self.active)
+
+    def _in_eval_mode(self, model: nn.Module, sample: Inputs, parts: Sequence[Part]) -> Part:
+        graph = traced(model.eval(), sample)
+        part = cut(model, graph, self.active)[self.stage]
+        model.train()
+        return part
+
+    def _probe(self, parts: Sequence[Part], sample: Inputs, chunk_size: int) -> dict[int, list[Any]]:
+        """By size of micro-batch, what each part returns. Refuses what cannot be sent, by every process alike, so that
+        none waits for one that has refused."""
+        chunks = {size: _resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
+        returned = {size: [*probe(parts, _cast(each, self.fp16))] for size, each in chunks.items()}
+        *below, (last, _) = returned[self.sizes[0]]
+        self._check_loss(last[0])
+        for number, (values, _) in enumerate(below):
+            specs_of(values, number)
+        return returned
+
+    def _check_loss(self, loss: Any) -> None:
+        loss = loss[0] if isinstance(loss, tuple | list) else loss
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"expected the model's forward pass to return a loss of one element, got {got}")
+
+    def _make_engine(self, returned: Mapping[int, Sequence[Any]], limit_seconds: float) -> Engine:
+        """`returned`: by size of micro-batch, what each part returns."""
+        stage, last, pipeline = self.stage, self.ranks.num_stages - 1, self.ranks.pipeline(self.replica)
+        self._sent: list[list[Spec]] = []
+        received: list[list[Spec]] = []
+        gradients: list[list[Spec]] = []
+        for size in self.sizes:
+            if stage:
+                received.append(specs_of(returned[size][stage - 1][0], stage - 1))
+            if stage < last:
+                tensors = returned[size][stage][0]
+                self._sent.append(specs_of(tensors, stage))
+                gradients.append(specs_of([tensor for tensor in tensors if tensor.requires_grad], stage))
+        needs_grad = [tensor.requires_grad for tensor in returned[self.sizes[0]][stage - 1][0]] if stage else []
+        below, above = pipeline[stage - 1] if stage else None, pipeline[stage + 1] if stage < last else None
+        return Engine(
+            Stage(self._compute, needs_grad, is_last=stage == last, device=str(self.device)),
+            Transport(below, above, limit_seconds), order_of(last + 1, stage, len(self.sizes)), received, gradients,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _same_weights(self, shared: Sequence[Shared]) -> None:
+        """Replicas, and shared weights, begin as the first one of them."""
+        masters = self._masters.by_name
+        if self._groups.replicas:
+            for master in masters.values():
+                dist.broadcast(master, self.ranks.ranks[self.stage][0], group=self._groups.replicas)
+        for pair in shared:
+            if pair.stage == pair.other_stage:
+                masters[pair.other].copy_(masters[pair.name])
+            elif self.stage in (pair.stage, pair.other_stage):
+                name = pair.name if self.stage == pair.stage else pair.other
+                source = self.ranks.ranks[pair.stage][self.replica]
+                dist.broadcast(masters[name], source, group=self._groups.pairs[pair])
+        self._masters.publish()
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer, loss_scale: str | float = "dynamic",
+                      init_loss_scale: float = 2.0**20, min_loss_scale: float = 1.0) -> None:  # fmt: skip
+        """An optimizer of this model's parameters(). In fp16 it will update their fp32 masters.
+
+        A scale that is a number stays as it is.
+        """
+        mine = {id(weight): self._masters.by_name[name] for name, weight in self._masters.weights.items()}
+        for group in optimizer.param_groups:
+            if any(id(weight) not in mine for weight in group["params"]):
+                raise ValueError(
+                    "set_optimizer: expected an optimizer of this model's parameters(), made after Varuna()"
+                )
+            group["params"] = [mine[id(weight)] for weight in group["params"]]
+        if optimizer.state:
+            raise ValueError("set_optimizer: expected an optimizer before its first step")
+        if self.fp16:
+            self._is_dynamic = loss_scale == "dynamic"
+            self._loss_scale = init_loss_scale if self._is_dynamic else float(loss_scale)
+            self._min_scale = min_loss_scale
+            optimizer.register_step_post_hook(lambda *_: self._masters.publish())
+        self.optimizer = optimizer
+        place = (self.stage, self.replica, self.ranks.num_replicas)
+        self._checkpoints = Checkpoints(
+            self._gradients.masters, optimizer, self._gradients.own, place, self._other_names
+        )
+
+    # ---- Training
+
+    def step(self, inputs: Inputs, clip_grad_max_norm: float | None = None) -> tuple[float, bool]:
+        """The whole step but for the update, on this process's share of the batch: the loss of the global batch, and in
+        fp16 whether a gradient was not finite, so that the optimizer must not step."""
+        if not hasattr(self, "optimizer"):
+            raise ValueError("step: expected an optimizer; try set_optimizer(optimizer) before")
+        self._begin(inputs)
+        self._masters.zero_grad()
+        self._engine.step()
+        loss, norm = self._gradients.reduce(self._taken_loss(), self._loss_scale)
+        self.grad_norm = norm
+        overflow = self.fp16 and not math.isfinite(float(norm))
+        self._rescale(overflow)
+        self.num_steps += 1
+        if clip_grad_max_norm is not None and not overflow:
+            self._gradients.clip(norm, clip_grad_max_norm)
+        return float(loss), overflow
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs) -> float:
+        """The loss of the global batch, by forward passes alone."""
+        self._begin(inputs)
+        self._engine.evaluate()
+        loss = self._taken_loss()
+        for group in (self._groups.replicas, self._groups.pipeline):
+            if group:
+                dist.all_reduce(loss, group=group)
+        return float(loss)
+
+    def forward(self, *args: Any, **words: Any) -> Any:
+        raise RuntimeError("a pipeline has no forward pass of its own; try step(inputs), or evaluate(inputs)")
+
+    def _begin(self, inputs: Inputs) -> None:
+        self._micro_batches = split(inputs, self.sizes)
+
+    def _taken_loss(self) -> Tensor:
+        losses, self._engine.stage.losses = self._engine.stage.losses, []
+        total = torch.zeros((), device=self.device)
+        for loss in losses:
+            total += loss / self._loss_scale
+        return total
+
+    def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
+        """One micro-batch through this stage. The last stage's loss is weighted by its share of the global batch."""
+        part, inputs = self.modes[self.training], self._micro_batches[number]
+        try:
+            mine = [_to(inputs[name], self.device, self.fp16) if name in inputs else None for name in part.inputs]
+        except KeyError as error:
+            raise ValueError(f"step: the batch lacks {error}, which the first one had") from error
+        found = part.module(*received, *mine)
+        if self._engine.stage.is_last:
+            loss = found[0] if isinstance(found, tuple | list) else found
+            return (loss.float().reshape(()) * (self.sizes[number] / self.batch_size) * self._loss_scale,)
+        for index, (tensor, expected) in enumerate(zip(found, self._sent[number], strict=True)):
+            if (tensor.shape, tensor.dtype) != expected:
+                raise ValueError(
+                    f"expected {_told(expected)} at the cut above stage {self.stage} (tensor {index}) of micro-batch"
+                    f" {number}, got {_told((tensor.shape, tensor.dtype))}; try to pad all batches to one shape"
+                )
+        return found
+
+    def _rescale(self, overflow: bool) -> None:
+        if not self._is_dynamic:
+            return
+        self._num_good = 0 if overflow else self._num_good + 1
+        if overflow:
+            self._loss_scale = max(self._min_scale, self._loss_scale / 2)
+        elif self._num_good % SCALE_WINDOW == 0:
+            self._loss_scale *= 2
+
+    def checkpoint(self, folder: str | Path, step: int | None = None) -> Future:
+        """Called by all processes after an update: copies the state, and writes it while training goes on. Durable when
+        the future is done. `step`: the number of steps taken, if not given."""
+        progress = {"num_steps": self.num_steps, "loss_scale": self._loss_scale, "num_good": self._num_good}
+        return self._checkpoints.save(folder, self.num_steps if step is None else step, progress)
+
+    def load_checkpoint(self, folder: str | Path, step: int | None = None) -> int:
+        """Go on from a complete checkpoint, the newest if no step is given, of any stages and replicas; its step."""
+        chosen, progress = self._checkpoints.load(folder, step)
+        self.num_steps = progress["num_steps"]
+        if self._is_dynamic:
+            self._loss_scale, self._num_good = progress["loss_scale"], progress["num_good"]
+        self._masters.publish()
+        return chosen
+
+    # ---- This stage as a module: names are those of the whole model
+
+    @property
+    def part(self) -> nn.Module:
+        return self.modes[True].module
+
+    def named_parameters(self, *args: Any, **words: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.part.named_parameters(*args, **words)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._masters.zero_grad()
+
+    def train(self, mode: bool = True) -> Varuna:
+        super().train(mode)
+        for part in getattr(self, "modes", {}).values():
+            part.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **words: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Of this stage."""
+        return dict(self.part.state_dict(*args, **words))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **words: Any) -> Any:
+        found = self.part.load_state_dict(state_dict, *args, **words)
+        with torch.no_grad():
+            for name, weight in self._masters.weights.items():
+                self._masters.by_name[name].copy_(weight)
+        return found
+
+
+def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> list[int]:
+    """Of a replica's samples. Raises ValueError for a batch that replicas cannot share evenly."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    if batch_size < num_replicas or batch_size % num_replicas:
+        below = batch_size // num_replicas * num_replicas
+        nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)
+        raise ValueError(f"batch_size: expected a multiple of {num_replicas} replicas, got {batch_size}; try {nearest}")
+    whole, rest = divmod(batch_size // num_replicas, chunk_size)
+    return [chunk_size] * whole + [rest] * bool(rest)
+
+
+def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Micro-batches of a batch. What has a batch of one, and what is no tensor, goes to each."""
+    total = sum(sizes)
+    micro_batches: list[dict[str, Any]] = [{} for _ in sizes]
+    for name, value in inputs.items():
+        is_split = isinstance(value, Tensor) and value.ndim > 0 and (value.shape[0] > 1 or total == 1)
+        if is_split and value.shape[0] != total:
+            raise ValueError(f"step: expected {total} samples of {name} in this process, got {value.shape[0]}")
+        parts = value.split(list(sizes)) if is_split else [value] * len(sizes)
+        for micro_batch, part in zip(micro_batches, parts, strict=True):
+            micro_batch[name] = part
+    return micro_batches
+
+
+def _shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
+    """The pairs, with their stages. Raises ValueError for one that does not exist, and for a parameter on both sides of
+    a cut that is in no pair."""
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    stages: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        for name, _ in part.module.named_parameters(remove_duplicate=False):
+            stages.setdefault(name, []).append(number)
+    found = []
+    for name, other in pairs:
+        for each in (name, other):
+            if each not in whole:
+                raise ValueError(f"shared_weights: the model has no parameter {each}")
+            if each not in stages:
+                raise ValueError(f"shared_weights: no stage uses {each}")
+        if whole[name].shape != whole[other].shape:
+            raise ValueError(
+                f"shared_weights: {name} has shape {tuple(whole[name].shape)}, {other} {tuple(whole[other].shape)}"
+            )
+        shared = Shared(name, other, stages[name][0], stages[other][-1])
+        if shared.stage != shared.other_stage or whole[name] is not whole[other]:
+            found.append(shared)
+    told = {frozenset((id(whole[name]), id(whole[other]))) for name, other in pairs}
+    for name, weight in whole.items():
+        for other, another in whole.items():
+            if another is not weight or name > other or not stages.get(name) or not stages.get(other):
+                continue
+            places = sorted({*stages[name], *stages[other]})
+            if len(places) > 1 and frozenset((id(weight), id(another))) not in told:
+                raise ValueError(
+                    f"parameter {name} is used by stages {' and '.join(map(str, places))}, on both sides of a cut; try"
+                    f" shared_weights=[({name!r}, {other!r})]"
+                )
+            if len(places) > 2:
+                raise ValueError(f"parameter {name} is used by {len(places)} stages; two at most can share one")
+    return found
+
+
+def _device(device: int, local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = next((each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _resized(sample: Inputs, size: int) -> dict[str, Any]:
+    def first(value: Any) -> Any:
+        is_batch = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] > 1
+        return value[:size] if is_batch else value
+
+    return {name: first(value) for name, value in sample.items()}
+
+
+def _cast(inputs: Inputs, fp16: bool) -> dict[str, Any]:
+    return {name: _to(value, None, fp16) for name, value in inputs.items()}
+
+
+def _to(value: Any, device: torch.device | None, fp16: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device=device, dtype=torch.float16 if fp16 and value.is_floating_point() else value.dtype)
+
+
+def _told(spec: Spec) -> str:
+    return f"{tuple(spec[0])} {str(spec[1]).removeprefix('torch.')}"

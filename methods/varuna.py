@@ -1,0 +1,193 @@
+"""Varuna (Athlur et al. 2022): the model is cut into stages on different ranks, through which micro-batches flow.
+
+Between ranks go only the activations at a cut, and their gradients: little enough for a common network. A stage keeps
+of each micro-batch its input alone, and recomputes the rest when the gradient is about to arrive. The order of passes
+follows fixed rules, but where a gradient is late the stage does another forward pass meanwhile. Further ranks hold
+replicas of the pipeline, which share each batch.
+
+The training is exact: gradients are summed over micro-batches, replicas, and the embedding's two stages; the norm is
+taken over all stages. `schedule=gpipe` and `1f1b` run by torch's own pipelines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import Trained, Training
+from methods.pipeline.partition import gpt_stages, pass_flops, stage_bytes
+from methods.pipeline.rank_map import RankMap
+from methods.pipeline.schedule import SCHEDULES, orders, step_seconds
+from methods.shared.memory_needs import describe
+
+
+def __getattr__(name: str) -> object:
+    """The classes for users' models, which import torch, unlike this module."""
+    if name not in ("CutPoint", "Varuna"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from methods.pipeline import user_pipeline
+
+    return getattr(user_pipeline, name)
+
+
+@dataclass(frozen=True)
+class VarunaMethod:
+    num_stages: int | None = None  # stages of a pipeline; the other ranks are replicas; None: the plan chooses
+    chunk_size: int | None = None  # samples of a micro-batch; None: the plan chooses
+    schedule: str = "varuna"  # or 1f1b, gpipe
+    world_size: int = 1  # ranks
+    peer_seconds: int = 1800  # of waiting for another rank
+    checkpoint: str | None = None  # folder of checkpoints, written while training goes on
+    checkpoint_every: int = 10  # steps
+    resume: str | None = None  # folder with checkpoints, of any stages and replicas
+
+    label = "Varuna"
+    color = "#B8860B"
+    paper = "Athlur et al. 2022, EuroSys, doi:10.1145/3492321.3519584"
+    scales_loss = True
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        """Without num_stages or chunk_size choose, of all that fit, the fastest by the machine's rates; where these are
+        not known, as many stages as there are ranks, and the smallest micro-batches."""
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {self.schedule!r}")
+        for name in ("world_size", "num_stages", "chunk_size", "peer_seconds", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        stages = [self.num_stages] if self.num_stages else _divisors(min(self.world_size, 10**6))
+        plans, refused = [], ""
+        for num_stages in stages:
+            try:
+                chunks = [self.chunk_size] if self.chunk_size else self._chunks(workload, num_stages)
+                plans += [self._plan(workload, budget, num_stages, chunk_size) for chunk_size in chunks]
+            except ValueError as error:
+                refused = str(error)
+        if not plans:
+            raise ValueError(refused)
+        fitting = [plan for plan in plans if plan.shortfall(budget) is None]
+        if budget.rates:
+            return min(fitting or plans, key=lambda plan: (plan.step_seconds or 0.0, -plan.options["chunk_size"]))
+        return (fitting or plans)[-1]
+
+    def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
+        most = min(self.num_stages or twin_layers, twin_layers)
+        num_stages = max(count for count in _divisors(self.world_size) if count <= most)
+        return dataclasses.asdict(dataclasses.replace(self, num_stages=num_stages, checkpoint=None, resume=None))
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        row = describe(workload, "this project", "torch AdamW, fused, device")
+        if self.schedule != "varuna":
+            return row | {"implementation": "torch.distributed.pipelining"}
+        return row | {"recompute": "every stage but the last, from its input"}
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        from methods.pipeline.gpt_pipeline import GptPipeline, Shape, joined
+        from methods.shared.loss_scale import LossScale
+
+        options = self.plan(workload, Budget()).options
+        ranks = RankMap.make(options["num_stages"], self.world_size // options["num_stages"])
+        shape = Shape(ranks, options["chunk_size"], self.schedule, float(self.peer_seconds))
+        with joined(self.world_size, device, shape.limit_seconds) as rank:
+            pipeline = GptPipeline(workload, shape, rank, device)
+            gradients, scale = pipeline.gradients, LossScale(workload)
+            steps = pipeline.resume(self.resume, scale) if self.resume else []
+            num_before = len(steps)
+            for step, (inputs, targets) in enumerate(batches, start=1):
+                if step <= num_before:
+                    yield steps[step - 1]
+                    continue
+                loss = pipeline.passes(inputs, targets, scale.value)
+                loss, norm = gradients.reduce(loss, scale.value)
+                is_skipped = scale.overflows(norm)
+                if not is_skipped:
+                    gradients.clip(norm, workload.clip_norm or float("inf"))
+                    pipeline.update(workload.learning_rate_at(step))
+                pipeline.masters.zero_grad()
+                steps.append(scale.step(loss, norm, is_skipped=is_skipped))
+                if self.checkpoint and step % self.checkpoint_every == 0:
+                    pipeline.save(self.checkpoint, scale, steps)
+                yield steps[-1]
+            tensors = pipeline.tensors()
+            pipeline.close()
+            names = [str(stage) for stage in pipeline.stages]
+            return Trained(tensors, schedule={"stages": names, "resumed_steps": num_before})
+
+    def _chunks(self, workload: Workload, num_stages: int) -> list[int]:
+        """Micro-batches to choose from, the preferred last: small ones keep stages busy, but one stage needs none."""
+        samples = _samples(workload, num_stages, self.world_size)
+        if workload.dropout:
+            return [samples]
+        found = [count for count in _divisors(samples) if self._why_not(samples // count, num_stages) is None]
+        return found[::-1] if num_stages > 1 else found
+
+    def _why_not(self, num_micro_batches: int, num_stages: int) -> str | None:
+        if self.schedule == "1f1b" and num_micro_batches < num_stages:
+            return f"1f1b: expected at least {num_stages} micro-batches for as many stages, got {num_micro_batches}"
+        return None
+
+    def _plan(self, workload: Workload, budget: Budget, num_stages: int, chunk_size: int) -> Plan:
+        """Of the rank that needs most. Raises ValueError where the job cannot be cut so."""
+        if num_stages > workload.num_layers:
+            raise ValueError(f"num_stages: expected 1 to {workload.num_layers}, the number of layers, got {num_stages}")
+        samples = _samples(workload, num_stages, self.world_size)
+        if samples % chunk_size:
+            raise ValueError(
+                f"chunk_size: expected a divisor of the {samples} samples of a replica, got {chunk_size}; try"
+                f" {' or '.join(map(str, _nearest(_divisors(samples), chunk_size)))}"
+            )
+        if why := self._why_not(samples // chunk_size, num_stages):
+            raise ValueError(f"{why}; try a smaller chunk_size, or schedule=varuna")
+        if workload.dropout and (self.world_size > 1 or samples > chunk_size):
+            raise ValueError("dropout: expected 0 with several ranks or micro-batches, which would drop other elements")
+        stages, num_replicas = gpt_stages(workload, num_stages), self.world_size // num_stages
+        needs = [
+            stage_bytes(workload, stage, (number, num_stages), chunk_size, num_replicas, self.schedule)
+            for number, stage in enumerate(stages)
+        ]
+        options = dataclasses.asdict(dataclasses.replace(self, num_stages=num_stages, chunk_size=chunk_size))
+        seconds = None
+        if budget.rates:
+            # Ranks on a host share its cores.
+            rate = budget.rates.device_flops_per_second / (self.world_size if budget.rates.is_host else 1)
+            passes = [
+                {kind: chunk_size * flops / rate for kind, flops in pass_flops(workload, stage).items()}
+                for stage in stages
+            ]
+            seconds = step_seconds(orders(self.schedule, num_stages, samples // chunk_size), passes)
+        return Plan(
+            max(needs, key=lambda need: sum(need.values())), options=options, step_seconds=seconds,
+            binds="the pipeline's passes" if seconds else "",
+            stages={f"stage {number}, {stage}": sum(need.values())
+                    for number, (stage, need) in enumerate(zip(stages, needs, strict=True))},
+        )  # fmt: skip
+
+
+def _samples(workload: Workload, num_stages: int, world_size: int) -> int:
+    """Samples of a replica."""
+    if world_size % num_stages:
+        raise ValueError(
+            f"num_stages: expected a divisor of the {world_size} ranks, got {num_stages}; try"
+            f" {' or '.join(map(str, _nearest(_divisors(world_size), num_stages)))}, or --ranks {num_stages}"
+        )
+    num_replicas = world_size // num_stages
+    if workload.batch_size % num_replicas:
+        below = workload.batch_size // num_replicas * num_replicas
+        nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)
+        raise ValueError(
+            f"a batch of {workload.batch_size} does not divide by {num_replicas} replicas; try -b {nearest}"
+        )
+    return workload.batch_size // num_replicas
+
+
+def _divisors(number: int) -> list[int]:
+    return [count for count in range(1, number + 1) if number % count == 0]
+
+
+def _nearest(allowed: list[int], asked: int) -> list[int]:
+    """The nearest below and above."""
+    return [*allowed[:1], *(count for count in allowed if count < asked)][-1:] + [
+        count for count in allowed if count > asked
+    ][:1]

@@ -1,0 +1,99 @@
+"""Checkpoints: what is incomplete is never taken, however the writing ended."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from methods.pipeline.checkpoint import COMPLETE, Checkpoints, choose, complete_steps, folder_of, read
+
+MOMENTS = 50
+
+
+def state(step: int) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer, Checkpoints]:
+    """A stage whose weights and moments tell their step."""
+    masters = {f"layer.{number}": nn.Parameter(torch.full((64, 64), float(step + number))) for number in range(4)}
+    optimizer = torch.optim.AdamW(masters.values())
+    for master in masters.values():
+        optimizer.state[master] = {"step": torch.tensor(float(step)), "exp_avg": torch.full((64, 64), step / 3)}
+    return masters, optimizer, Checkpoints(masters, optimizer, list(masters), (0, 0, 1))
+
+
+def save_for_ever(folder: Path, ready: int) -> None:
+    """Tells when it has done what only a first checkpoint takes."""
+    state(0)[2].save(folder / "first", 0, {}).result()
+    os.write(ready, b".")
+    step = (complete_steps(folder) or [0])[-1]
+    while True:
+        step += 1
+        state(step)[2].save(folder, step, {"step": step}).result()
+
+
+def test_a_checkpoint_is_read_back_to_the_bit(tmp_path: Path) -> None:
+    masters, optimizer, checkpoints = state(7)
+    checkpoints.save(tmp_path, 7, {"step": 7}).result()
+    others, other_optimizer, other = state(1)
+    assert other.load(tmp_path) == (7, {"step": 7})
+    for name, master in masters.items():
+        assert torch.equal(others[name], master)
+        for key, value in optimizer.state[master].items():
+            assert torch.equal(other_optimizer.state[others[name]][key], value)
+
+
+def test_what_changes_after_the_call_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    masters, _, checkpoints = state(3)
+    pending = checkpoints.save(tmp_path, 3, {})
+    with torch.no_grad():
+        masters["layer.0"].fill_(-1.0)
+    pending.result()
+    assert torch.equal(read(tmp_path)["weights.layer.0"], torch.full((64, 64), 3.0))
+
+
+def test_an_incomplete_checkpoint_is_never_taken(tmp_path: Path) -> None:
+    for step in (1, 2):
+        state(step)[2].save(tmp_path, step, {"step": step}).result()
+    (folder_of(tmp_path, 2) / COMPLETE).unlink()
+    assert choose(tmp_path)[1] == 1
+    with pytest.raises(ValueError, match="expected a checkpoint of step 2, complete are 1"):
+        choose(tmp_path, 2)
+
+
+def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a checkpoint, none is complete"):
+        choose(tmp_path)
+
+
+@pytest.mark.heavy
+def test_kills_at_any_moment_of_writing_leave_the_newest_complete_one_to_the_bit(tmp_path: Path) -> None:
+    """A child writes without end, and is killed at 50 random moments."""
+    draws, last = random.Random(4), 0
+    for _ in range(MOMENTS):
+        told, ready = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                save_for_ever(tmp_path, ready)
+            finally:
+                os._exit(1)
+        os.close(ready)
+        assert os.read(told, 1), "the child ended by itself"
+        os.close(told)
+        time.sleep(draws.uniform(0.0, 0.3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        steps = complete_steps(tmp_path)
+        if steps:
+            assert steps[-1] >= last
+            last = steps[-1]
+            found, expected = read(tmp_path), state(last)[2]
+            for name, master in expected.masters.items():
+                assert torch.equal(found[f"weights.{name}"], master.detach())
+                assert torch.equal(found[f"optimizer.{name}.exp_avg"], torch.full((64, 64), last / 3))
+    assert last > 5

@@ -1,0 +1,353 @@
+"""Varuna for a user's model: the training of one process, in any stages and replicas; and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.core.method import ROOT
+from methods.pipeline.checkpoint import read
+from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.rank_map import RankMap
+from methods.pipeline.stage import Stage
+from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
+from methods.pipeline.user_pipeline import Varuna, _shared, micro_batch_sizes, split
+from tests.methods.pipeline import user_model
+from tests.support.pipeline_bugs import BY_NAME
+from tests.support.planting import planted
+from tests.support.ranks import free_ports, on_ranks
+
+STEPS, SIZE = 6, 8
+SHORT_BUG, RANDOM_BUG = "short_last_micro_batch_weighs_as_the_others", "random_state_of_the_recompute_not_restored"
+
+
+def job(text: str, chunk: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "user", "map": text, "ranks": RankMap.parse(text).world_size, "chunk": chunk, "batch_size": SIZE,
+            "steps": STEPS, **more}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def trained(folder: str) -> dict[str, list[Any]]:
+    """By name, each rank's result."""
+    jobs = {
+        "2x2": job("0,2;1,3;", 2, save=folder, steps=3),
+        "short": job("0,2;1,3;", 3),
+        "4x1": job("0;1;2;3;", 2),
+        "resumed": job("2;0;1;", 4, load=folder),
+        "fp16": job("0;1;", 4, fp16=True),
+        "fp16 from far above": job("0;1;", 4, fp16=True, scale=2.0**21),
+        SHORT_BUG: job("0;1;", 3, bug=SHORT_BUG),
+    }
+    found = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", list(jobs.values()))
+    return {name: [ranks[number] for ranks in found if ranks[number]] for number, name in enumerate(jobs)}
+
+
+@functools.cache
+def alone() -> tuple[list[float], list[float], dict[str, list[float]]]:
+    return user_model.train_alone(STEPS, SIZE)
+
+
+def distance(found: dict[str, Any]) -> float:
+    """The largest relative difference of a loss or a norm from one process's."""
+    losses, norms, _ = alone()
+    first = found["first"]
+    last = first + len(found["losses"])
+    pairs = [
+        *zip(found["losses"], losses[first:last], strict=True),
+        *zip(found["norms"], norms[first:last], strict=True),
+    ]
+    return max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("name", ["2x2", "short", "4x1", "resumed"])
+def test_losses_and_norms_are_those_of_one_process(name: str, trained: dict[str, list[Any]]) -> None:
+    for found in trained[name]:
+        assert distance(found) < 1e-6
+
+
+def test_the_parts_together_are_the_model_that_one_process_trains(trained: dict[str, list[Any]]) -> None:
+    _, _, weights = alone()
+    parts = {name: value for found in trained["4x1"] for name, value in found["part"].items()}
+    assert parts.keys() == weights.keys()
+    for name, value in weights.items():
+        assert parts[name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_shared_weights_stay_the_same(trained: dict[str, list[Any]]) -> None:
+    parts = [found["part"] for found in trained["4x1"]]
+    assert parts[0]["wte.weight"] == parts[-1]["head.weight"]
+
+
+def test_evaluation_is_the_loss_of_the_global_batch(trained: dict[str, list[Any]]) -> None:
+    model = user_model.make()
+    model.load_state_dict({name: torch.tensor(value).view_as(model.state_dict()[name])
+                           for name, value in alone()[2].items()})  # fmt: skip
+    expected = model.eval()(**user_model.batch(STEPS, SIZE)).item()
+    assert [found["evaluated"] for found in trained["4x1"]] == pytest.approx([expected] * 4, rel=1e-5)
+
+
+def test_fp16_follows_fp32(trained: dict[str, list[Any]]) -> None:
+    for found in trained["fp16"]:
+        assert distance(found) < 1e-2 and not any(found["skipped"])
+
+
+def test_an_overflow_is_told_to_every_process(trained: dict[str, list[Any]]) -> None:
+    told = [found["skipped"] for found in trained["fp16 from far above"]]
+    assert told[0] == told[1] and told[0][0] and not told[0][-1]
+    for found in trained["fp16 from far above"]:
+        is_finite = [math.isfinite(norm) for norm in found["norms"]]
+        assert is_finite == [not skipped for skipped in found["skipped"]]
+
+
+def test_a_short_micro_batch_that_weighs_as_the_others_shows(trained: dict[str, list[Any]]) -> None:
+    assert distance(trained[SHORT_BUG][0]) > 1e-4
+
+
+def test_one_process_reads_a_checkpoint_of_four(trained: dict[str, list[Any]], folder: str) -> None:
+    whole = read(folder)
+    assert json.loads(whole["progress"])["num_steps"] == 3
+    for found in trained["2x2"]:
+        for name, value in found["part"].items():
+            assert whole[f"weights.{name}"].flatten().tolist() == value
+            assert whole[f"optimizer.{name}.step"].item() == 3
+            assert json.loads(whole[f"options.{name}"])["lr"] == user_model.LEARNING_RATE
+
+
+# ---- The recompute
+
+
+def recomputed() -> tuple[Tensor, Tensor]:
+    """The gradient of an input by forward pass, recompute and backward pass with dropout, another micro-batch between
+    them; and by autograd alone."""
+    from methods.pipeline.stage import Stage as Fresh
+
+    layer, x = nn.Dropout(0.5), torch.ones(64)
+    stage = Fresh(lambda number, inputs: (layer(inputs[0]),), [True], is_last=False)
+    torch.manual_seed(3)
+    for number in range(2):
+        stage.forward(number, [x])
+    stage.recompute(0)
+    (found,) = stage.backward([torch.ones(64)])
+    torch.manual_seed(3)
+    leaf = x.clone().requires_grad_()
+    layer(leaf).sum().backward()
+    assert leaf.grad is not None
+    return found, leaf.grad
+
+
+def test_the_recompute_has_the_forward_passs_random_numbers() -> None:
+    found, expected = recomputed()
+    assert torch.equal(found, expected)
+
+
+def test_a_recompute_with_other_random_numbers_shows() -> None:
+    bug = BY_NAME[RANDOM_BUG]
+    with planted(bug.file, bug.old, bug.new):
+        found, expected = recomputed()
+    assert not torch.equal(found, expected)
+
+
+def test_random_numbers_go_on_after_a_recompute() -> None:
+    stage = Stage(lambda number, inputs: (torch.rand(3) * inputs[0],), [True], is_last=False)
+    torch.manual_seed(5)
+    stage.forward(0, [torch.ones(3)])
+    state = torch.get_rng_state()
+    stage.recompute(0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- Cutting
+
+
+class Two(nn.Module):
+    """Two layers with a CutPoint between, and variations that are refused."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.first, self.second, self.cutpoint, self.kind = nn.Linear(4, 4), nn.Linear(4, 1), CutPoint(), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x = self.first(x)
+        width = x.shape[1] if self.kind == "size" else 1
+        if self.kind == "branch" and x.sum() > 0:
+            x = -x
+        x = self.cutpoint(x)
+        if self.kind == "twice":
+            x = self.cutpoint(x)
+        if self.kind == "both sides":
+            x = self.first(x)
+        if self.kind == "residual":
+            x = x + residual * 2
+        if self.kind == "size":
+            x = x * width
+        return self.second(x).mean()
+
+
+INPUTS = {"x": torch.arange(8.0).view(2, 4)}
+
+
+def parts_of(model: nn.Module) -> Any:
+    return cut(model, traced(model, INPUTS), [0])
+
+
+@pytest.mark.parametrize("kind", ["", "residual"])
+def test_the_parts_compute_what_the_model_does(kind: str) -> None:
+    model = Two(kind)
+    lower, upper = parts_of(model)
+    assert torch.equal(upper.module(*lower.module(INPUTS["x"])), model(**INPUTS))
+    assert {name for name, _ in lower.module.named_parameters()} == {"first.weight", "first.bias"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("branch", "cannot be traced"),
+        ("twice", "a CutPoint is used twice in a forward pass: make one for each place"),
+        (
+            "both sides",
+            r"parameter first.weight is used by stages 0 and 1, on both sides of a cut; try shared_weights=",
+        ),
+        ("size", "expected tensors to cross the cut above stage 0, got int"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_one_line(kind: str, told: str) -> None:
+    model = Two(kind)
+    with pytest.raises(ValueError, match=told) as error:
+        parts = parts_of(model)
+        specs_of(next(probe(parts, INPUTS))[0], 0)
+        _shared(model, parts, [])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("pair", "told"), [
+    (("first.weight", "third.weight"), "the model has no parameter third.weight"),
+    (("first.weight", "second.weight"), r"first.weight has shape \(4, 4\), second.weight \(1, 4\)"),
+])  # fmt: skip
+def test_a_pair_that_cannot_be_shared_is_named(pair: tuple[str, str], told: str) -> None:
+    model = Two()
+    with pytest.raises(ValueError, match=told):
+        _shared(model, parts_of(model), [pair])
+
+
+def test_cuts_balance_time_and_spare_the_last_stage_its_recompute() -> None:
+    """By hand: 4 a unit below, 3 on the last stage; every run adds 1."""
+    assert choose_cuts([10, 10, 10, 10], [True] * 4, 2) == [1]
+    assert choose_cuts([10, 10, 10, 10, 30], [True] * 5, 2) == [2]
+    assert choose_cuts([1, 1, 1, 100], [True] * 4, 3) in ([0, 2], [1, 2])
+
+
+def test_a_stage_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="with 2 stages one has no parameters"):
+        choose_cuts([10, 0], [True, False], 2)
+
+
+def test_more_stages_than_cuts_are_refused() -> None:
+    model = user_model.make()
+    graph = traced(model, user_model.batch(0, 2))
+    assert num_cuts(graph) == user_model.NUM_BLOCKS
+    with pytest.raises(ValueError, match="6 stages need 5 CutPoints at least, the model has 4"):
+        choose_cuts([1] * 5, [True] * 5, 6)
+
+
+# ---- Batches and maps
+
+
+def test_a_global_batch_never_shrinks() -> None:
+    assert micro_batch_sizes(16, 3, 2) == [3, 3, 2]
+    with pytest.raises(ValueError, match="expected a multiple of 3 replicas, got 16; try 15 or 18"):
+        micro_batch_sizes(16, 2, 3)
+
+
+def test_what_has_a_batch_of_one_goes_to_every_micro_batch() -> None:
+    found = split({"x": torch.arange(5), "y": torch.ones(1, 3), "z": None}, [2, 2, 1])
+    assert [each["x"].tolist() for each in found] == [[0, 1], [2, 3], [4]]
+    assert all(each["y"].shape == (1, 3) and each["z"] is None for each in found)
+    with pytest.raises(ValueError, match="expected 5 samples of x in this process, got 4"):
+        split({"x": torch.arange(4)}, [2, 2, 1])
+
+
+def test_maps_are_read_as_published() -> None:
+    found = RankMap.parse("0,2;1,3;")
+    assert (found.num_stages, found.num_replicas, found.place_of(3)) == (2, 2, (1, 1))
+    assert found == RankMap.parse("0,2;1,3") == RankMap.parse(str(RankMap.make(2, 2))) and found.pipeline(1) == [2, 3]
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("0,1;2;", "stages of equally many ranks"), ("0;0;", "each rank from 0 to 1 once"), ("a;b", "such as 0,2;1,3;"),
+    ("", "stages of equally many ranks"),
+])  # fmt: skip
+def test_a_map_that_is_none_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        RankMap.parse(text)
+
+
+# ---- One process is a pipeline, too
+
+
+@pytest.fixture
+def single(monkeypatch: pytest.MonkeyPatch) -> Iterator[Varuna]:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    yield Varuna(user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), 4, 2,
+                 shared_weights=user_model.SHARED)  # fmt: skip
+    dist.destroy_process_group()
+
+
+def test_forward_and_step_say_what_to_call(single: Varuna) -> None:
+    with pytest.raises(RuntimeError, match=r"try step\(inputs\)"):
+        single(torch.ones(1))
+    with pytest.raises(ValueError, match=r"try set_optimizer\(optimizer\)"):
+        single.step(user_model.batch(0, 4))
+    with pytest.raises(ValueError, match="made after Varuna"):
+        single.set_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+
+
+def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 3,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_ports(1)[0],
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(LostPeer, match=r"rank 1, 2 of 3 did not come within 1 s"):
+        join(1.0)
+
+
+def test_a_message_that_never_comes_names_its_rank() -> None:
+    inbox = Inbox(5, GRADIENT, 0.05)
+    with pytest.raises(LostPeer, match=r"no gradient from rank 5 in 0.05 s"):
+        inbox.take()
+    inbox.close()
+
+
+# ---- The documents' snippet
+
+
+@pytest.mark.heavy
+def test_the_snippet_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "pipelines.md").read_text().split("```python\n")[1].split("```")[0]
+    script = tmp_path / "snippet.py"
+    script.write_text(text)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=250,
+                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) >= 5 and losses[-1] < losses[0]

@@ -1,0 +1,99 @@
+"""What the ranks of a test do: many small trainings, one after the other, some with a bug planted."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.core.job import Workload
+from harness.core.method import create
+from harness.simulation.batches import token_batches
+from tests.methods.pipeline import user_model
+from tests.support.pipeline_bugs import BY_NAME
+from tests.support.planting import planted
+from tests.support.ranks import meeting
+
+ABOVE = 2.0**20  # a loss scale whose first steps overflow
+
+
+def on_this_rank(rank: int, trainings: list[dict[str, Any]]) -> list[Any]:
+    """A result for each training, None where this rank is not in it."""
+    found: list[Any] = []
+    kinds = {"method": by_method, "user": by_user}
+    for number, training in enumerate(trainings):
+        bug = BY_NAME[training["bug"]] if training.get("bug") else None
+        with meeting(rank, training["ranks"], number) as is_in:
+            if not is_in:
+                found.append(None)
+                continue
+            with planted(bug.file, bug.old, bug.new) if bug else nullcontext():
+                found.append(kinds[training["kind"]](training))
+    return found
+
+
+def by_method(training: dict[str, Any]) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        if training.get("overflows"):
+            patch.setattr("methods.shared.loss_scale.INITIAL_LOSS_SCALE", ABOVE)
+        options = {"world_size": training["ranks"], **training["options"]}
+        return train(Workload(**training["workload"]), training["steps"], options)
+
+
+def train(workload: Workload, steps: int, options: dict[str, Any], name: str = "varuna") -> dict[str, Any]:
+    """Losses and norms of each step, steps skipped, and on the first rank sums that tell every tensor's bits."""
+    torch.manual_seed(workload.seed)
+    training = create(name, options).train(workload, token_batches(workload, steps), "cpu")
+    found: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
+    while True:
+        try:
+            step = next(training)
+        except StopIteration as end:
+            found["tensors"] = {state.name: [bits(state.weight), bits(state.exp_avg)] for state in end.value.tensors}
+            return found
+        assert step.grad_norm is not None
+        found["losses"].append(step.loss.item())
+        found["norms"].append(step.grad_norm.item())
+        found["skipped"].append(step.is_skipped)
+
+
+def bits(tensor: Any) -> float:
+    """A number that tells tensors of different bits apart."""
+    whole = tensor.detach().double().flatten()
+    return float((whole * torch.arange(1, len(whole) + 1)).sum())
+
+
+def by_user(training: dict[str, Any]) -> dict[str, Any]:
+    """The user's model: as asked trained, evaluated, saved, gone on from, or refused."""
+    from methods.varuna import Varuna
+
+    size, steps = training["batch_size"], training["steps"]
+    model = Varuna(
+        user_model.make(), training["map"], lambda size, device=None: user_model.batch(0, size), size,
+        training["chunk"], fp16=training.get("fp16", False), shared_weights=user_model.SHARED,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
+    model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))
+    found: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
+    first = model.load_checkpoint(training["load"]) if "load" in training else 0
+    for step in range(first, steps):
+        mine = user_model.share(user_model.batch(step, size), model.replica, model.ranks.num_replicas)
+        loss, overflow = model.step(mine, clip_grad_max_norm=user_model.MAX_NORM)
+        if not overflow:
+            optimizer.step()
+        found["losses"].append(loss)
+        found["norms"].append(float(model.grad_norm))
+        found["skipped"].append(overflow)
+    if "save" in training:
+        model.checkpoint(training["save"]).result()
+    mine = user_model.share(user_model.batch(steps, size), model.replica, model.ranks.num_replicas)
+    model.eval()
+    found["evaluated"] = model.evaluate(mine)
+    found["part"] = {name: weight.flatten().tolist() for name, weight in model.state_dict().items()}
+    found["first"] = first
+    dist.barrier()
+    dist.destroy_process_group()
+    return found

@@ -1,0 +1,267 @@
+"""Varuna as a method: any stages, replicas, schedule and dtype train what one process trains, and planted bugs show."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import create
+from harness.core.record import read_all
+from harness.jobs.sweep import resolve
+from harness.run.timeline import read
+from methods.pipeline.schedule import SCHEDULES
+from tests.methods.pipeline.trainings import ABOVE, bits
+from tests.run.test_ranks import training_ranks
+from tests.support import cli
+from tests.support.pipeline_bugs import BUGS
+from tests.support.ranks import on_ranks
+from tests.support.training import Result, overflowing, tiny, train
+
+PLACES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1)]  # stages and replicas
+EVERY = [(place, schedule) for place in PLACES for schedule in SCHEDULES]
+QUICK = [((2, 2), "varuna"), ((2, 2), "1f1b"), ((3, 1), "gpipe")]
+STEPS, QUICK_STEPS = 20, 8
+WORKLOAD = tiny(num_layers=4, batch_size=4)
+BUG_PLACES = {"gradient_of_a_replica_dropped": (1, 2)}
+METHOD_BUGS = [bug.symptom for bug in BUGS if bug.file.endswith(("gradients.py", "methods/varuna.py"))]
+
+
+def job(place: tuple[int, int], schedule: str = "varuna", workload: Workload = WORKLOAD, steps: int = STEPS,
+        **more: Any) -> dict[str, Any]:  # fmt: skip
+    num_stages, num_replicas = place
+    options = {"num_stages": num_stages, "chunk_size": more.pop("chunk_size", 1), "schedule": schedule,
+               **more.pop("options", {})}  # fmt: skip
+    return {"kind": "method", "ranks": num_stages * num_replicas, "options": options, "steps": steps,
+            "workload": dataclasses.asdict(workload), **more}  # fmt: skip
+
+
+def overflow_job(**more: Any) -> dict[str, Any]:
+    return job((2, 1), workload=overflowing(batch_size=4), steps=8, overflows=True, **more)
+
+
+@functools.cache
+def resident(workload: Workload = WORKLOAD, steps: int = STEPS) -> Result:
+    return train("resident", workload, steps)
+
+
+def distance(found: dict[str, Any], reference: Result) -> float:
+    """The largest relative difference of a loss or a norm; infinite where one is not finite, or was skipped."""
+    worst = 0.0
+    for ours, theirs in ((found["losses"], reference.losses), (found["norms"], reference.grad_norms)):
+        for a, b in zip(ours, theirs, strict=True):
+            if math.isfinite(a) and math.isfinite(b):
+                worst = max(worst, abs(a - b) / abs(b))
+            elif math.isfinite(a) != math.isfinite(b):
+                return math.inf
+    return worst
+
+
+class Trained:
+    """Results of trainings that share one start of ranks, by name."""
+
+    def __init__(self, jobs: dict[Any, dict[str, Any]]) -> None:
+        found = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", list(jobs.values()))
+        self.by_name = {name: [ranks[number] for ranks in found] for number, name in enumerate(jobs)}
+
+    def first(self, name: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.by_name[name][0]
+        return found
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    jobs: dict[Any, dict[str, Any]] = {each: job(*each, steps=QUICK_STEPS) for each in QUICK}
+    jobs["one micro-batch"] = job((2, 1), chunk_size=4, steps=8)
+    jobs["bf16"] = job((2, 1), workload=dataclasses.replace(WORKLOAD, dtype="bf16", learning_rate=0.1), steps=8)
+    jobs["overflow"] = overflow_job()
+    jobs["saved"] = job((2, 2), steps=4, options={"checkpoint": folder, "checkpoint_every": 2})
+    jobs["resumed"] = job((3, 1), steps=QUICK_STEPS, options={"resume": folder})
+    for name in METHOD_BUGS:
+        jobs[name] = (
+            overflow_job(bug=name) if "overflow" in name else job(BUG_PLACES.get(name, (2, 1)), steps=4, bug=name)
+        )
+    return Trained(jobs)
+
+
+@pytest.fixture(scope="module")
+def every() -> Trained:
+    return Trained({each: job(*each) for each in EVERY})
+
+
+@pytest.mark.parametrize("each", QUICK, ids=str)
+def test_losses_and_norms_are_those_of_one_process(each: Any, quick: Trained) -> None:
+    assert distance(quick.first(each), resident(steps=QUICK_STEPS)) < 1e-6
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("each", EVERY, ids=str)
+def test_every_place_and_schedule_has_the_losses_and_norms_of_one_process(each: Any, every: Trained) -> None:
+    assert distance(every.first(each), resident()) < 1e-6
+
+
+def test_every_rank_tells_the_same_losses_and_norms(quick: Trained) -> None:
+    for name, ranks in quick.by_name.items():
+        told = [(found["losses"], found["norms"]) for found in ranks if found]
+        assert name in METHOD_BUGS or all(str(each) == str(told[0]) for each in told), name
+
+
+def test_one_micro_batch_has_the_very_bits_of_resident_training(quick: Trained) -> None:
+    found, reference = quick.first("one micro-batch"), resident(steps=8)
+    assert (found["losses"], found["norms"]) == (reference.losses, reference.grad_norms)
+    assert found["tensors"] == {state.name: [bits(state.weight), bits(state.exp_avg)]
+                                for state in reference.trained.tensors}  # fmt: skip
+
+
+def test_one_rank_has_the_very_bits_of_resident_training_dropout_included() -> None:
+    workload = dataclasses.replace(WORKLOAD, dropout=0.1)
+    reference, found = resident(workload, 6), train("varuna", workload, 6)
+    assert (found.losses, found.grad_norms) == (reference.losses, reference.grad_norms)
+    pairs = zip(found.trained.tensors, reference.trained.tensors, strict=True)
+    assert all(bits(ours.weight) == bits(theirs.weight) for ours, theirs in pairs)
+
+
+def test_bf16_is_within_the_gates_tolerance(quick: Trained) -> None:
+    workload = dataclasses.replace(WORKLOAD, dtype="bf16", learning_rate=0.1)
+    pairs = zip(quick.first("bf16")["losses"], resident(workload, 8).losses, strict=True)
+    assert max(abs(ours - theirs) / theirs for ours, theirs in pairs) < 5e-3
+
+
+@functools.cache
+def overflowing_losses() -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("methods.shared.loss_scale.INITIAL_LOSS_SCALE", ABOVE)
+        return train("resident", overflowing(batch_size=4), 8).losses
+
+
+def loss_distance(found: dict[str, Any]) -> float:
+    """Of an overflowing training from resident training, which skips a step more: it adds gradients up in fp16, the
+    pipeline those of micro-batches and stages in fp32. Infinite where a weight is not finite."""
+    return distance({**found, "norms": []}, Result(overflowing_losses(), [], resident().trained))
+
+
+def test_an_overflow_is_skipped_by_every_rank(quick: Trained) -> None:
+    first, second = quick.by_name["overflow"][:2]
+    assert first["skipped"] == second["skipped"] and first["skipped"][0] and not first["skipped"][-1]
+    assert first["skipped"] == [not math.isfinite(norm) for norm in first["norms"]]
+    assert loss_distance(first) < 0.2
+
+
+@pytest.mark.parametrize("name", METHOD_BUGS)
+def test_a_planted_bug_shows(name: str, quick: Trained) -> None:
+    """In the losses or norms of the first rank, by a hundred times the tolerance and more."""
+    found = quick.first(name)
+    assert loss_distance(found) == math.inf if "overflow" in name else distance(found, resident(steps=4)) > 1e-4
+
+
+def test_a_job_resumes_with_other_stages_and_replicas(quick: Trained) -> None:
+    """Of 2 stages x 2 replicas after 4 steps, 3 stages go on: all losses and norms are of one training."""
+    assert quick.first("resumed")["losses"][:4] == pytest.approx(quick.first("saved")["losses"], rel=1e-7)
+    assert distance(quick.first("resumed"), resident(steps=QUICK_STEPS)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"world_size": 4, "num_stages": 3}, "expected a divisor of the 4 ranks, got 3; try 2 or 4, or --ranks 3"),
+        ({"num_stages": 2}, "expected a divisor of the 1 ranks, got 2; try 1, or --ranks 2"),
+        ({"world_size": 8, "num_stages": 8}, "num_stages: expected 1 to 4, the number of layers, got 8"),
+        ({"world_size": 2, "num_stages": 2, "chunk_size": 3}, "of the 4 samples of a replica, got 3; try 2 or 4"),
+        ({"world_size": 3, "num_stages": 1}, "a batch of 4 does not divide by 3 replicas; try -b 3 or 6"),
+        ({"world_size": 4, "num_stages": 4, "chunk_size": 2, "schedule": "1f1b"}, "at least 4 micro-batches"),
+        ({"schedule": "zero"}, "expected varuna or 1f1b or gpipe, got 'zero'"),
+    ],
+)
+def test_what_cannot_be_cut_so_is_one_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        create("varuna", options).plan(WORKLOAD, Budget())
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_plan_chooses_and_names_what_fits() -> None:
+    """As many stages as ranks where nothing is known; where a rank has room for half of the model, two."""
+    workload = Workload(num_layers=16, batch_size=8)
+    plan = create("varuna", {"world_size": 4}).plan(workload, Budget())
+    assert (plan.options["num_stages"], plan.options["chunk_size"]) == (4, 1)
+    deep, _, shortfall = resolve(Job("varuna", workload.at_depth(64), {"world_size": 4}, Budget(8 * 2**30)))
+    assert shortfall and "the largest that should fit has -l" in shortfall and deep.options["num_stages"] == 4
+
+
+def test_a_resumed_job_is_of_the_same_workload(tmp_path: Path) -> None:
+    train("varuna", WORKLOAD, 2, checkpoint=str(tmp_path), checkpoint_every=2)
+    with pytest.raises(ValueError, match="expected a checkpoint with batch_size 2, got 4"):
+        train("varuna", dataclasses.replace(WORKLOAD, batch_size=2), 4, resume=str(tmp_path))
+
+
+# ---- At the door
+
+SIZES = "-l 4 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --lr 0.1".split()
+
+
+@pytest.mark.heavy
+def test_the_door_trains_plans_and_traces_every_rank(tmp_path: Path) -> None:
+    words = ["-m", "varuna", "--ranks", "4", "--option", "num_stages=2", *SIZES, "--results", str(tmp_path)]
+    done = cli.run(*words, "--steps", "6", "--trace", str(tmp_path / "trace.json"))
+    assert done.returncode == 0 and "gate passed" in done.stdout, done.stderr + done.stdout
+    record = next(each for each in read_all(tmp_path)[0].values() if each.job.method == "varuna")
+    assert record.machine["peak_rank"] in range(4) and len(record.predicted["stages"]) == 2
+    tracks = {span.track for span in read(tmp_path / "trace.json").spans}
+    assert {f"compute rank {rank}" for rank in range(4)} <= tracks
+    works = {span.work for span in read(tmp_path / "trace.json").spans}
+    assert {"forward", "recompute", "backward", "send activation", "send gradient"} <= works
+    planned = cli.run("plan", *words[:-2])
+    assert "stage 0, embedding" in planned.stdout and "stage 1" in planned.stdout
+
+
+@pytest.mark.heavy
+def test_a_killed_rank_is_named_and_the_others_end_at_once(tmp_path: Path) -> None:
+    words = ["-m", "varuna", "--ranks", "3", "--option", "num_stages=3", *SIZES, "--results", str(tmp_path)]
+    run = cli.start(*words, "--steps", "5000", stderr=subprocess.PIPE)
+    ranks = training_ranks(tmp_path)
+    ranks[1].kill()
+    began = time.time()
+    alive = psutil.wait_procs([ranks[0], ranks[2]], 10)[1]
+    assert not alive and time.time() - began < 2, time.time() - began
+    assert run.wait(60) == 3
+    (record,) = read_all(tmp_path)[0].values()
+    assert record.status == "killed" and record.reason.startswith("rank 1 of 3: killed by SIGKILL")
+
+
+@pytest.mark.heavy
+def test_a_job_resumes_at_the_door(tmp_path: Path) -> None:
+    folder, words = tmp_path / "checkpoints", ["-m", "varuna", *SIZES, "--results", str(tmp_path)]
+    first = cli.run(*words, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4")
+    assert first.returncode == 0, first.stderr + first.stdout
+    done = cli.run(*words, "--steps", "8", "--ranks", "2", "--resume", folder)
+    assert done.returncode == 0 and "gate passed" in done.stdout, done.stderr + done.stdout
+    record = [each for each in read_all(tmp_path)[0].values() if each.job.options.get("resume")][-1]
+    assert record.schedule["resumed_steps"] == 4 and len(record.timed_seconds) <= 4
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ("--ranks 8 --option num_stages=8", "num_stages: expected 1 to 4"),
+    ("--ranks 4 --option num_stages=3", "expected a divisor of the 4 ranks, got 3"),
+    ("--option num_stages=2", "expected a divisor of the 1 ranks, got 2"),
+    ("--ranks 2 --option chunk_size=3", "expected a divisor of the 4 samples"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_starts_nothing(words: str, told: str, tmp_path: Path) -> None:
+    done = cli.run("-m", "varuna", *words.split(), *SIZES, "--results", tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and told in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_stage_takes_the_largest_micro_batch_that_fits() -> None:
+    workload = Workload(num_layers=2, hidden_size=128, num_heads=16, seq_len=64, vocab_size=512)
+    whole = create("varuna", {}).plan(workload, Budget())
+    assert whole.options["chunk_size"] == workload.batch_size == 4
+    less = create("varuna", {}).plan(workload, Budget(device_bytes=whole.device_bytes - 1))
+    assert less.options["chunk_size"] == 2

@@ -1,0 +1,56 @@
+"""Bugs to plant in methods/pipeline/, each of which a pipeline's exactness must show."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PipelineBug(NamedTuple):
+    """One change to a file."""
+
+    symptom: str
+    file: str
+    old: str
+    new: str
+
+
+GRADIENTS, USER = "methods/pipeline/gradients.py", "methods/pipeline/user_pipeline.py"
+BUGS = [
+    PipelineBug(
+        "tied_gradient_not_summed",
+        GRADIENTS,
+        "dist.all_reduce(mine.grad, group=self.groups.pairs[pair])",
+        "pass",
+    ),
+    PipelineBug(
+        "norm_counts_the_tied_gradient_twice",
+        GRADIENTS,
+        "uncounted = again | {",
+        "uncounted = {",
+    ),
+    PipelineBug(
+        "gradient_of_a_replica_dropped",
+        GRADIENTS,
+        "for bucket in _buckets([*grads, loss]):",
+        "for bucket in _buckets([*[grad.mul_(not self.groups.replica) for grad in grads], loss]):",
+    ),
+    PipelineBug(
+        "one_rank_steps_through_an_overflow",
+        "methods/varuna.py",
+        "is_skipped = scale.overflows(norm)",
+        "is_skipped = scale.overflows(norm) and rank != 1",
+    ),
+    PipelineBug(
+        "short_last_micro_batch_weighs_as_the_others",
+        USER,
+        "(self.sizes[number] / self.batch_size)",
+        "(1 / len(self.sizes) / self.ranks.num_replicas)",
+    ),
+    PipelineBug(
+        "random_state_of_the_recompute_not_restored",
+        "methods/pipeline/stage.py",
+        "with self._random_state_of(state):",
+        "if True:",
+    ),
+]
+BY_NAME = {bug.symptom: bug for bug in BUGS}

@@ -1,0 +1,94 @@
+"""Runs a function on several ranks of this machine: one process imports torch, and forks the ranks.
+
+    results = on_ranks(4, "tests.methods.pipeline.trainings:train_all", argument)
+
+The function gets its rank and the argument, and returns what JSON can hold. meet() lets it form groups of other sizes,
+one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.core.method import ROOT
+
+NUM_PORTS = 40
+LIMIT_SECONDS = 280
+
+
+def on_ranks(num_ranks: int, function: str, argument: Any = None) -> list[Any]:
+    """Each rank's result. Raises AssertionError with the first rank's traceback that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "tests.support.ranks", str(num_ranks), function, folder]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, cwd=ROOT, env=environment, input=json.dumps(argument), capture_output=True,
+                              text=True, timeout=LIMIT_SECONDS)  # fmt: skip
+        assert done.returncode == 0, done.stderr[:5000]  # the first to fail tells first
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(num_ranks)]
+
+
+@contextmanager
+def meeting(rank: int, world_size: int, number: int) -> Iterator[bool]:
+    """Sets torchrun's variables for the number-th group of the first ranks; false for a rank that is not in it."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=os.environ["PORTS"].split(",")[number])  # fmt: skip
+    yield rank < world_size
+
+
+def free_ports(count: int) -> list[int]:
+    """Below those that the system gives to connections, which could take one before it is used."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
+
+
+def main() -> None:
+    num_ranks, function, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    argument = json.load(sys.stdin)
+    module, _, name = function.partition(":")
+    called = getattr(importlib.import_module(module), name)
+    os.environ["PORTS"] = ",".join(map(str, free_ports(NUM_PORTS)))
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                (folder / str(rank)).write_text(json.dumps(called(rank, argument)))
+                code = 0
+            except BaseException:
+                print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(code)
+        children.append(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            time.sleep(2)  # the others may tell more
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
