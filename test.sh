@@ -11,5 +11,5 @@ It starts a container engine and Slurm clusters of its own, and stops them; comp
 once); sets up a second .venv in a temporary folder. Without: ./test.sh
 END
 fi
-. "$(dirname "${BASH_SOURCE[0]}")/venv.sh" test
+. "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh" test
 cd "$root" && exec "$python" -m pytest -n 2 --dist worksteal "$@"

@@ -91,6 +91,7 @@ def test_what_is_no_log_is_named_and_skipped(tmp_path: Path) -> None:
     assert len(list((tmp_path / "results").iterdir())) == 1
 
 
+@pytest.mark.heavy
 def test_our_own_logs_say_how_their_runs_ended(tmp_path: Path) -> None:
     """One complete run of fewer steps than an interval, one that fills a device, one that is refused by its plan."""
     load = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
@@ -192,6 +193,7 @@ def mutated_logs(draw: st.DrawFn) -> list[bytes]:
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(content=mutated_logs())
+@pytest.mark.heavy
 def test_a_mutated_log_is_a_record_or_no_log_and_never_a_traceback(
     tmp_path_factory: pytest.TempPathFactory, content: list[bytes]
 ) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from cases import case6
 from harness.core import method
-from harness.core.job import Job
+from harness.core.job import Budget, Job
+from harness.devices import machine
 from harness.figures import case, profile
-from harness.figures.point import Row
+from harness.figures.point import FigureRow
 from harness.report import tables
 from tests.figures.test_case import DEMO, FACTS, METHODS, demo_records, record
 
@@ -20,16 +21,20 @@ PROFILES = [DEMO, profile.make("quick", None, METHODS, FACTS), profile.make("pap
 
 
 def plan_of(job: Job):
-    return method.create(job.method, job.options).plan(job.workload, job.budget)
+    return method.create(job.method, job.options).plan(job.workload, room_of(job))
+
+
+def room_of(job: Job) -> Budget:
+    return machine.budget(job.budget, job.device)
 
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)
 def test_no_model_fits_the_device_and_all_fit_the_host(used: profile.Profile) -> None:
     jobs = case6.jobs(used, {})
     assert "resident" not in {job.method for job in jobs}
-    assert all(plan_of(job).shortfall(job.budget) is None for job in jobs)
+    assert all(plan_of(job).shortfall(room_of(job)) is None for job in jobs)
     both = next(job for job in jobs if job.method == "hydra")
-    assert method.create("resident", {}).plan(both.workload, both.budget).shortfall(both.budget)
+    assert method.create("resident", {}).plan(both.workload, room_of(both)).shortfall(room_of(both))
     assert both.options["num_models"] == (4 if used.kind == "demo" else 12) and both.options["num_batch_sizes"] == 2
 
 
@@ -46,7 +51,7 @@ def test_half_a_batch_takes_the_same_samples_in_twice_the_steps() -> None:
         assert (half.steps, half.warmup) == (2 * whole.steps, 2 * whole.warmup)
 
 
-def speed(name: str, rows: list[Row], series: str = "") -> Row:
+def speed(name: str, rows: list[FigureRow], series: str = "") -> FigureRow:
     (found,) = (
         row for row in rows if (row.metric, row.method, row.series) == ("samples_per_second", name, series)
     )  # fmt: skip

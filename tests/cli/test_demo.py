@@ -22,7 +22,7 @@ def test_each_method_is_shown_once_at_the_same_depth() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_demo_shows_all_and_the_notebook_shows_it_again(tmp_path: Path, libaio: None, compiled_sim: None) -> None:
     command = [sys.executable, "-m", "harness", "demo", "--results", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=method.ROOT)

@@ -185,6 +185,7 @@ launch(Job("ending", {TINY!r}, steps=3, warmup=0), "key", Path({str(folder)!r}),
     ],
     ids=["nan", "swallowed"],
 )
+@pytest.mark.cover(0)
 def test_a_run_that_ended_and_did_not_train_is_left_to_the_gate(tmp_path: Path, lines: str, reason: str) -> None:
     methods = write_ending(tmp_path, lines)
     (record,) = Sweep(tmp_path, (methods,)).run([Job("ending", TINY, steps=3, warmup=0)])
@@ -205,6 +206,7 @@ def test_what_is_unavailable_says_so_once() -> None:
     assert (failure.status, failure.reason) == ("unavailable", "it needs an engine: pip install it (at import)")
 
 
+@pytest.mark.heavy
 def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "SILENCE_SECONDS", 8.0)
     record = ended(tmp_path, "time.sleep(600)")

@@ -17,6 +17,8 @@ from harness.core.record import Gate, Record
 from harness.evidence import claims, judge, verify
 from harness.figures import case
 from tests.cli.test_main import run
+from tests.support import records
+from tests.support.records import write
 
 TEXT = (claims.FOLDER / "stronghold.yaml").read_text()
 HEAD = """
@@ -72,6 +74,10 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
         (
             HEAD + RATIO.replace("at_least: 2", "within: [2, 1]"),
             "within: expected a range [low, high] with low < high, got (2.0, 1.0)",
+        ),
+        (
+            HEAD + RATIO.replace("at_least: 2", "within: [1, 2, 3]"),
+            "within: expected at most 2 items, got ['1', '2', '3']",
         ),
         (HEAD + RATIO.replace("at_least: 2", "at_least: two"), "at_least: expected a valid number, got 'two'"),
         (HEAD + RATIO.replace("at_least: 2", "at_least: -2"), "at_least: expected greater than 0, got '-2'"),
@@ -188,14 +194,8 @@ def test_a_mutated_file_is_claims_that_can_be_judged_or_one_line(
 
 def record(method: str, seconds: float, machine: str, **options: object) -> Record:
     job = Job(method, Workload(num_layers=32), options, device="cuda", steps=3, warmup=1)
-    return Record(job, f"{method} {machine}", "ok", origin="imported", clock="cuda", machine={"gpu": machine},
-                  step_seconds=[seconds] * 3, losses=[1.0] * 3, gate=Gate("tolerance"))  # fmt: skip
-
-
-def write(folder: Path, *records: Record) -> Path:
-    for number, one in enumerate(records):
-        one.write(folder / f"log_{number}.json")
-    return folder
+    return records.record(job, seconds, key=f"{method} {machine}", origin="imported", clock="cuda",
+                          machine={"gpu": machine}, gate=Gate("tolerance"))  # fmt: skip
 
 
 def test_verify_judges_the_original_and_ends_in_1() -> None:

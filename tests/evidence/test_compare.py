@@ -15,8 +15,10 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.evidence import compare
 from harness.evidence.compare import ALIKE, FASTER, NONE, SLOWER
-from harness.figures.point import ratio, row
+from harness.figures.point import ratio, row_of
 from tests.cli.test_main import run
+from tests.support import records
+from tests.support.records import write
 
 SMALL = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 
@@ -24,19 +26,11 @@ SMALL = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_si
 def record(method: str = "l2l", seconds: float = 1.0, workload: Workload = SMALL, **other: Any) -> Record:
     options = other.pop("options", {})
     job = Job(method, workload, options, steps=3, warmup=1)
-    made = Record(job, f"{method}{options}", "ok", step_seconds=[seconds] * 3, losses=[1.0] * 3, gate=Gate("exact"))
-    return dataclasses.replace(made, **other)
+    return records.record(job, seconds, **{"key": f"{method}{options}", **other})
 
 
 def repeats(method: str, *seconds: float) -> list[Record]:
     return [record(method, each, started=float(number)) for number, each in enumerate(seconds)]
-
-
-def write(folder: Path, *records: Record) -> Path:
-    folder.mkdir(exist_ok=True)
-    for number, one in enumerate(records):
-        one.write(folder / f"log_{one.job.method}_{number}.json")
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -66,7 +60,9 @@ def test_the_interval_holds_the_truth_in_95_of_100_cases() -> None:
     held = 0
     for _ in range(600):
         sides = [
-            row("samples_per_second", [record(seconds=2 / speed) for speed in draw.normal(mean, spread * mean, size)])
+            row_of(
+                "samples_per_second", [record(seconds=2 / speed) for speed in draw.normal(mean, spread * mean, size)]
+            )
             for mean, spread, size in ((1.5, 0.03, 3), (1.0, 0.06, 5))
         ]
         found = ratio(*sides)
@@ -221,7 +217,7 @@ def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
     assert lines[0].startswith("A: l2l, 2 layers x 32, on cpu: 3 runs, 2 samples/s (1.95 to 2.05); gate exact")
     assert lines[2].startswith("A is faster: 2 (1.9") and "95 % interval, 3 and 3 runs" in lines[2]
     assert lines[3] == "  differs: job.method: l2l | resident"
-    path = next(results.glob("log_resident_*.json"))
+    path = results / "log_3.json"
     (one,) = map(json.loads, run("compare", str(results), str(path), "--json").stdout.splitlines())
     assert (one["verdict"], one["b"]["num_runs"]) == (ALIKE, 1)
 

@@ -13,20 +13,22 @@ from harness.evidence import claims, examine, verify
 from harness.evidence import judge as verdicts
 from harness.evidence.claims import Claim, Order, Plateau, Point, Ratio, Shape, Value
 from harness.evidence.judge import Finding
-from harness.figures.point import Row, interval, ratio
+from harness.figures.point import FigureRow, interval, ratio
 
 FAST, SLOW = Point("stronghold"), Point("l2l")
 SPEEDS = {"metric": "samples_per_second", "valid": True, "clock": "cuda", "machine": "a GPU"}
 
 
-def row(method: str, value: float | None, *, num_layers: int = 4, window_size: int | None = None, **other: Any) -> Row:
-    return Row(**{
+def row(
+    method: str, value: float | None, *, num_layers: int = 4, window_size: int | None = None, **other: Any
+) -> FigureRow:
+    return FigureRow(**{
         **SPEEDS, "method": method, "num_layers": num_layers, "hidden_size": 64, "window_size": window_size,
         "value": value, **other,
     })  # fmt: skip
 
 
-def repeated(method: str, *values: float) -> Row:
+def repeated(method: str, *values: float) -> FigureRow:
     low, high = interval(values)
     return row(method, sorted(values)[len(values) // 2], low=low, high=high, num_runs=len(values), values=values)
 
@@ -36,7 +38,7 @@ def claim(expected: claims.Expected, **other: Any) -> Claim:
     return Claim("x", "A claim.", "Figure 0", 3, metric, other.pop("machines", ("gpu",)), expected, **other)
 
 
-def judge(expected: claims.Expected, rows: list[Row], **other: Any) -> Finding:
+def judge(expected: claims.Expected, rows: list[FigureRow], **other: Any) -> Finding:
     return verdicts.judge(claim(expected, **other), {"quick": rows}, verdicts.holds_there)
 
 
@@ -201,7 +203,7 @@ def test_a_value_whose_interval_crosses_its_tolerance_is_open() -> None:
     assert judge(Value(FAST, 1.0, 0.05), rows, machines=("v100-vm",)).verdict == "NOT DISTINGUISHABLE"
 
 
-def series(axis: str, values: dict[int, float]) -> list[Row]:
+def series(axis: str, values: dict[int, float]) -> list[FigureRow]:
     return [row("stronghold", value, **{axis: place, "metric": "step_seconds"}) for place, value in values.items()]
 
 

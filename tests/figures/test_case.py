@@ -19,6 +19,7 @@ from harness.evidence.collect import Campaign
 from harness.figures import case, profile
 from harness.figures.profile import PROBE, Profile
 from harness.jobs.largest_depth import FEWEST_STEPS
+from tests.support import records
 
 MIB = 2**20
 METHODS = ("megatron-lm", "l2l", "zero-offload", "zero-infinity", "stronghold")
@@ -28,11 +29,10 @@ DEPTHS = {"megatron-lm": 2, "l2l": 7, "zero-offload": 4, "zero-infinity": 5, "st
 
 
 def record(job: Job, seconds: float = 1.0, status: str = "ok", **changes) -> Record:
-    timed = [seconds] * job.steps if status == "ok" else []
-    gate = Gate("exact") if status == "ok" else Gate()
+    if status != "ok":
+        changes = {"reason": "why", "gate": Gate(), "step_seconds": [], **changes}
     key = f"{job.method}-{job.workload.num_layers}-{len(job.options)}"
-    made = Record(job, key, status, reason="why", gate=gate)
-    return dataclasses.replace(made, **{"step_seconds": timed, "clock": "sim", "machine": FACTS, **changes})
+    return records.record(job, seconds, status=status, **{"key": key, "clock": "sim", "machine": FACTS, **changes})
 
 
 def together(job: Job, seconds: float) -> Record:

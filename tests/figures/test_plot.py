@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from harness.figures import case, plot
-from harness.figures.point import Row
+from harness.figures.point import FigureRow
 
 
-def drawn(number: int, rows: list[Row]):
+def drawn(number: int, rows: list[FigureRow]):
     """The axes of ours and of the published."""
     return case.figure(number, [*rows, *case.published(number)], "profile demo").axes
 
 
-def ours(metric: str = "params", **changes) -> list[Row]:
-    row = Row(metric, "l2l", 4, 128, None, 1e6, valid=True, machine="some CPU", clock="sim")
+def ours(metric: str = "params", **changes) -> list[FigureRow]:
+    row = FigureRow(metric, "l2l", 4, 128, None, 1e6, valid=True, machine="some CPU", clock="sim")
     return [dataclasses.replace(row, **changes)]
 
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
-from harness.figures.point import interval, row
+from harness.figures.point import interval, row_of
+from tests.support import records
 
-PASSED = Gate("exact")
 
-
-def record(*step_seconds: float, gate: Gate = PASSED, status: str = "ok") -> Record:
+def record(*step_seconds: float, **changes: Any) -> Record:
     job = Job("resident", Workload(batch_size=4), steps=len(step_seconds) or 1, warmup=0)
-    return Record(job, "key", status, step_seconds=list(step_seconds), gate=gate, reason="why")
+    return records.record(job, step_seconds=list(step_seconds), **changes)
 
 
 def test_a_row_is_the_median_over_processes_of_their_median_steps() -> None:
-    made = row("step_seconds", [record(1.0, 2.0, 9.0), record(4.0, 4.0, 4.0), record(1.0, 1.0, 1.0)])
+    made = row_of("step_seconds", [record(1.0, 2.0, 9.0), record(4.0, 4.0, 4.0), record(1.0, 1.0, 1.0)])
     assert (made.value, made.num_runs, made.valid) == (2.0, 3, True)
-    assert row("samples_per_second", [record(2.0)]).value == 2.0
+    assert row_of("samples_per_second", [record(2.0)]).value == 2.0
 
 
 def test_three_values_have_the_interval_of_students_t() -> None:
@@ -35,21 +35,21 @@ def test_two_values_have_none() -> None:
 
 def test_one_repeat_without_a_passing_gate_makes_the_row_invalid_and_says_why() -> None:
     failed = record(1.0, gate=Gate("failed", "loss", "loss differs"))
-    made = row("step_seconds", [record(1.0), failed])
+    made = row_of("step_seconds", [record(1.0), failed])
     assert (made.valid, made.reason, made.status) == (False, "loss differs", "ok")
 
 
 def test_one_repeat_without_any_verdict_leaves_the_row_unjudged_and_an_end_needs_none() -> None:
-    assert not row("step_seconds", [record(1.0), record(1.0, gate=Gate())]).is_judged
-    assert row("step_seconds", [record(1.0, gate=Gate("untested", "no-reference"))]).is_judged
-    assert row("step_seconds", [record(gate=Gate(), status="oom-device")]).is_judged
+    assert not row_of("step_seconds", [record(1.0), record(1.0, gate=Gate())]).is_judged
+    assert row_of("step_seconds", [record(1.0, gate=Gate("untested", "no-reference"))]).is_judged
+    assert row_of("step_seconds", [record(gate=Gate(), status="oom-device")]).is_judged
 
 
 def test_a_run_that_ended_otherwise_leaves_no_value() -> None:
-    made = row("step_seconds", [record(status="oom-device")])
+    made = row_of("step_seconds", [record(status="oom-device", reason="why")])
     assert (made.value, made.valid, made.status, made.reason) == (None, False, "oom-device", "why")
 
 
 def test_a_largest_size_is_in_parameters() -> None:
     deep = dataclasses.replace(record(1.0), job=Job("resident", Workload(num_layers=100)))
-    assert row("params", [deep]).value == 5_140_951_040
+    assert row_of("params", [deep]).value == 5_140_951_040

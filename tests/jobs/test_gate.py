@@ -186,8 +186,8 @@ def test_methods_that_disagree_at_a_size_without_reference_fail_there() -> None:
 
 def test_no_throughput_without_a_passing_gate() -> None:
     record = reference()
-    assert record.with_gate(gate.judge(record, record)).samples_per_second is not None
-    assert record.with_gate(Gate("failed", "loss", "differs")).samples_per_second is None
+    assert dataclasses.replace(record, gate=gate.judge(record, record)).samples_per_second is not None
+    assert dataclasses.replace(record, gate=Gate("failed", "loss", "differs")).samples_per_second is None
     assert record.samples_per_second is None
 
 

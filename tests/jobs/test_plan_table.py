@@ -13,7 +13,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.core import method
-from harness.core.job import GIB, KINDS, Budget, Plan, Workload
+from harness.core.job import GIB, STATE_KINDS, Budget, Plan, Workload
 from harness.core.method import ROOT
 from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
@@ -44,7 +44,7 @@ def test_every_method_has_a_row_by_kind_that_adds_up(capsys, monkeypatch) -> Non
     assert [row["method"] for row in found] == method.names()
     for row in found:
         for memory in ("device", "host", "disk"):
-            assert set(row[memory]) <= set(KINDS) and sum(row[memory].values()) == row[f"{memory}_bytes"]
+            assert set(row[memory]) <= set(STATE_KINDS) and sum(row[memory].values()) == row[f"{memory}_bytes"]
 
 
 def test_the_largest_depth_fits_and_one_layer_more_does_not(capsys, monkeypatch) -> None:
@@ -72,6 +72,7 @@ def test_a_size_that_cannot_be_has_its_reason(capsys, monkeypatch) -> None:
     assert "window 9 is beyond the 4 layers" in row["error"]
 
 
+@pytest.mark.heavy
 def test_the_exact_device_peak_comes_with_it_where_a_method_can_rehearse(capsys, monkeypatch) -> None:
     ours, engine = plan(capsys, monkeypatch, "-m", "l2l,zero-offload", *SMALL, "--exact")
     assert ours["exact"]["device_bytes"] == pytest.approx(ours["device_bytes"], rel=0.1)

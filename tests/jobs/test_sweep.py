@@ -67,7 +67,7 @@ def test_a_record_left_unjudged_by_a_crash_is_judged_without_a_run(tmp_path: Pat
 
     Sweep(tmp_path).run(jobs("l2l"))
     for path, record in read_all(tmp_path)[0].items():
-        record.with_gate(Gate()).write(path)
+        dataclasses.replace(record, gate=Gate()).write(path)
     events: list[dict] = []
     records = Sweep(tmp_path, report=events.append).run(jobs("l2l"))
     assert starts(events) == [] and records[0].gate.verdict == "exact"
@@ -121,6 +121,7 @@ def test_a_placement_that_does_not_fit_is_what_to_leave_out_where_others_do(plac
     assert fits[0] is None and fits[1] is not None
 
 
+@pytest.mark.heavy
 def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path) -> None:
     workload = dataclasses.replace(TINY, num_layers=12)
     needed = resolve(Job("resident", dataclasses.replace(TINY, num_layers=4)))[1].device_bytes

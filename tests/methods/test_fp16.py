@@ -132,6 +132,7 @@ def test_fp16_training_is_near_that_of_fp32() -> None:
     assert largest_difference(losses, train_resident(tiny()).losses) < 1e-3
 
 
+@pytest.mark.heavy
 def test_gradients_that_fp16_rounds_to_zero_are_there_with_a_scale() -> None:
     """Of 4096 tokens and 20,000 words each logit's gradient is about 1e-8, fp16's smallest number 6e-8."""
     torch.manual_seed(1)

@@ -117,7 +117,7 @@ def test_a_container_ends_with_whoever_started_it(engine: str, tmp_path: Path) -
 
 
 def test_without_the_gpus_runtime_a_gpu_is_unavailable_in_one_line(engine: str, tmp_path: Path) -> None:
-    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--device", "cuda", "--device-memory", "1GiB"]
+    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--device", "cuda", "--device-memory", "2GiB"]
     done = cli.run(*words, "--results", str(tmp_path))
     assert done.returncode == 7 and "NVIDIA container toolkit" in done.stdout.splitlines()[-1]
 

@@ -21,8 +21,9 @@ from harness.core.record import Gate, Record, read_all
 from harness.report import bundle, page
 from harness.report.redact import ADDRESS, HOST, USER, Names, here
 from tests.cli.test_main import run
-from tests.report.test_page import DEMO, MACHINE, RECORDS, measured, put
+from tests.report.test_page import DEMO, MACHINE, RECORDS, measured
 from tests.run.test_trace import put_trace
+from tests.support import records
 
 NAMES = Names(
     {"node17": HOST, "alice": USER, "10.1.2.3": ADDRESS, "stronghold": HOST},
@@ -41,7 +42,7 @@ TOLD = measured(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = put(tmp_path_factory.mktemp("bundle") / "results", [*RECORDS, TOLD])
+    folder = records.write(tmp_path_factory.mktemp("bundle") / "results", *RECORDS, TOLD)
     (folder / "log_5.txt").write_text(TRACEBACK)
     return folder
 
@@ -54,6 +55,7 @@ def unpacked(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / bundle.FOLDER
 
 
+@pytest.mark.heavy
 def test_sha256sum_accepts_what_the_verb_wrote(results: Path, tmp_path: Path) -> None:
     done = run("bundle", "--results", str(results), "--out", str(tmp_path / "b.tar.gz"))
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'b.tar.gz'}\n")
@@ -73,7 +75,7 @@ def test_records_logs_figures_and_report_are_in_it(unpacked: Path) -> None:
 
 def test_a_trace_its_figure_and_its_place_in_the_report_are_in_it_without_a_name(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    put(results, [RECORDS[0], put_trace(results, Path("/home/alice/results"))])
+    records.write(results, RECORDS[0], put_trace(results, Path("/home/alice/results")))
     (results / "traces" / "other.json").write_text("{}")
     with tarfile.open(bundle.write(results, tmp_path / "b.tar.gz", NAMES)) as tar:
         tar.extractall(tmp_path, filter="data")
@@ -107,7 +109,7 @@ def test_no_name_is_in_any_text_of_it(unpacked: Path) -> None:
 def test_no_name_of_this_machine_is_in_a_bundle_made_here(tmp_path: Path) -> None:
     file = "harness/cli/main.py"  # of this checkout, and of another
     words = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/{file}, /opt/other/{file}, {tmp_path}/some/file.bin"
-    put(tmp_path / "results", [dataclasses.replace(TOLD, reason=words)])
+    records.write(tmp_path / "results", dataclasses.replace(TOLD, reason=words))
     with tarfile.open(bundle.write(tmp_path / "results")) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/log_0.json")
         assert member is not None
@@ -160,16 +162,18 @@ def test_no_name_is_left_however_it_is_put(parts: list[tuple[str, str]]) -> None
     assert NAMES.text(text) == text
 
 
+@pytest.mark.heavy
 def test_records_of_two_machines_have_a_report_each(tmp_path: Path) -> None:
     other = dataclasses.replace(RECORDS[1], machine={"gpu": "NVIDIA H100/80"})
-    with tarfile.open(bundle.write(put(tmp_path, [RECORDS[0], other]))) as tar:
+    with tarfile.open(bundle.write(records.write(tmp_path, RECORDS[0], other))) as tar:
         pages = [name for name in tar.getnames() if name.endswith(".html")]
     assert pages == [f"{bundle.FOLDER}/report/{name}/index.html" for name in ("NVIDIA-H100-80", "Some-CPU-2-cores")]
 
 
+@pytest.mark.heavy
 def test_the_report_of_an_archive_with_imported_logs_says_what_the_report_here_says(tmp_path: Path) -> None:
     log = dataclasses.replace(RECORDS[1], key="log", origin="imported", machine={}, clock="cuda")
-    results = put(tmp_path / "results", [RECORDS[0], log])
+    results = records.write(tmp_path / "results", RECORDS[0], log)
     _, review = page.write(results, tmp_path / "here" / "index.html")
     with tarfile.open(bundle.write(results, tmp_path / "b.tar.gz", Names())) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/report/review.md")

@@ -19,7 +19,8 @@ from harness.figures import case
 from harness.report import page as report
 from harness.report import tables
 from tests.cli.test_main import run
-from tests.support import browser, packages
+from tests.support import browser, packages, records
+from tests.support.records import write
 
 MACHINE = {"cpu": "Some CPU", "cores": 2, "host_bytes": 2**34}
 HOSTILE = (
@@ -32,14 +33,13 @@ FAILED = Gate("failed", "loss", f"it did not learn {HOSTILE}")
 
 def measured(job: Job, key: str, **changes: Any) -> Record:
     """A run as it would be on record, in a tenth of a second a step for every layer."""
-    seconds = job.workload.num_layers / 10
-    record = Record(
-        job, key, "ok", "done", clock="sim", machine=MACHINE, software={"python": "3.11.7", "commit": "0123456789ab"},
-        started=1.7e9, losses=[5.0] * job.steps, step_seconds=[seconds] * job.steps, data_sha256="ab" * 32,
-        peaks={"device_allocated": 2**20, "host_anonymous": 2**21}, gate=Gate("exact", "", "bit-equal"),
-        tensors={"a": {"changed": 1.0}},
-    )  # fmt: skip
-    return dataclasses.replace(record, **changes)
+    found: dict[str, Any] = {
+        "key": key, "phase": "done", "clock": "sim", "machine": MACHINE,
+        "software": {"python": "3.11.7", "commit": "0123456789ab"}, "started": 1.7e9, "losses": [5.0] * job.steps,
+        "data_sha256": "ab" * 32, "gate": Gate("exact", "", "bit-equal"),
+        "peaks": {"device_allocated": 2**20, "host_anonymous": 2**21}, "tensors": {"a": {"changed": 1.0}},
+    }  # fmt: skip
+    return records.record(job, job.workload.num_layers / 10, **{**found, **changes})
 
 
 RECORDS = [
@@ -56,13 +56,6 @@ def chromium() -> Iterator[browser.Browser]:
     packages.need(("chromium",), *browser.NAMES)
     with browser.Browser() as opened:
         yield opened
-
-
-def put(folder: Path, records: list[Record]) -> Path:
-    folder.mkdir(exist_ok=True)
-    for index, record in enumerate(records):
-        record.write(folder / f"log_{index}.json")
-    return folder
 
 
 class Page(HTMLParser):
@@ -108,7 +101,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    page, _ = report.write(put(tmp_path_factory.mktemp("report") / "results", RECORDS))
+    page, _ = report.write(write(tmp_path_factory.mktemp("report") / "results", *RECORDS))
     return page
 
 
@@ -196,7 +189,7 @@ def test_a_profile_with_two_names_has_its_figures_once() -> None:
 
 
 def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
-    results = put(tmp_path, RECORDS[:1])
+    results = write(tmp_path, *RECORDS[:1])
     (results / "log_bad.json").write_text("{")
     page, review = report.write(results)
     for path in (page, review):
@@ -204,7 +197,7 @@ def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "words", "told"),
+    ("found", "words", "told"),
     [
         ([], "", "no record in"),
         (RECORDS[:1], "--profile some", "expected a profile, one of demo, quick, paper, fit"),
@@ -214,13 +207,13 @@ def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
         ([RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})], "", "--machine takes one of"),
     ],
 )
-def test_what_cannot_be_reported_is_one_line(tmp_path: Path, records: list, words: str, told: str) -> None:
-    done = run("report", "--results", str(put(tmp_path / "results", records)), *words.split())
+def test_what_cannot_be_reported_is_one_line(tmp_path: Path, found: list, words: str, told: str) -> None:
+    done = run("report", "--results", str(write(tmp_path / "results", *found)), *words.split())
     assert (done.returncode, done.stdout) == (2, "") and told in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_the_verb_says_where_it_wrote(tmp_path: Path) -> None:
-    done = run("report", "--results", str(put(tmp_path, RECORDS[:2])), "--profile", "demo")
+    done = run("report", "--results", str(write(tmp_path, *RECORDS[:2])), "--profile", "demo")
     assert done.stdout.split() == [str(tmp_path / "report" / name) for name in ("index.html", "review.md")]
     assert done.returncode == 0 and all(Path(path).exists() for path in done.stdout.split())
 
@@ -229,7 +222,7 @@ LOG = dataclasses.replace(RECORDS[0], key="k9", origin="imported", machine={}, g
 
 
 def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
-    page, review = report.write(put(tmp_path, [*RECORDS, LOG]))
+    page, review = report.write(write(tmp_path, *RECORDS, LOG))
     told = Page(page.read_text())
     assert [tables.LOG in text for text in told.column(ALL, "method")] == [False] * 5 + [True]
     assert "6 records: 5 measured here, 1 read from logs</h1>" in page.read_text()
@@ -238,17 +231,17 @@ def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
 
 
 def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
-    page, review = report.write(put(tmp_path, [LOG]))
+    page, review = report.write(write(tmp_path, LOG))
     log = dataclasses.replace(LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda")
     assert "imported logs" not in Page(page.read_text()).tables[CLAIMS][0]  # of a size that nothing is said of
-    page, review = report.write(put(tmp_path, [log]))
+    page, review = report.write(write(tmp_path, log))
     assert "imported logs" in Page(page.read_text()).tables[CLAIMS][0] and "By imported logs:" in review.read_text()
 
 
 def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_did_not_train(tmp_path: Path) -> None:
     broken = dataclasses.replace(RECORDS[0], status="interrupted", reason="by Ctrl-C", started=1.6e9, gate=Gate())
     never = dataclasses.replace(broken, key="another", reason="by a flood")
-    _, review = report.write(put(tmp_path, [broken, never, RECORDS[0]]))
+    _, review = report.write(write(tmp_path, broken, never, RECORDS[0]))
     told = review.read_text().partition("## Runs that did not train")[2].partition("## ")[0]
     assert "by a flood" in told and "by Ctrl-C" not in told
 

@@ -63,12 +63,14 @@ class CollectsLate:
 """
 
 
+@pytest.mark.heavy
 def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path: Path) -> None:
     (tmp_path / "collects_late.py").write_text(COLLECTS_LATE)
     path = launch(Job("collects-late", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
     assert Record.read(path).host_peak_bytes < 400e6
 
 
+@pytest.mark.heavy
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path

@@ -26,7 +26,8 @@ from harness.run.launch import launch
 from harness.run.timeline import Span, Timeline, common, length, read, share, steps, union, write
 from harness.run.trace import STEPS, Taking
 from harness.simulation.virtual_clock import Machine, VirtualRun, virtual_run
-from tests.report.test_page import RECORDS, Page, measured, put
+from tests.report.test_page import RECORDS, Page, measured
+from tests.support import records
 from tests.support.training import tiny
 
 DEMO = profile.make("demo", None, ("stronghold",), {"cpu": "some CPU", "cores": 2})
@@ -101,6 +102,7 @@ def test_the_disk_is_read_before_an_update_and_written_after_it(traced: tuple[Pa
         assert whole[:3] == ["read", "update", "write"]
 
 
+@pytest.mark.heavy
 def test_a_traced_job_has_the_key_and_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
     job = resolve(Job("stronghold", WORKLOAD, steps=3, warmup=1))[0]
     other = resolve(Job("stronghold", WORKLOAD, steps=3, warmup=1, trace=str(tmp_path / "trace.json")))[0]
@@ -112,6 +114,7 @@ def test_a_traced_job_has_the_key_and_the_losses_of_one_that_is_not(tmp_path: Pa
     assert [event["event"] for event in events].count("start") == 3
 
 
+@pytest.mark.heavy
 def test_a_method_that_tells_nothing_of_its_streams_is_named(tmp_path: Path) -> None:
     events: list[dict] = []
     job = Job("resident", WORKLOAD, {}, steps=2, warmup=1, trace=str(tmp_path / "trace.json"))
@@ -267,7 +270,7 @@ def put_trace(folder: Path, at: Path = Path("results")) -> Record:
 
 
 def test_what_hid_behind_what_is_shown_where_it_was_traced(tmp_path: Path) -> None:
-    written, _ = report.write(put(tmp_path, [RECORDS[0], put_trace(tmp_path)]))
+    written, _ = report.write(records.write(tmp_path, RECORDS[0], put_trace(tmp_path)))
     page = Page(written.read_text())
     caption = "Case overlap, profile demo: the numbers of the figure"
     assert page.column(caption, "copies_exposed_seconds") == ["0.200000000"]
@@ -281,7 +284,7 @@ def test_what_hid_behind_what_is_shown_where_it_was_traced(tmp_path: Path) -> No
 def test_a_trace_that_is_gone_leaves_the_report_as_it_was(tmp_path: Path) -> None:
     record = put_trace(tmp_path)
     (tmp_path / "traces" / "overlap_demo.json").unlink()
-    assert "Case overlap" not in report.write(put(tmp_path, [RECORDS[0], record]))[0].read_text()
+    assert "Case overlap" not in report.write(records.write(tmp_path, RECORDS[0], record))[0].read_text()
 
 
 def test_timelines_without_steps_are_written_too(tmp_path: Path) -> None:

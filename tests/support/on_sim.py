@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from harness.core import method
+from harness.core.job import Budget
 from harness.devices import sim
 from harness.simulation.batches import token_batches
 from tests.support.training import Result, tiny
@@ -35,7 +36,8 @@ def call(function: Callable[..., Any], *args: Any, **budgets: Any) -> Any:
 
 
 def _start_and_call(function: Callable[..., Any], args: Any, budgets: dict[str, Any]) -> Any:
-    sim.start(**budgets)
+    pinned_bytes = budgets.pop("pinned_bytes", None)
+    sim.start(Budget(**budgets), pinned_bytes)
     return function(*args)
 
 
@@ -58,32 +60,32 @@ def train_all(cases: list[Any]) -> list[Any]:
 
 def peak_of_training() -> int:
     train("resident", {}, {})
-    return sim.stats()["device_peak"]
+    return sim.started.stats()["device_peak"]
 
 
 def peaks(cases: list[Any]) -> list[tuple[int, int]]:
     """Peak bytes of device and host of each training."""
     found = []
     for name, workload, options in cases:
-        sim.reset_peaks()
+        sim.started.reset_peaks()
         train_anywhere(name, workload, 3, device="sim", **options)
-        found.append((sim.stats()["device_peak"], sim.stats()["host_peak"]))
+        found.append((sim.started.stats()["device_peak"], sim.started.stats()["host_peak"]))
     return found
 
 
 def copies_of_host_memory(size: int) -> list[Any]:
     """Bytes in use with one tensor of this size, without it again, and whether one byte more is refused."""
     one = torch.empty(size, dtype=torch.uint8)
-    used = sim.stats()["host_allocated"]
+    used = sim.started.stats()["host_allocated"]
     text = refusal(lambda: torch.empty(1, dtype=torch.uint8))
     del one
-    return [used, text, sim.stats()["host_allocated"]]
+    return [used, text, sim.started.stats()["host_allocated"]]
 
 
 def pinned() -> list[Any]:
     """Three pages and a byte of page-locked memory: as charged, as told, and what a second one meets."""
     one = torch.empty(3 * 4096 + 1, dtype=torch.uint8, pin_memory=True)
-    charged = sim.stats()
+    charged = sim.started.stats()
     second = refusal(lambda: torch.empty(4096, dtype=torch.uint8).pin_memory())
     return [charged["pinned_allocated"], charged["host_allocated"], one.is_pinned(), second]
 
@@ -92,13 +94,13 @@ def freed() -> list[int]:
     """Bytes of the device in use: with a tensor, with its storage emptied, filled again, and without it."""
     used = []
     tensor = torch.ones(1000, device="sim")
-    used.append(sim.stats()["device_allocated"])
+    used.append(sim.started.stats()["device_allocated"])
     tensor.untyped_storage().resize_(0)
-    used.append(sim.stats()["device_allocated"])
+    used.append(sim.started.stats()["device_allocated"])
     tensor.untyped_storage().resize_(8000)
-    used.append(sim.stats()["device_allocated"])
+    used.append(sim.started.stats()["device_allocated"])
     del tensor
-    used.append(sim.stats()["device_allocated"])
+    used.append(sim.started.stats()["device_allocated"])
     return used
 
 
@@ -107,7 +109,7 @@ def refused_in_backward() -> list[Any]:
     weight = torch.ones(512, 512, device="sim", requires_grad=True)  # 1 MiB; its gradient is another
     ballast = torch.empty(MIB + MIB // 2, dtype=torch.uint8, device="sim")
     text = refusal(lambda: weight.mul(1.0).sum().backward())
-    left = sim.stats()["device_allocated"]
+    left = sim.started.stats()["device_allocated"]
     del ballast
     weight.sum().backward()
     return [text, left, float(weight.grad.sum().item())]
@@ -200,8 +202,8 @@ def hydra_peaks(budgets: list[int]) -> list[int]:
     ModelOrchestrator._foretold = remembered
     found = []
     for budget in budgets:
-        sim.reset_peaks()
+        sim.started.reset_peaks()
         assert hydra(budget, {}) == ["", "", "", ""]
         gc.collect()
-        found.append(sim.stats()["device_peak"])
+        found.append(sim.started.stats()["device_peak"])
     return found

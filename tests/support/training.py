@@ -41,6 +41,13 @@ def tiny(**changes: Any) -> Workload:
     return Workload(**{**sizes, "learning_rate": 1.0, **changes})
 
 
+def small_bytes(workload: Workload) -> int:
+    """What a plan counts for many small tensors of the device: by layer 12 norms, some numbers of a step, and for each
+    token of each head two floats."""
+    tokens = workload.batch_size * workload.seq_len
+    return 512 * (12 * workload.num_layers + 32) + 8 * workload.num_heads * tokens
+
+
 def overflowing(**changes: Any) -> Workload:
     """fp16 with few words: the gradient of the embedding, which is known last, is the first to overflow."""
     sizes = {"num_layers": 5, "hidden_size": 32, "num_heads": 2, "vocab_size": 3, "batch_size": 8}

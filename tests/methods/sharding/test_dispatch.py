@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from methods.sharding.device_process import Elsewhere
@@ -52,6 +53,7 @@ def sleeping_tasks() -> list[Task]:
     return found
 
 
+@pytest.mark.heavy
 def test_the_dispatchers_makespan_is_the_simulations() -> None:
     """Within 5 %, at the best of three: a busy machine wakes a sleeper late. So is the one foretold by two rounds."""
     chains = [[task.seconds[each] for each in task.script] * 3 for task in sleeping_tasks()]

@@ -70,9 +70,9 @@ BUGS = [
     ),
     Bug(
         "gradient_of_a_shared_weight_used_before_it_lands",
-        "self.worker.device.compute.wait_event(event)",
+        "self.device.compute.wait_event(event)",
         "pass",
-        file="methods/sharding/unit_run.py",
+        file="methods/sharding/device_worker.py",
         is_halved=True,
     ),
     Bug("training_returns_before_the_last_copy_home", "gpu.synchronize()", "pass", file="methods/hydra.py"),
@@ -117,6 +117,7 @@ def test_a_missing_wait_is_found_though_losses_do_not_show_it(bug: Bug) -> None:
 
 
 @pytest.mark.parametrize(("options", "dtype"), [({"shard_layers": 3}, "bf16"), ({"intermediates": "saved"}, "fp32")])
+@pytest.mark.cover(0)
 def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str) -> None:
     workload = Workload(hidden_size=128, num_layers=3, seq_len=256, vocab_size=512, dtype=dtype)
     method = create("hydra", options)
@@ -142,7 +143,8 @@ def test_a_budget_is_filled_by_the_longest_shards_that_fit(gib: int) -> None:
     assert longer > 12 or create("hydra", {"shard_layers": longer}).plan(workload, budget).shortfall(budget)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [2, 0, 1])
+@pytest.mark.cover(0)
 def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> None:
     """The budget is drawn from one layer a shard to the whole model; the training's own peak is the rehearsal's."""
     rng = random.Random(seed)

@@ -17,6 +17,6 @@ def test_shards_of_the_gpt_by_arithmetic_are_the_longest_runs(num_layers: int, v
     layers = [{name: adamw_bytes(n, 4) for name, n in layer.items()} for layer in (embedding, *blocks, head)]
     for num_blocks in (1, 2, 3, 5, 40):
         room = max(num_blocks * sum(layers[1].values()), *(sum(layer.values()) for layer in layers))
-        found = gpt_shards(workload, num_blocks, lambda numel: adamw_bytes(numel, 4))
+        found = gpt_shards(workload, num_blocks)
         lengths = [shard.num_layers for count, shard in found for _ in range(count)]
         assert lengths == longest_runs(layers, room)

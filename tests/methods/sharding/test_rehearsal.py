@@ -28,6 +28,7 @@ def smallest(device_memory: int = 1, **words: Any) -> int:
 
 
 @pytest.mark.parametrize("words", [{}, {"intermediates": "saved"}, {"double_buffer": False}], ids=str)
+@pytest.mark.cover(0)
 def test_the_smallest_feasible_memory_trains_the_largest_of_four_models_and_a_byte_less_is_refused(
     words: dict[str, Any],
 ) -> None:
@@ -36,6 +37,7 @@ def test_the_smallest_feasible_memory_trains_the_largest_of_four_models_and_a_by
     assert on_sim.call(on_sim.hydra, least, words, device_bytes=least) == NO_DIFFERENCE
 
 
+@pytest.mark.heavy
 def test_what_does_not_fit_after_all_is_halved_in_the_rehearsal() -> None:
     """Shards are made for more memory than there is."""
     least = smallest()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cases._optimum import optimum
-from methods.sharding.scheduler import POLICIES, graham_bound, lower_bound, simulate, whole_models
+from methods.sharding.scheduler import POLICIES, lower_bound, simulate, whole_models
 
 # The optimum of instance(1000 * devices + seed, models) for seeds 0 to 19, each proved by CP-SAT.
 OPTIMA = {
@@ -66,6 +66,12 @@ def test_the_optima_are_proved_anew_for_some(num_devices: int, num_models: int) 
         assert optimum(chains, num_devices) == best
 
 
+def graham_bound(chains: list[list[float]], num_devices: int) -> float:
+    """No list schedule is longer: while the chain that ends last waits, all devices are busy."""
+    times = [sum(chain) for chain in chains]
+    return sum(times) / num_devices + (1 - 1 / num_devices) * max(times)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_schedule_is_beyond_grahams_bound_or_below_the_lower_one(policy: str) -> None:
     rng = random.Random(7)
@@ -90,7 +96,7 @@ def test_a_schedule_worked_out_by_hand() -> None:
     """Two devices: the longest model first, then by what remains; the units of a model never overlap."""
     found = simulate([[3, 3], [2, 2], [1]], num_devices=2)
     assert found.makespan == 6  # 11 units of time on 2 devices, the longest model alone takes 6
-    assert list(zip(found.models, found.devices, found.starts, strict=True)) == [
+    assert [unit[:3] for unit in found.units] == [
         (0, 0, 0), (1, 1, 0), (1, 1, 2), (0, 0, 3), (2, 1, 4),
     ]  # fmt: skip
 
@@ -102,12 +108,14 @@ def test_shortest_first_leaves_the_longest_model_to_the_end() -> None:
 def test_units_keep_their_order_and_a_device_takes_one_at_a_time() -> None:
     chains = instance(5, 12)
     found = simulate(chains, num_devices=5, policy="random", seed=3)
-    for column in (found.models, found.devices):
+    for column in (0, 1):  # models and devices
         ends: dict[int, float] = {}
-        for which, start, end in zip(column, found.starts, found.ends, strict=True):
-            assert start >= ends.get(which, 0)
-            ends[which] = end
-    assert sorted(found.models) == sorted(model for model, chain in enumerate(chains) for _ in chain)
+        for unit in found.units:
+            assert unit[2] >= ends.get(unit[column], 0)
+            ends[unit[column]] = unit[3]
+    assert sorted(model for model, *_ in found.units) == sorted(
+        model for model, chain in enumerate(chains) for _ in chain
+    )
 
 
 def test_twelve_alike_models_use_eight_devices_wholly_where_whole_models_use_six() -> None:

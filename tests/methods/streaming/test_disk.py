@@ -153,6 +153,7 @@ def take_room_of_states(folder: Path) -> None:
     fill(folder)
 
 
+@pytest.mark.heavy
 def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_room_the_same_call_trains_it(
     small_disk: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def test_no_room_for_results_is_one_line_and_exit_4(small_disk: Path) -> None:
     assert done.stderr.startswith("error: the disk is full")
 
 
+@pytest.mark.heavy
 def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp_path: Path) -> None:
     """Through the door, on the device sim, whose host has two thirds of what weights, gradients and states take."""
     layer_params = Workload(hidden_size=128, num_heads=4).layer_params

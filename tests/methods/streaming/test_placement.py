@@ -15,7 +15,7 @@ from methods.streaming import layer_state
 from methods.streaming.placement import parse, placed_plan, rings, shrink, text_of
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
-from tests.support.training import answers_within, tiny, train, train_resident
+from tests.support.training import answers_within, small_bytes, tiny, train, train_resident
 
 MIXTURES = ["P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
 SMALL = {"num_layers": 5, "hidden_size": 32, "num_heads": 2}
@@ -153,20 +153,22 @@ def test_a_committed_step_of_streamed_layers_moves_no_gradient_in() -> None:
     assert three - two == create("stronghold", options).plan(workload, Budget()).moved_bytes
 
 
-UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), ("fp32", None)]
+UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), ("fp32", None), ("bf16", None)]
 
 
 @pytest.mark.parametrize(("dtype", "clipping"), UPDATES)
 @pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
 @pytest.mark.cover(1)
-def test_the_plan_is_within_a_tenth_of_the_rehearsal_in_both_memories(
+def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memories(
     placement: str, dtype: str, clipping: str | None
 ) -> None:
     clip_norm = 1.0 if clipping else 0.0
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm)
     stronghold = create("stronghold", {"placement": placement, "clipping": clipping})
     predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Budget())
-    assert planned.device_bytes == pytest.approx(predicted.device_bytes, rel=0.1)
+    # A rehearsal commits no update ahead of the norm, which meets two boundaries more.
+    more = small_bytes(workload) + (2 * workload.boundary_bytes if clipping == "speculate" else 0)
+    assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + more
     assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.1)
 
 
