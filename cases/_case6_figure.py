@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from cases._optimum import INSTANCES, WHOLE
 from harness.core import method
 from harness.figures import plot
-from harness.figures.point import Row
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from harness.figures.point import FigureRow
 
 SIZE_INCHES = (7.6, 6.0)
 ONE_SLOT = "one slot"
@@ -30,7 +26,7 @@ SMALL_PRINT = (
 )
 
 
-def figure(rows: Sequence[Row], note: str, methods: Sequence[str]) -> Figure:
+def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot.Figure:
     """Speeds; schedules beside the optimum; the turns of a round; speed-up on many devices."""
     speeds = [row for row in rows if row.metric == "samples_per_second"]
     with plot.empty(*SIZE_INCHES) as made:
@@ -50,33 +46,29 @@ def figure(rows: Sequence[Row], note: str, methods: Sequence[str]) -> Figure:
             _speed_ups(fourth, [row for row in rows if row.metric == "speed_up"])
         for axes in () if turns else (third, fourth):
             axes.set(xticks=[], yticks=[])
-            axes.text(
-                0.5, 0.5, "No run of Hydra here.", transform=axes.transAxes, ha="center", va="center", fontsize=7,
-                color=plot.EDGE,
-            )  # fmt: skip
+            look: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "fontsize": 7, "color": plot.EDGE}
+            axes.text(0.5, 0.5, "No run of Hydra here.", **look)
         plot.legend(made, speeds, {})
         plot.small_print(made, f"{plot.caption(speeds, [], note)}\n{SMALL_PRINT}")
     return made
 
 
-def _speeds(axes: Axes, rows: Sequence[Row], note: str, methods: Sequence[str]) -> None:
+def _speeds(axes: plot.Axes, rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> None:
     *alone, ours = methods
-    places = [(method.load(name).label, name, "") for name in alone]
-    places += [(f"{method.load(ours).label}, {ONE_SLOT}", ours, ONE_SLOT), (method.load(ours).label, ours, "")]
-    plot.bars(axes, [
-        (name, [[row for row in rows if (row.method, row.series) == (which, series)]]) for name, which, series in places
-    ])  # fmt: skip
+    groups = []
+    for name, series in (*((name, "") for name in alone), (ours, ONE_SLOT), (ours, "")):
+        own = [row for row in rows if (row.method, row.series) == (name, series)]
+        groups.append((", ".join(filter(None, (method.load(name).label, series))), [own]))
+    plot.bars(axes, groups)
     plot.tilt(axes)
     axes.axvline(len(alone) - 0.5, color=plot.EDGE, linewidth=0.5, linestyle=":")
     for x, side, text in ((len(alone) - 0.58, "right", "one after another"), (len(alone) - 0.42, "left", "by turns")):
         axes.text(x, 0.99, text, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=6, color=plot.EDGE)
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, 1.08 * high)
-    axes.set_ylabel("Throughput (samples/s)")
+    axes.set(ylim=(0, 1.08 * axes.get_ylim()[1]), ylabel=plot.LABELS["samples_per_second"])
     plot.title(axes, ", ".join(["measured", note, *dict.fromkeys(row.group for row in rows)]))
 
 
-def _ratios(axes: Axes, rows: Sequence[Row]) -> None:
+def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
     """A rule's mean as a mark, with a line up to its largest ratio."""
     plot.title(axes, f"simulated (virtual clock), {INSTANCES} random instances each")
     axes.set_ylabel("Makespan / proved optimum")
@@ -84,8 +76,7 @@ def _ratios(axes: Axes, rows: Sequence[Row]) -> None:
     found = {(row.metric, row.group, row.series): row.value or 0.0 for row in rows}
     for place, (rule, (name, color, mark)) in enumerate(RULES.items()):
         at = [index + 0.14 * (place - (len(RULES) - 1) / 2) for index in range(len(groups))]
-        means = [found["mean_ratio", group, rule] for group in groups]
-        largest = [found["largest_ratio", group, rule] for group in groups]
+        means, largest = ([found[f"{of}_ratio", group, rule] for group in groups] for of in ("mean", "largest"))
         axes.vlines(at, means, largest, color=color, linewidth=1)
         axes.plot(at, means, mark, color=color, markersize=4, linestyle="", label=name)
     axes.axhline(1, color=plot.EDGE, linewidth=0.6)
@@ -94,7 +85,7 @@ def _ratios(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(loc="upper left", ncols=3, columnspacing=1, handletextpad=0.2, borderaxespad=0.1)
 
 
-def _turns(axes: Axes, rows: Sequence[Row]) -> None:
+def _turns(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
     """A line for each model, a box for each unit."""
     from matplotlib.patches import Patch
 
@@ -104,9 +95,8 @@ def _turns(axes: Axes, rows: Sequence[Row]) -> None:
             boxes = [(row.x or 0.0, row.value or 0.0) for row in rows if (row.group, row.series) == (model, kind)]
             axes.broken_barh(boxes, (height - 0.38, 0.76), facecolors=color, linewidth=0)
     axes.set_yticks(range(len(models)), models, fontsize=5.8)
-    axes.set_ylim(len(models) - 0.4, -0.6)
-    axes.set_xlim(0, max((row.x or 0.0) + (row.value or 0.0) for row in rows))
-    axes.set_xlabel("seconds")
+    last = max((row.x or 0.0) + (row.value or 0.0) for row in rows)
+    axes.set(xlim=(0, last), ylim=(len(models) - 0.4, -0.6), xlabel="seconds")
     kinds = {row.series for row in rows}
     axes.legend(
         handles=[Patch(facecolor=color, label=kind) for kind, color in UNIT_COLORS.items() if kind in kinds],
@@ -115,19 +105,14 @@ def _turns(axes: Axes, rows: Sequence[Row]) -> None:
     )  # fmt: skip
 
 
-def _speed_ups(axes: Axes, rows: Sequence[Row]) -> None:
+def _speed_ups(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
     most = max(row.x or 1.0 for row in rows)
     axes.plot([1, most], [1, most], ":", color=plot.EDGE, linewidth=0.8, label="as many times as devices")
     for series, mark in zip(dict.fromkeys(row.series for row in rows), ("s--", "o-"), strict=False):
         points = [(row.x or 1.0, row.value or 1.0) for row in rows if row.series == series]
         axes.plot(*zip(*points, strict=True), mark, color=UNIT_COLORS["backward"], label=series)
-        x, value = points[-1]
-        axes.annotate(
-            f"{value:.3g}" if value < 100 else f"{value:,.0f}", (x, value), xytext=(2, -8), textcoords="offset points",
-            fontsize=5.8, color=plot.EDGE,
-        )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("devices")
-    axes.set_xlim(0.7, 3 * most)
+        text = f"{points[-1][1]:.3g}" if points[-1][1] < 100 else f"{points[-1][1]:,.0f}"
+        look: Any = {"textcoords": "offset points", "fontsize": 5.8, "color": plot.EDGE}
+        axes.annotate(text, points[-1], xytext=(2, -8), **look)
+    axes.set(xscale="log", yscale="log", xlabel="devices", xlim=(0.7, 3 * most))
     axes.legend(loc="upper left")

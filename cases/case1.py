@@ -12,7 +12,7 @@ from dataclasses import replace
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.figures import case
-from harness.figures.point import Row, row
+from harness.figures.point import FigureRow, row_of
 from harness.figures.profile import Profile
 
 METRIC = "params"
@@ -25,10 +25,10 @@ def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
     return [used.probe(name, depth) for name, depth in RUNS.get(used.kind, {}).items()]
 
 
-def table(records: Sequence[Record], used: Profile) -> list[Row]:
+def table(records: Sequence[Record], used: Profile) -> list[FigureRow]:
     """For each method its largest size, then the smallest above it that failed."""
     rows = []
     for name in METHODS:
         is_final = case.is_searched(name, records)
-        rows += [replace(row(METRIC, part), is_final=is_final) for part in case.largest(name, records) if part]
+        rows += [replace(row_of(METRIC, part), is_final=is_final) for part in case.largest(name, records) if part]
     return rows

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.figures import case, plot
-from harness.figures.point import Row, row
+from harness.figures.point import FigureRow, row_of
 from harness.figures.profile import Profile
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 METRIC = "samples_per_second"
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
@@ -34,19 +30,19 @@ def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
     return baselines + [used.job(OURS, depth, window_size=used.window_at(depth)) for depth in depths]
 
 
-def table(records: Sequence[Record], used: Profile) -> list[Row]:
+def table(records: Sequence[Record], used: Profile) -> list[FigureRow]:
     """The baselines, then STRONGHOLD at their depths."""
     rows = case.rows(METRIC, jobs(used, case.sizes(SEARCHES, records)), records)
     for name in BASELINES:
         largest, _ = case.largest(name, records)
         if largest and not any(row.method == name for row in rows):  # its gate did not pass
-            rows.append(row(METRIC, largest))
+            rows.append(row_of(METRIC, largest))
     still_searched = {name for name in BASELINES if not case.is_searched(name, records)}
     rows = [replace(row, is_final=row.method not in still_searched) for row in rows]
     return sorted(rows, key=lambda row: METHODS.index(row.method))
 
 
-def draw(axes: Axes, rows: list[Row]) -> None:
+def draw(axes: plot.Axes, rows: list[FigureRow]) -> None:
     groups = []
     for name in BASELINES:
         own = [row for row in rows if row.method == name]

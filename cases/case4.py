@@ -5,15 +5,10 @@ One window at all depths and no resident layer, so that every layer costs the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from harness.core.job import Job
 from harness.figures import case, plot
-from harness.figures.point import Row
+from harness.figures.point import FigureRow
 from harness.figures.profile import Profile
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 METRIC = "step_seconds"
 METHODS = ("stronghold",)
@@ -29,6 +24,6 @@ def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
     return [used.job(METHODS[0], depth, window_size=window, resident_layers=0) for depth in depths]
 
 
-def draw(axes: Axes, rows: list[Row]) -> None:
+def draw(axes: plot.Axes, rows: list[FigureRow]) -> None:
     plot.line(axes, [(row.num_layers, row) for row in rows], case.label(METHODS[0]))
     axes.set_xlabel("#Layers")

@@ -5,15 +5,10 @@ No layer is resident: the published window sets both the window and the resident
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from harness.core.job import Job
 from harness.figures import plot
-from harness.figures.point import Row
+from harness.figures.point import FigureRow
 from harness.figures.profile import Profile
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 METRIC = "step_seconds"
 METHODS = ("stronghold",)
@@ -30,7 +25,7 @@ def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
     return [used.job(METHODS[0], depth, window_size=window, resident_layers=0) for window in windows]
 
 
-def draw(axes: Axes, rows: list[Row]) -> None:
+def draw(axes: plot.Axes, rows: list[FigureRow]) -> None:
     plot.bars(axes, [(str(row.window_size), [[row]]) for row in rows])
     axes.set_xlabel("window (layers)")
     axes.set_ylabel(plot.axis_text("Iteration time", rows))

@@ -11,19 +11,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from cases import _case6_figure, _optimum
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
-from harness.figures import case
-from harness.figures.point import Row, interval, row
+from harness.devices import cuda_budget
+from harness.figures import case, plot
+from harness.figures.point import FigureRow, interval, row_of
 from harness.figures.profile import ROOM, Profile
 from methods.sharding.scheduler import simulate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BASELINES = ("resident", "zero-infinity", "stronghold")
 OURS = "hydra"
@@ -36,7 +33,7 @@ DEVICE_SHARE = 16  # of the host's memory the part that the device may have
 IN_DEMO = {"depth": 3, "host": 2}  # the first that does not fit the device; twice the profile's host for four models
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
 MANY = 4000  # models, for a thousand devices
-Chains = list[list[float]]
+SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
 
 
 def profiles(used: Profile) -> tuple[Profile, ...]:
@@ -47,14 +44,14 @@ def profiles(used: Profile) -> tuple[Profile, ...]:
     if used.kind == "demo":
         host_bytes *= IN_DEMO["host"]
     else:
-        budget = replace(budget, device_bytes=min(budget.device_bytes, host_bytes // DEVICE_SHARE))
+        device_bytes = host_bytes // DEVICE_SHARE
+        if used.device == "cuda":
+            device_bytes = cuda_budget.budget_bytes(device_bytes)
+        budget = replace(budget, device_bytes=min(budget.device_bytes, device_bytes))
     alone = replace(used, budget=budget)
     half = replace(load, batch_size=load.batch_size // 2)
-    return (
-        alone,
-        replace(alone, workload=half, steps=2 * used.steps, warmup=2 * used.warmup),
-        replace(alone, budget=replace(budget, host_bytes=host_bytes)),
-    )
+    halved = replace(alone, workload=half, steps=2 * used.steps, warmup=2 * used.warmup)
+    return alone, halved, replace(alone, budget=replace(budget, host_bytes=host_bytes))
 
 
 def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
@@ -63,15 +60,15 @@ def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
 
 def _alone(used: Profile, name: str) -> list[Job]:
     """One model of each batch size; none where its plan does not fit."""
-    if _shortfall(used, name):
-        return []
-    return [each.job(name, _depth(used)) for each in profiles(used)[:NUM_BATCH_SIZES]]
+    its = () if _shortfall(used, name) else profiles(used)[:NUM_BATCH_SIZES]
+    return [each.job(name, _depth(used)) for each in its]
 
 
 def _shortfall(used: Profile, name: str) -> str | None:
     """What a model with the whole batch lacks by plan."""
-    job = profiles(used)[0].job(name, _depth(used))
-    return method.create(name, job.options).plan(job.workload, job.budget).shortfall(job.budget)
+    alone = profiles(used)[0]
+    job = alone.job(name, _depth(used))
+    return method.create(name, job.options).plan(job.workload, alone.plannable).shortfall(alone.plannable)
 
 
 def _together(used: Profile) -> list[Job]:
@@ -88,29 +85,37 @@ def _depth(used: Profile) -> int:
     """Layers of each model: as many as let all models into the host's memory."""
     if used.kind == "demo":
         return IN_DEMO["depth"]
-    trained, budget = method.create(OURS, _options(used)), profiles(used)[-1].budget
+    trained, budget = method.create(OURS, _options(used)), profiles(used)[-1].plannable
     assert budget.host_bytes
     room = replace(budget, host_bytes=int(ROOM * budget.host_bytes))
     return max(1, method.largest_depth(lambda n: trained.plan(used.workload.at_depth(n), room).shortfall(room) is None))
 
 
-def table(records: Sequence[Record], used: Profile) -> list[Row]:
+def table(records: Sequence[Record], used: Profile) -> list[FigureRow]:
     """The speed of all models together by each method; then the turns of the last round of Hydra's last run."""
     found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
     for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
         found += [replace(speed, series=series) for speed in case.rows(METRIC, [job], records)]
-    found = [*_too_large(used, found), *found]
-    found = [replace(speed, group=f"{_options(used)['num_models']} models") for speed in found]
+    lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # rows beside the measured ones
+    refused = [
+        FigureRow(
+            METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0, status="does-not-fit",
+            reason=reason, machine=found[0].machine, clock=found[0].clock,
+        )
+        for name, reason in lacking.items()
+        if reason
+    ]  # fmt: skip
+    found = [replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *found)]
     both = case.repeats(_together(used)[0], records)
     return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
 
 
-def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Row]:
+def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[FigureRow]:
     """The row of a method; none where a batch size has no record. A run that failed gives the row its reason."""
     measured = [case.repeats(job, records) for job in alone]
     if not measured or not all(measured):
         return []
-    each = [row(METRIC, found) for found in measured]
+    each = [row_of(METRIC, found) for found in measured]
     worst = next((one for one in each if not one.valid), each[0])
     values = [speed for found in zip(*measured, strict=False) if (speed := _speed(found)) is not None]
     low, high = interval(values)
@@ -121,18 +126,6 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Row]
     )]  # fmt: skip
 
 
-def _too_large(used: Profile, found: Sequence[Row]) -> list[Row]:
-    """A row for each method whose plan does not fit, beside the measured ones."""
-    names = [name for name in BASELINES if found and not _alone(used, name)]
-    return [
-        Row(
-            METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0,
-            status="does-not-fit", reason=str(_shortfall(used, name)), machine=found[0].machine, clock=found[0].clock,
-        )
-        for name in names
-    ]  # fmt: skip
-
-
 def _speed(found: Sequence[Record]) -> float | None:
     """Samples per second of models that take the same number of samples in turn, each in batches of its own."""
     if not all(record.median_step_seconds for record in found):
@@ -140,7 +133,7 @@ def _speed(found: Sequence[Record]) -> float | None:
     return len(found) / sum((record.median_step_seconds or 0) / record.samples_per_step for record in found)
 
 
-def _turns(record: Record) -> list[Row]:
+def _turns(record: Record) -> list[FigureRow]:
     """Each unit of the last round, model by model: its kind, when it began, and how long it took, in seconds."""
     turns = record.schedule.get("turns", [])
     if not turns:
@@ -149,14 +142,14 @@ def _turns(record: Record) -> list[Row]:
     names = [f"lr {load.learning_rate:.1e}, batch {load.batch_size}" for load in loads]
     began = max(turn[-1] for turn in turns) - record.step_seconds[-1]
     last = [turn for turn in turns if (turn[-2] + turn[-1]) / 2 >= began]
-    first, whose = min(turn[-2] for turn in last), row(METRIC, [record])
+    first, whose = min(turn[-2] for turn in last), row_of(METRIC, [record])
     return [
         replace(whose, metric="turn_seconds", value=end - start, x=start - first, group=names[model], series=kind)
         for model, _, kind, _, start, end in sorted(last, key=lambda turn: (turn[0], turn[-2]))
     ]
 
 
-def simulated(rows: Sequence[Row]) -> list[Row]:
+def simulated(rows: Sequence[FigureRow]) -> list[FigureRow]:
     """Each rule beside the proved optimum; the units of the round, measured on one device, on up to a thousand."""
     chains: dict[str, list[float]] = {}
     for turn in rows:
@@ -165,35 +158,27 @@ def simulated(rows: Sequence[Row]) -> list[Row]:
     return [*_quality(), *(_speed_up(list(chains.values())) if chains else [])]
 
 
-def _quality() -> list[Row]:
+def _quality() -> list[FigureRow]:
     return [
-        _virtual(metric, of(each), rule, f"{num_devices}, {num_models}", len(each))
-        for num_devices, num_models in _optimum.SIZES
-        for rule, each in _optimum.ratios(num_devices, num_models).items()
+        replace(SIMULATED, metric=metric, value=of(each), series=rule, group=f"{devices}, {models}", num_runs=len(each))
+        for devices, models in _optimum.SIZES
+        for rule, each in _optimum.ratios(devices, models).items()
         for metric, of in (("mean_ratio", statistics.mean), ("largest_ratio", max))
     ]
 
 
-def _speed_up(chains: Chains) -> list[Row]:
+def _speed_up(chains: list[list[float]]) -> list[FigureRow]:
     """Over one device, of these models and of many such models."""
     found = []
     for number in (len(chains), MANY):
         several = [chains[index % len(chains)] for index in range(number)]
         alone = sum(map(sum, several))
-        for num_devices in DEVICES:
-            if num_devices > 2 * number or (number == MANY and 1 < num_devices < 32):
-                continue
-            speed_up = alone / simulate(several, num_devices).makespan if num_devices > 1 else 1.0
-            found.append(replace(_virtual("speed_up", speed_up, f"{number:,} models"), x=float(num_devices)))
+        for count in DEVICES:
+            if count <= 2 * number and (number < MANY or count == 1 or count >= 32):
+                speed_up = alone / simulate(several, count).makespan if count > 1 else 1.0
+                found.append(replace(SIMULATED, value=speed_up, series=f"{number:,} models", x=float(count)))
     return found
 
 
-def _virtual(metric: str, value: float, series: str, group: str = "", num_runs: int = 1) -> Row:
-    return Row(
-        metric, OURS, 0, 0, None, value, num_runs=num_runs, valid=True, origin="simulated", clock="virtual",
-        series=series, group=group,
-    )  # fmt: skip
-
-
-def figure(rows: Sequence[Row], note: str) -> Figure:
+def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
     return _case6_figure.figure(rows, note, METHODS)

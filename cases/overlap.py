@@ -8,11 +8,13 @@ the virtual ones are the same code on named machines (harness/simulation), where
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from pandas import DataFrame
 
 from harness.core import method
 from harness.core.child_process import ask
@@ -22,11 +24,6 @@ from harness.figures.point import machine_of
 from harness.figures.profile import Profile, call
 from harness.jobs.sweep import Sweep, resolve
 from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 METHODS = ("stronghold",)
 PUBLISHED_DEPTH = 92  # of the measured run
@@ -39,6 +36,7 @@ COLORS = {
     "write": "#7A4E2D",
 }  # fmt: skip
 BUSY = {"compute": "#2F6DB0", "copies": "#57A773", "updates": "#8E5BD0", "disk": "#B58B6A"}
+EXPOSED: Any = {"facecolor": "white", "edgecolor": plot.CROSS, "hatch": "////"}
 LANES = {"inbound": "copies in", "outbound": "copies out", "update": "host update"}  # else the track's name
 WIDTH_INCHES, ROW_INCHES = 7.6, 1.3
 TOP_INCHES, BOTTOM_INCHES = 0.45, 0.8
@@ -107,11 +105,7 @@ def profiles(records: Sequence[Record]) -> list[str]:
 def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]:
     """The measured timeline, then the virtual ones. Raises ValueError where the first is missing."""
     traced = results / "traces" / f"overlap_{profile}.json"
-    own = [
-        record
-        for record in records
-        if record.job.trace and Path(record.job.trace).name == traced.name and record.status == "ok"
-    ]
+    own = [each for each in records if Path(each.job.trace or "").name == traced.name and each.status == "ok"]
     if not own or not traced.exists():
         raise ValueError(f"no trace of profile {profile} here: {call('overlap', profile)} makes it")
     paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
@@ -120,17 +114,15 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
 
 def table(found: Sequence[Shown]) -> DataFrame:
     """Seconds of one step, as text."""
-    from pandas import DataFrame
-
-    rows = []
-    for each in found:
-        about, of = each.timeline.about, each.share
-        times = {"step": of.step, "compute": of.compute}
-        for kind in KINDS:
-            times |= {f"{kind}_hidden": of.hidden[kind], f"{kind}_exposed": of.exposed[kind]}
-        seconds = {f"{name}_seconds": f"{value:.9f}" for name, value in times.items()}
-        rows.append({"clock": about["clock"], "title": about["title"], "step": each.step.work, **seconds})
-    return DataFrame(rows)
+    made = DataFrame([
+        {"clock": each.timeline.about["clock"], "title": each.timeline.about["title"], "step": each.step.work}
+        for each in found
+    ])  # fmt: skip
+    for name in ("step", "compute"):
+        made[f"{name}_seconds"] = [f"{getattr(each.share, name):.9f}" for each in found]
+    for kind, name in itertools.product(KINDS, ("hidden", "exposed")):
+        made[f"{kind}_{name}_seconds"] = [f"{getattr(each.share, name)[kind]:.9f}" for each in found]
+    return made
 
 
 def extract(found: Sequence[Shown], profile: str, out: Path) -> Path:
@@ -144,7 +136,7 @@ def draw(found: Sequence[Shown], profile: str, out: Path) -> list[Path]:
     return plot.save(figure(found, f"profile {profile}"), out / f"overlap_{profile}")
 
 
-def figure(found: Sequence[Shown], note: str) -> Figure:
+def figure(found: Sequence[Shown], note: str) -> plot.Figure:
     """A row for each timeline: its step by lanes, its shares as bars."""
     from matplotlib.patches import Patch
 
@@ -158,7 +150,7 @@ def figure(found: Sequence[Shown], note: str) -> Figure:
         rows[-1][0].set_xlabel("milliseconds since the start of the step")
         rows[-1][1].set_xlabel("% of the step")
         keys = [Patch(color=color, label=work) for work, color in COLORS.items() if work in works]
-        keys.append(Patch(facecolor="white", edgecolor=plot.CROSS, hatch="////", label="exposed"))
+        keys.append(Patch(label="exposed", **EXPOSED))
         made.legend(handles=keys, loc="upper right", ncols=len(keys), bbox_to_anchor=(0.995, 1.0), columnspacing=1.2)
         made.text(0.012, 0.06 / height, _caption(found, note), fontsize=5.4, color=plot.EDGE, va="bottom")
         made.subplots_adjust(
@@ -168,7 +160,7 @@ def figure(found: Sequence[Shown], note: str) -> Figure:
     return made
 
 
-def _lanes(axes: Axes, each: Shown) -> set[str]:
+def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
     """Draw the step by streams and threads; returns the kinds of work that it shows."""
     step, spans = each.step, each.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
@@ -180,32 +172,28 @@ def _lanes(axes: Axes, each: Shown) -> set[str]:
             axes.broken_barh([interval], (height - 0.4, 0.8), facecolor=COLORS.get(span.work, plot.EDGE))
     names = (lane.partition(" ") for lane in reversed(lanes))
     axes.set_yticks(range(len(lanes)), [f"{LANES.get(kind, kind)} {number}".strip() for kind, _, number in names])
-    axes.set_ylim(-0.6, len(lanes) - 0.4)
-    axes.set_xlim(0, 1000 * (step.end - step.start))
+    milliseconds = 1000 * (step.end - step.start)
+    axes.set(xlim=(0, milliseconds), ylim=(-0.6, len(lanes) - 0.4))
     source = "virtual, nothing measured" if each.timeline.about["clock"] == "virtual" else "measured"
     gate = "" if each.record is None or each.record.gate.passed else ", gate not passed"
-    milliseconds = plot.number(1000 * (step.end - step.start))
-    title = f"{source}{gate}: {each.title}; {step.work}, {milliseconds} ms"
+    title = f"{source}{gate}: {each.title}; {step.work}, {plot.number(milliseconds)} ms"
     axes.set_title(title, fontsize=6.3, loc="left", color=plot.EDGE)
     return {span.work for span in inside}
 
 
-def _shares(axes: Axes, of: Share) -> None:
+def _shares(axes: plot.Axes, of: Share) -> None:
     """Bars in percent of the step: compute, then hidden and exposed work by kind."""
-    names = ["compute", *(kind for kind in KINDS if of.hidden[kind] + of.exposed[kind] > 0)]
-    for height, name in enumerate(reversed(names)):
-        hidden = 100 * (of.compute if name == "compute" else of.hidden[name]) / of.step
-        exposed = 0.0 if name == "compute" else 100 * of.exposed[name] / of.step
+    names = [*(kind for kind in reversed(KINDS) if of.hidden[kind] + of.exposed[kind] > 0), "compute"]
+    for height, name in enumerate(names):
+        hidden = 100 * of.hidden.get(name, of.compute) / of.step
+        exposed = 100 * of.exposed.get(name, 0.0) / of.step
         axes.barh(height, hidden, 0.62, color=BUSY[name])
         if exposed >= 0.5:
-            look: Any = {"facecolor": "white", "edgecolor": plot.CROSS, "hatch": "////", "linewidth": 0.6}
-            axes.barh(height, exposed, 0.62, left=hidden, **look)
+            axes.barh(height, exposed, 0.62, left=hidden, linewidth=0.6, **EXPOSED)
         text = f"{hidden:.0f}" if name == "compute" else f"{hidden:.0f} + {exposed:.0f}"
         axes.text(hidden + exposed + 2, height, text, fontsize=5.8, va="center", color=plot.EDGE)
-    axes.set_yticks(range(len(names)), list(reversed(names)))
-    axes.set_ylim(-0.6, len(names) - 0.4)
-    axes.set_xlim(0, 125)
-    axes.set_xticks([0, 50, 100])
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlim=(0, 125), ylim=(-0.6, len(names) - 0.4), xticks=[0, 50, 100])
     axes.set_title("busy; hidden + exposed", fontsize=6.5, loc="left", color=plot.EDGE)
 
 
@@ -213,17 +201,12 @@ def _caption(found: Sequence[Shown], note: str) -> str:
     texts = ["exposed: while the device does not compute; copies and updates exposed at once count in both bars"]
     for record in (each.record for each in found if each.record):
         clock = plot.CLOCKS.get(record.clock, record.clock)
-        texts.append(
-            f"measured: {note}; {machine_of(record)}; clock {clock}; one step of one run; gate: {record.gate.verdict}"
-        )
+        where = f"{machine_of(record)}; clock {clock}; one step of one run"
+        texts.append(f"measured: {note}; {where}; gate: {record.gate.verdict}")
     if len(found) > 1:
-        texts.append(
-            "virtual: the method's own code under a virtual clock, by the rates of machines.yaml, published shape; no"
-            " number of it was measured"
-        )
-    return "\n".join(
-        line for text in texts for line in textwrap.wrap(text, plot.NOTE_COLUMNS, subsequent_indent="    ")
-    )
+        texts.append("virtual: the method's own code under a virtual clock, by the rates of machines.yaml, published"
+                     " shape; no number of it was measured")  # fmt: skip
+    return plot.wrapped(texts)
 
 
 def main(

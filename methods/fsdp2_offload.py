@@ -35,6 +35,7 @@ class Fsdp2Offload:
         params = -(-workload.num_params // self.world_size)
         size, workload = workload.weight_bytes, replace(workload, batch_size=workload.batch_size // self.world_size)
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
+        gathered = 4 * (2 * workload.num_layers * workload.layer_params + workload.end_params) // self.world_size
         return Plan(
             device={
                 "weights": size * at_once,
@@ -42,8 +43,7 @@ class Fsdp2Offload:
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
             host={"weights": 4 * params, "gradients": 4 * params, "optimizer": 8 * params},
-            moved_bytes=4 * (2 * workload.num_layers * workload.layer_params + workload.end_params) // self.world_size
-            + 4 * params,
+            moved_bytes=gathered + 4 * params,
         )
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
@@ -54,6 +54,7 @@ class Fsdp2Offload:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import DTensor
 
         from harness.core.gpt import DTYPES, GPT, adamw, initial, initialize
         from harness.devices.streams import require_device
@@ -69,11 +70,8 @@ class Fsdp2Offload:
         try:
             mesh = init_device_mesh(device, (num_ranks,))
             half = DTYPES[workload.dtype] if workload.dtype != "fp32" else None
-            settings: dict[str, Any] = {
-                "mesh": mesh,
-                "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
-                "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32),
-            }
+            offload, mixed = CPUOffloadPolicy(pin_memory=on_gpu), MixedPrecisionPolicy(half, torch.float32)
+            settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": mixed}
             with torch.device("meta"):
                 model = GPT(workload)
             for layer in model.layers:
@@ -105,13 +103,10 @@ class Fsdp2Offload:
                 if num_ranks > 1:
                     dist.all_reduce(mean)
                 yield scale.step(mean, norm, is_skipped=is_skipped)
-            states = [(name, p.detach(), optimizer.state[p]["exp_avg"]) for name, p in parameters]
-            if num_ranks == 1:
-                return Trained([TensorState(name, p.to_local(), moment.to_local()) for name, p, moment in states])
-            gathered = []
-            for name, p, moment in states:  # by all ranks, for the first
-                state = TensorState(name, p.full_tensor(), moment.full_tensor())
-                gathered += [state] if rank == 0 else []
-            return Trained(gathered)
+            whole: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
+            states = (
+                TensorState(name, *map(whole, (p.detach(), optimizer.state[p]["exp_avg"]))) for name, p in parameters
+            )
+            return Trained([state for state in states if rank == 0])  # gathered by all ranks, for the first
         finally:
             dist.destroy_process_group()

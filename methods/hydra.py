@@ -12,7 +12,6 @@ is part of the backward unit, as in the paper.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import tee
@@ -20,7 +19,7 @@ from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import Step, Trained, Training, largest_depth
-from methods.sharding.partition import GptShard, adamw_bytes, gpt_shards, gpt_tensors
+from methods.sharding.partition import gpt_shards, gpt_tensors
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe
 
@@ -105,16 +104,17 @@ class Hydra:
 
         from harness.devices.streams import Device
         from methods.sharding import gpt
-        from methods.sharding.device_process import Elsewhere, Here, all_ready, make_worker
+        from methods.sharding.device_process import Here, start_processes
         from methods.sharding.device_worker import Worker
         from methods.sharding.dispatch import Dispatcher
-        from methods.sharding.rehearsal import rehearse, rehearsing
+        from methods.sharding.rehearsal import rehearse
         from methods.sharding.task import Task
         from methods.sharding.two_devices import First
 
-        lengths = self._lengths(workload, self.plan(workload, Budget()).options["shard_layers"])
+        kinds = gpt_shards(workload, self.plan(workload, Budget()).options["shard_layers"])
+        lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]  # the ends counted as layers
         names, own, is_alone = gpt.names(workload), self._workloads(workload), self.num_models == 1
-        number_of_batches = len(batches) if hasattr(batches, "__len__") else None
+        num_batches, is_shared = len(batches) if hasattr(batches, "__len__") else None, self.num_devices > 1
         words: dict[str, Any] = {"max_norm": workload.clip_norm, "update": "later" if workload.clip_norm else "now",
                  "keeps_graphs": self.intermediates == "saved"}  # fmt: skip
         options: dict[str, Any] = {"double_buffer": self.double_buffer, "intermediates": self.intermediates,
@@ -122,38 +122,29 @@ class Hydra:
         with ExitStack() as stack:
             gpu = stack.enter_context(Device(device))
             in_halves = [not number and self._halves(workload.dropout) for number in range(len(own))]
-            is_shared = self.num_devices > 1
             models = [gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=each) for each in in_halves]
-            if self.num_devices == 1:
-                # With several models wait for each unit: the policy uses measured times.
-                devices: list[Any] = [Here(Worker(gpu, models, **options), waits=not is_alone, catches=not is_alone)]
-            else:
-                threads, found = torch.get_num_threads(), gpt.device_names(device, self.num_devices)
-                started = [Elsewhere(make_worker, name, models, options, num_threads=threads) for name in found]
-                devices = all_ready(started, stack)
+            if is_shared:
+                found = gpt.device_names(device, self.num_devices)
+                devices = start_processes(found, models, options, stack, torch.get_num_threads())
+            else:  # with several models wait for each unit: the policy uses measured times
+                devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
-                rehearse(lambda: [
-                    rehearsing(number, models[number], gpt.batch(mine, device), **words)
-                    for number, mine in enumerate(own)
-                ], devices, splits)  # fmt: skip
+                rehearsed = rehearse(models, [gpt.batch(mine, device) for mine in own], [words] * len(own), devices)
+                devices, splits = rehearsed
             tasks: list[Task] = []
             for number, (mine, shared) in enumerate(zip(own, tee(batches, len(own)), strict=True)):
                 parts = workload.batch_size // mine.batch_size
                 given = (
                     number, models[number], names, gpt.parts(shared, parts, to_host=is_shared),
-                    number_of_batches and parts * number_of_batches,
+                    num_batches and parts * num_batches,
                 )  # fmt: skip
                 more = {**words, "learning_rate_at": mine.learning_rate_at, "per_round": parts,
                         "random_state": gpt.random_state(workload, device)}  # fmt: skip
-                if in_halves[number]:
-                    tasks.append(First(*given, second_random=None, **{**more, "update": "later"}))
-                else:
-                    tasks.append(Task(*given, **more))
-            seconds = [task.second for task in tasks if isinstance(task, First)]
+                tasks.append(First(*given, second_random=None, **more) if in_halves[number] else Task(*given, **more))
             # Other models may be a step ahead of the slowest, so that no device waits for it.
-            most_ahead = int(number_of_batches is not None and self.num_devices > 1)
-            dispatcher = Dispatcher([*tasks, *seconds], devices, self.policy, most_ahead=most_ahead, splits=splits)
+            most_ahead = int(num_batches is not None and is_shared)
+            dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
             steps: list[list[Step]] = [[] for _ in tasks]
             rounds = 0
             for task, step in dispatcher.run():
@@ -173,34 +164,27 @@ class Hydra:
 
     def _workloads(self, workload: Workload) -> list[Workload]:
         """Each model's workload: learning rates times batch sizes, each half of the one before."""
-        found = []
-        for number in range(self.num_models):
-            rate, half = divmod(number, self.num_batch_sizes)
-            changes = {"learning_rate": workload.learning_rate / 2 ** (rate % NUM_RATES)}
-            found.append(dataclasses.replace(workload, batch_size=workload.batch_size >> half, **changes))
-        return found
-
-    def _lengths(self, workload: Workload, num_layers: int) -> list[int]:
-        """Layers of each shard, counting the ends: as many as fit in the room of `num_layers` blocks."""
-        return [shard.num_layers for count, shard in _cut(workload, num_layers) for _ in range(count)]
+        rows = [divmod(number, self.num_batch_sizes) for number in range(self.num_models)]
+        sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
+        return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]
 
     def _plan(self, workload: Workload, num_layers: int) -> Plan:
         size, whole, tensors = workload.weight_bytes, workload.num_params, gpt_tensors(workload)
-        shards = _cut(workload, num_layers)
-        num_shards, largest = sum(count for count, _ in shards), _largest(workload, shards, adamw_bytes)
-        boundary, inputs = workload.boundary_bytes, workload.num_layers + 3
+        shards = gpt_shards(workload, num_layers)
+        num_shards, largest = sum(count for count, _ in shards), max(each.num_bytes(workload) for _, each in shards)
+        boundary = workload.boundary_bytes
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
             activations = (SAVED_BOUNDARIES * workload.num_layers + 3) * boundary
         else:
             device["activations"] = workload.working_bytes + (shards[-1][1].num_layers + 1) * boundary
-            activations = inputs * boundary
+            activations = (workload.num_layers + 3) * boundary
         # An update, after the activations are gone: the first one makes a parameter's moments, mixed precision makes
         # fp32 gradients of a shard.
         updated = 8 * max(numel for part in tensors for numel in part.values())
         if size < 4:
-            updated += _largest(workload, shards, lambda numel, _: 4 * numel)
+            updated += max(each.num_bytes(workload, lambda numel, _: 4 * numel) for _, each in shards)
         embedding, block, head = tensors
         norms = self.num_models * (len(embedding | head) + workload.num_layers * len(block)) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
@@ -224,13 +208,3 @@ class Hydra:
         size = workload.weight_bytes
         states = 2 * (8 if size == 4 else 12) * num_params
         return states + size * num_params * (fetched + home * num_shards) // num_shards
-
-
-def _cut(workload: Workload, num_blocks: int) -> list[tuple[int, GptShard]]:
-    return gpt_shards(workload, num_blocks, lambda numel: adamw_bytes(numel, workload.weight_bytes))
-
-
-def _largest(workload: Workload, shards: list[tuple[int, GptShard]], bytes_of: Callable[[int, int], int]) -> int:
-    """Bytes of the largest shard; `bytes_of` a parameter's elements and the bytes of a weight."""
-    size = workload.weight_bytes
-    return max(shard.num_bytes(workload, lambda numel: bytes_of(numel, size)) for _, shard in shards)

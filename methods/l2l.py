@@ -24,17 +24,13 @@ class L2L:
     can_rehearse = True
     accumulates = True
     scales_loss = True
+    to_build = staticmethod(adamw_kernel.to_build)
+    build = staticmethod(adamw_kernel.build)
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         plan = placed_plan(workload, "W" * workload.num_layers, window_size=1)
         # Unlike a window's, the top layer's weights are fetched again at the turn.
         return replace(plan, moved_bytes=plan.moved_bytes + workload.weight_bytes * workload.layer_params)
-
-    def to_build(self) -> str | None:
-        return adamw_kernel.to_build()
-
-    def build(self) -> None:
-        adamw_kernel.build()
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(workload, "this project", adamw_kernel.describe(workload.dtype))
@@ -63,17 +59,17 @@ class L2L:
                 for layer in reversed(layers):
                     slot.load(layer)
                     dxs = gradients.backward(layer, dxs)
-                    clip.add(layer.norms(gradients.slab))
+                    clip.add(layer.norms())
                     gradients.send_home(layer)
                     gpu.synchronize()
                 ends.backward(dxs)
                 del dxs  # before the next step's
-                clip.add(ends.norms())
+                clip.add(ends.state.norms())
                 clip.finish()
                 clip.send_home()
                 is_skipped = clip.overflows()
                 if not is_skipped:
-                    ends.update(learning_rate, clip)
+                    ends.state.update(learning_rate, clip.factor)
                     for layer in layers:
                         layer.update(learning_rate, clip.on_host())
                 yield scale.step(loss, clip.total, is_skipped=is_skipped)

@@ -32,14 +32,8 @@ class MegatronLM:
         optimizer, activations = (8 + main) * params, _activation_bytes(workload)
         if 4 * params > activations:  # torch's AdamW takes all tensors at once: one more fp32 copy while it steps
             optimizer, activations = optimizer + 4 * params, 0
-        return Plan(
-            device={
-                "weights": size * params,
-                "gradients": 4 * params,  # accumulated in fp32
-                "optimizer": optimizer,
-                "activations": activations,
-            }
-        )
+        states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # gradients sum up in fp32
+        return Plan({**states, "activations": activations})
 
     def missing(self, device: str) -> str | None:
         return None if find_spec("megatron") else NEEDS_MEGATRON
@@ -190,9 +184,7 @@ def _states(workload: Workload, model, optimizer) -> list[TensorState]:
     found = []
     for main, name in _main_weights(model):
         ours, state = our_name(name), moments[main]
-        pair = (
-            reordered(ours, tensor.detach(), workload.num_heads, to_megatron=False)
-            for tensor in (main, state["exp_avg"])
-        )
-        found.append(TensorState(ours, *pair))
+        pair = (main.detach(), state["exp_avg"])
+        ordered = (reordered(ours, tensor, workload.num_heads, to_megatron=False) for tensor in pair)
+        found.append(TensorState(ours, *ordered))
     return found

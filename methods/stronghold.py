@@ -39,6 +39,8 @@ class Stronghold:
     can_rehearse = True
     accumulates = True
     scales_loss = True
+    to_build = staticmethod(adamw_kernel.to_build)
+    build = staticmethod(adamw_kernel.build)
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         return Choice(workload, budget, **asdict(self)).plan()
@@ -54,12 +56,6 @@ class Stronghold:
         if self.window_size is not None:
             options["window_size"] = min(self.window_size, twin_layers)
         return options
-
-    def to_build(self) -> str | None:
-        return adamw_kernel.to_build()
-
-    def build(self) -> None:
-        adamw_kernel.build()
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         host = adamw_kernel.describe(workload.dtype, one_pass=workload.waits_for_norm)

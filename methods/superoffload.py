@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import Training, Unavailable
-from methods.engines import deepspeed_config
+from methods.engines.deepspeed_config import stage_3, stage_3_plan
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 GPU_ONLY = "DeepSpeed runs SuperOffload on NVIDIA GPUs only: on a CPU take zero-infinity"
@@ -24,13 +24,13 @@ class SuperOffload(DeepSpeedMethod):
     kernel = None  # compiled by the methods that also run without a GPU
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return deepspeed_config.stage_3_plan(workload)
+        return stage_3_plan(workload)
 
     def missing(self, device: str) -> str | None:
         return super().missing(device) or (None if device == "cuda" else GPU_ONLY)
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-        zero = deepspeed_config.stage_3(workload, on_gpu)
+        zero = stage_3(workload, on_gpu)
         zero["offload_optimizer"] |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.5}
         return zero
 

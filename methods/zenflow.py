@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from methods.engines import deepspeed_config
+from methods.engines.deepspeed_config import stage_2
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 
@@ -50,4 +50,4 @@ class ZenFlow(DeepSpeedMethod):
             "overlap_step": False,  # one process: its helper process would train beside the clock
             "full_warm_up_rounds": 0,
         }
-        return {**deepspeed_config.stage_2(workload, on_gpu), "zenflow": zenflow}
+        return {**stage_2(workload, on_gpu), "zenflow": zenflow}

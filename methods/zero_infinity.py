@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from methods.engines import deepspeed_config
+from methods.engines.deepspeed_config import stage_3, stage_3_plan
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 
@@ -20,8 +20,7 @@ class ZeroInfinity(DeepSpeedMethod):
     scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        deepspeed_config.check_adam(self.adam)
-        return deepspeed_config.stage_3_plan(workload, {"adam": self.adam})
+        return stage_3_plan(workload, adam=self.adam)
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-        return deepspeed_config.stage_3(workload, on_gpu)
+        return stage_3(workload, on_gpu)

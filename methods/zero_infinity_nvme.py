@@ -15,13 +15,11 @@ from pathlib import Path
 
 from harness.core.job import Budget, Plan, Workload, gib
 from harness.core.method import Training, Unavailable
-from methods.engines import deepspeed_config
+from methods.engines.deepspeed_config import is_built, largest_tensor, stage_3, stage_3_device
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.memory_needs import writable
 
 PREFIX = "harness-nvme-"
-
-
 NUM_BUFFERS = 8  # of parameters
 
 
@@ -45,10 +43,10 @@ class ZeroInfinityNvme(DeepSpeedMethod):
 
     def _plan(self, workload: Workload, folder: str, pipelined: bool) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
-        largest = deepspeed_config.largest_tensor(workload)
+        largest = largest_tensor(workload)
         of_states = 4 * num_state_buffers(pipelined) * max(sub_group_params(workload), largest)
         return Plan(
-            device=deepspeed_config.stage_3_device(workload),
+            device=stage_3_device(workload),
             host={"gradients": 4 * params, "buffers": size * NUM_BUFFERS * largest + of_states},
             disk={"weights": size * params, "optimizer": 12 * params},
             moved_bytes=2 * (12 + size) * params,
@@ -61,31 +59,27 @@ class ZeroInfinityNvme(DeepSpeedMethod):
         plan = self.plan(workload, Budget())
         pipelined = plan.options["pipelined"]
         with swap_folder(writable(self.disk), plan.disk_bytes) as folder:
-            if not deepspeed_config.is_built("async_io"):
+            if not is_built("async_io"):
                 raise Unavailable(
                     "DeepSpeed's asynchronous I/O is not built: apt-get install libaio-dev g++, and again"
                 )
             on_disk = {"device": "nvme", "nvme_path": str(folder)}
             zero = {
-                **deepspeed_config.stage_3(workload, on_gpu=device == "cuda"),
+                **stage_3(workload, on_gpu=device == "cuda"),
                 # Prefetch would fetch the tied embedding, which is used twice, into two buffers, and fail.
                 "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": sub_group_params(workload),
                 "offload_optimizer": {
-                    **on_disk,
-                    "pipeline_read": pipelined,
-                    "pipeline_write": pipelined,
-                    "buffer_count": num_state_buffers(pipelined),
+                    **on_disk, "buffer_count": num_state_buffers(pipelined),
+                    "pipeline_read": pipelined, "pipeline_write": pipelined,
                 },
                 "offload_param": {
-                    **on_disk,
-                    "buffer_size": deepspeed_config.largest_tensor(workload),  # elements
-                    "buffer_count": NUM_BUFFERS,
-                    "max_in_cpu": 0,
+                    **on_disk, "buffer_count": NUM_BUFFERS, "max_in_cpu": 0,
+                    "buffer_size": largest_tensor(workload),  # elements
                 },
-            }
-            extra = {"aio": {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}}
-            return (yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, extra))
+            }  # fmt: skip
+            aio = {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}
+            return (yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, aio=aio))
 
 
 def num_state_buffers(pipelined: bool) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from methods.engines import deepspeed_config
+from methods.engines.deepspeed_config import BUCKET_PARAMS, stage_2
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 
@@ -19,23 +19,18 @@ class ZeroOffload(DeepSpeedMethod):
     scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        deepspeed_config.check_adam(self.adam)
         params, size = workload.num_params, workload.weight_bytes
         return Plan(
             device={
                 "weights": size * params,
-                "gradients": 2 * size * min(deepspeed_config.BUCKET_PARAMS, params),
+                "gradients": 2 * size * min(BUCKET_PARAMS, params),
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
-            host={
-                "weights": 4 * params,
-                "gradients": 4 * params,
-                "optimizer": 8 * params,
-                "buffers": size * params,  # a flat copy; 20 (fp32) and 18 (bf16) bytes in all on sim
-            },
+            # Buffers are a flat copy; on sim 20 (fp32) and 18 (bf16) bytes in all.
+            host={"weights": 4 * params, "gradients": 4 * params, "optimizer": 8 * params, "buffers": size * params},
             moved_bytes=2 * size * params,
             options={"adam": self.adam},
         )
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-        return deepspeed_config.stage_2(workload, on_gpu)
+        return stage_2(workload, on_gpu)

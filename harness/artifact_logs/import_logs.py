@@ -6,13 +6,13 @@ A log is judged beside all logs of its folder, imported or not: its verdict does
 from __future__ import annotations
 
 import contextlib
-import fnmatch
+import dataclasses
 import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from harness.artifact_logs import judge_curves
@@ -21,18 +21,17 @@ from harness.artifact_logs.to_record import to_record
 from harness.core import method
 from harness.core.job import Budget, Workload, params_text
 from harness.core.log_lines import BUILD_LOG
-from harness.core.record import Record, read_all
+from harness.core.record import Record, log_stem, read_all
 
 SUFFIXES = (".txt", ".log")  # of the files that a folder is searched for
+BUILD_LOGS = BUILD_LOG.format("*")  # which are no logs of a training
 
 
 def import_logs(
     asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
 ) -> Iterator[tuple[Record, bool]]:
     """Each log's judged record, and True if it is new in `results`. Other files go to `skipped`, with the reason.
-
-    Raises ValueError if no log is of the method `reference`.
-    """
+    Raises ValueError if no log is of the method `reference`."""
     chosen: dict[Path, list[Path]] = {}
     for path in _find(asked):
         chosen.setdefault(path.parent, []).append(path)
@@ -48,23 +47,19 @@ def import_logs(
             if path in complaints:
                 skipped(path, complaints[path])
             else:
-                record = records[path].with_gate(judged[path])
+                record = dataclasses.replace(records[path], gate=judged[path])
                 yield record, _write(record, path, results, there)
 
 
 def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
     """The methods, best first, that a folder's logs are judged by: the one asked for; else those whose plan keeps
     everything on the device, the harness's own reference first."""
-    names = {record.job.method for record in records}
     if asked is not None:
         return [asked]
-    own = method.reference()
-    return sorted((name for name in names & set(method.names()) if _stays_on_device(name)), key=lambda n: (n != own, n))
-
-
-def _stays_on_device(name: str) -> bool:
-    plan = method.create(name, {}).plan(Workload(), Budget())
-    return not plan.host_bytes and not plan.disk_bytes
+    known = {record.job.method for record in records} & set(method.names())
+    plans = {name: method.create(name, {}).plan(Workload(), Budget()) for name in known}
+    resident = [name for name, plan in plans.items() if not plan.host_bytes and not plan.disk_bytes]
+    return sorted(resident, key=lambda name: (name != method.reference(), name))
 
 
 def _find(asked: Iterable[Path]) -> list[Path]:
@@ -73,14 +68,11 @@ def _find(asked: Iterable[Path]) -> list[Path]:
     for path in asked:
         if path.is_dir():
             for folder, _, names in sorted(os.walk(path)):
-                found |= {Path(os.path.abspath(folder), name): None for name in sorted(names) if _may_be_log(name)}
+                logs = [name for name in sorted(names) if name.endswith(SUFFIXES) and not fnmatchcase(name, BUILD_LOGS)]
+                found |= {Path(os.path.abspath(folder), name): None for name in logs}
         else:
             found[Path(os.path.abspath(path))] = None
     return list(found)
-
-
-def _may_be_log(name: str) -> bool:
-    return name.endswith(SUFFIXES) and not fnmatch.fnmatchcase(name, BUILD_LOG.format("*"))
 
 
 def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
@@ -112,11 +104,8 @@ def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> 
 
 def _free(results: Path, record: Record, log: Path) -> Path:
     """A free name of the published pattern; where it is taken, with a later second."""
-    load, window = record.job.workload, record.evidence["named_window"]
-    sizes = f"l-{load.num_layers}_hs-{load.hidden_size}_bs-{load.batch_size}_ws-{window}"
     for second in itertools.count(int(record.started)):
-        day = time.strftime("%Y-%m-%d", time.gmtime(second))
-        stem = f"log_{record.job.method}_{sizes}_{day}.{second}"
+        stem = log_stem(record.job, record.evidence["named_window"], second)
         taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]
         if not any(os.path.lexists(path) and path != log for path in taken):
             return taken[0]
@@ -129,11 +118,8 @@ def line(record: Record) -> str:
     options = "".join(f" {name}={value}" for name, value in job.options.items())
     size = f"{job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"
     speed = f", median {statistics.median(logged):.5f} samples/s logged" if logged else ""
-    steady_ms = [
-        elapsed
-        for iteration, elapsed in zip(record.evidence["iterations"], record.evidence["elapsed_ms"], strict=True)
-        if elapsed and iteration > record.interval_steps
-    ]
+    times = zip(record.evidence["iterations"], record.evidence["elapsed_ms"], strict=True)
+    steady_ms = [elapsed for iteration, elapsed in times if elapsed and iteration > record.interval_steps]
     steady = f", {statistics.median(steady_ms):.1f} ms a step after the first interval" if steady_ms else ""
     verdict = f"passed ({record.gate.verdict})" if record.gate.passed else record.gate.verdict
     reason = f" ({record.gate.reason})" if record.gate.reason else ""

@@ -28,11 +28,9 @@ LEAST_TELLING_FALL = 0.01
 
 
 def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate]:
-    """A verdict on each of the logs of one folder; `references`: methods, best first.
-
-    A record at a depth without a reference is also compared with its method's run at a depth with one, and with other
-    methods of its size that agree with the reference at such a depth.
-    """
+    """A verdict on each of the logs of one folder; `references`: methods, best first. A record at a depth without a
+    reference is also compared with its method's run at a depth with one, and with other methods of its size that agree
+    with the reference at such a depth."""
     anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
     return [_hold_to_others(record, gate, judged) for record, gate in judged]
@@ -92,12 +90,12 @@ def _name(record: Record) -> str:
 
 def compare(record: Record, other: Record) -> Gate:
     """Judge by the largest distance between the two curves."""
-    doublings, fall = _doublings(record, other), other.losses[0] - other.losses[len(record.losses) - 1]
-    name = _name(other)
+    name, ours, theirs = _name(other), record.losses, other.losses
+    doublings, fall = _doublings(record, other), theirs[0] - theirs[len(ours) - 1]
     if fall <= 0:
         return Gate("untested", "no-reference", f"{name} learned nothing in {record.job.steps} steps")
-    distances = [abs(ours - theirs) / fall for ours, theirs in zip(record.losses, other.losses, strict=False)]
-    worst = max(range(len(distances)), key=distances.__getitem__)
+    distances = [abs(our - their) / fall for our, their in zip(ours, theirs, strict=False)]
+    worst = distances.index(max(distances))
     allowed = ALLOWED + ALLOWED_PER_DOUBLING * doublings
     evidence = {
         "reference": other.key, "reference_method": other.job.method,
@@ -109,15 +107,13 @@ def compare(record: Record, other: Record) -> Gate:
             return Gate("untested", "far-reference", f"within {here}, but that is too far to tell", evidence)
         text = f"{len(distances)} logged losses within {here} ({allowed:.1%} allowed)"
         return Gate("tolerance", "", text, evidence)
-    if record.losses[0] - record.losses[-1] < LEAST_LEARNED * fall and fall >= LEAST_TELLING_FALL * other.losses[0]:
-        text = f"it learns nothing: its loss goes from {record.losses[0]:.4g} to {record.losses[-1]:.4g}, {name} fell"
-        return Gate("failed", "no-learning", f"{text} by {fall:.3g}", evidence)
-    step = (worst + 1) * record.interval_steps
-    text = (
-        f"loss {record.losses[worst]:.4g} instead of {other.losses[worst]:.4g} at step {step}: off by {here}"
-        f" ({allowed:.1%} allowed)"
-    )
-    if fall < LEAST_TELLING_FALL * other.losses[0]:
+    is_telling = fall >= LEAST_TELLING_FALL * theirs[0]
+    if is_telling and ours[0] - ours[-1] < LEAST_LEARNED * fall:
+        text = f"it learns nothing: its loss goes from {ours[0]:.4g} to {ours[-1]:.4g}, {name} fell by {fall:.3g}"
+        return Gate("failed", "no-learning", text, evidence)
+    at = f"{ours[worst]:.4g} instead of {theirs[worst]:.4g} at step {(worst + 1) * record.interval_steps}"
+    text = f"loss {at}: off by {here} ({allowed:.1%} allowed)"
+    if not is_telling:
         return Gate("untested", "weak-reference", f"{text}, which hardly learned itself", evidence)
     return Gate("failed", "loss", text, evidence)
 
@@ -133,7 +129,8 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
             text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)
     for peer, verdict in judged:
-        if peer.job.method != record.job.method and _is_size(record, peer) and _is_trusted(peer, verdict, judged):
+        is_size = _is_comparable(record, peer) and not _doublings(record, peer)
+        if peer.job.method != record.job.method and is_size and _is_trusted(peer, verdict, judged):
             gate = compare(record, peer)
             if not gate.passed:
                 return gate
@@ -161,10 +158,6 @@ def _is_twin(record: Record, other: Record) -> bool:
     """The same method and options, at another depth at most."""
     same = (record.job.method, record.job.options) == (other.job.method, other.job.options)
     return same and _is_comparable(record, other)
-
-
-def _is_size(record: Record, other: Record) -> bool:
-    return _is_comparable(record, other) and not _doublings(record, other)
 
 
 def _is_comparable(record: Record, other: Record) -> bool:

@@ -36,7 +36,6 @@ OWN_END = re.compile(
     r"^ended as ([a-z-]{2,20}) at ([a-z]{2,20}(?: \d{1,9})?), after (\d{1,9}) of \d{1,9} steps(?:: (.*))?$"
 )
 EXACT_PARAMETERS = re.compile(r"number of parameters on \([^:]{1,80}: (\d{1,18})\s*$")
-PARAMETERS_BILLION = re.compile(rf"(?:total parameters|model parallel rank 0) +{NUMBER} B")
 PADDED_VOCABULARY = re.compile(r"\(new size: (\d{1,9})\)")
 ITERATION = re.compile(r"^\s*iteration +(\d{1,12})/ *(\d{1,12}) \|(.*)$")
 ITERATION_FIELDS = frozenset((
@@ -45,9 +44,12 @@ ITERATION_FIELDS = frozenset((
     "throughput per GPU (TFLOP/s/GPU)",
 ))  # fmt: skip
 FIELD = re.compile(rf"([a-z][A-Za-z0-9/ ()-]*): +{NUMBER}")
-INTERVAL_SPEED = re.compile(rf"SamplesPerSecond: {NUMBER}")
-CUMULATIVE_SPEED = re.compile(rf"SamplesPerSec={NUMBER}")
-TERA_FLOPS = re.compile(rf"Effective Tera Flops per GPU: {NUMBER}")
+METRICS = {  # by field of RawLog
+    "parameters_billion": re.compile(rf"(?:total parameters|model parallel rank 0) +{NUMBER} B"),
+    "interval_speeds": re.compile(rf"SamplesPerSecond: {NUMBER}"),
+    "cumulative_speeds": re.compile(rf"SamplesPerSec={NUMBER}"),
+    "tera_flops": re.compile(rf"Effective Tera Flops per GPU: {NUMBER}"),
+}
 MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
 EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
@@ -72,6 +74,9 @@ ENDS = (
     ("crash", re.compile(r"^(?:[\w.]*(?:Error|Exception)|AssertionError)\b.*|\bline \d+: +\d+ (?:Segmentation fault|"
                          r"Aborted|Bus error|Illegal instruction).*|exits with return code = -?[1-9]\d*"), ""),
 )  # fmt: skip
+
+
+LITERALS = {"True": True, "False": False, "None": None}
 
 
 class NotALog(ValueError):
@@ -110,10 +115,6 @@ class RawLog:
     exit_iteration: int | None = None
     ends: dict[int, str] = field(default_factory=dict)  # by place in ENDS: the line's telling part
 
-    @property
-    def has_lines(self) -> bool:
-        return bool(self.arguments or self.own or self.parameters or self.intervals or self.ends)
-
 
 def read(path: Path) -> RawLog:
     """Raises NotALog unless the name and some line are a training log's; OSError where it cannot be read."""
@@ -129,7 +130,7 @@ def read(path: Path) -> RawLog:
     log.sha256 = digest.hexdigest()
     if max(len(log.intervals), len(log.timers_ms), len(log.interval_speeds), len(log.cumulative_speeds)) > MOST_METRICS:
         raise NotALog(f"more than {MOST_METRICS} of its lines are metrics of one kind")
-    if not log.has_lines:
+    if not (log.arguments or log.own or log.parameters or log.intervals or log.ends):
         raise NotALog("not one of its lines is a training log's")
     return log
 
@@ -154,10 +155,8 @@ def _take(log: RawLog, line: str) -> None:
     elif match := MEMORY.search(line):
         log.memory_mb.update(_fields(match[1]))
     elif match := OWN_HEADER.match(line):
-        options, workload = _pairs(r"'(\w+)': ([^,}]+)", match[2]), _pairs(r"(\w+)=([^,]+)", match[5])
-        log.own = {
-            "method": match[1], "options": options, "steps": int(match[3]), "device": match[4], "workload": workload,
-        }  # fmt: skip
+        log.own = {"method": match[1], "steps": int(match[3]), "device": match[4]}
+        log.own |= {"options": _pairs(r"'(\w+)': ([^,}]+)", match[2]), "workload": _pairs(r"(\w+)=([^,]+)", match[5])}
     elif match := OWN_END.match(line):
         log.own_end = (match[1], match[2], int(match[3]), clean(match[4] or "", 1000))
     else:
@@ -168,22 +167,18 @@ def _take_number(log: RawLog, line: str) -> None:
     """Take single values; several may share a line where two processes wrote at once."""
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
-    for pattern, values in (
-        (PARAMETERS_BILLION, log.parameters_billion),
-        (INTERVAL_SPEED, log.interval_speeds),
-        (CUMULATIVE_SPEED, log.cumulative_speeds),
-        (TERA_FLOPS, log.tera_flops),
-    ):
+    for name, pattern in METRICS.items():
         if (match := pattern.search(line)) and (value := number(match[1])) is not None and math.isfinite(value):
-            values.append(value)
+            getattr(log, name).append(value)
     if "padded vocab" in line and (match := PADDED_VOCABULARY.search(line)):
         log.vocab_size = int(match[1])
     if match := EXIT.search(line):
         log.exit_iteration = int(match[1])
     if any(sign in line for sign in END_SIGNS):
-        told = ((place, pattern.search(line)) for place, (_, pattern, _) in enumerate(ENDS))
-        if found := next(((place, match) for place, match in told if match), None):
-            log.ends.setdefault(found[0], clean(found[1][0]))
+        for place, (_, pattern, _) in enumerate(ENDS):
+            if match := pattern.search(line):
+                log.ends.setdefault(place, clean(match[0]))
+                break
 
 
 def _interval(iteration: int, total: int, rest: str) -> Interval:
@@ -209,12 +204,9 @@ def _pairs(pattern: str, text: str) -> dict[str, Any]:
 
 def scalar(text: str) -> Any:
     """A Python literal of one word: a number, True, False, None, or a text in quotes."""
-    words = {"True": True, "False": False, "None": None}
-    if text in words:
-        return words[text]
-    if re.fullmatch(r"[-+]?\d{1,18}", text):
-        return int(text)
-    value = number(text)
+    if text in LITERALS:
+        return LITERALS[text]
+    value = int(text) if re.fullmatch(r"[-+]?\d{1,18}", text) else number(text)
     return text.strip("'\"") if value is None else value
 
 

@@ -6,7 +6,6 @@ workload's unlogged fields under `unsaid`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import statistics
@@ -67,11 +66,11 @@ def to_record(log: RawLog, name: str) -> Record:
 def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
     """The numbers of the log, as it prints them."""
     kind = "cumulative" if log.cumulative_speeds else "interval"
+    columns = {"iterations": "iteration", "elapsed_ms": "elapsed_ms", "lm_loss": "loss", "grad_norm": "grad_norm"}
     return {
         "log": name, "log_sha256": log.sha256, "named_window": log.name["window"],
         "arguments": {word: text for word, text in log.arguments.items() if word != "data_path"},
-        "iterations": [each.iteration for each in intervals], "elapsed_ms": [each.elapsed_ms for each in intervals],
-        "lm_loss": [each.loss for each in intervals], "grad_norm": [each.grad_norm for each in intervals],
+        **{name: [getattr(each, field) for each in intervals] for name, field in columns.items()},
         "samples_per_second": getattr(log, f"{kind}_speeds"), "samples_per_second_is": SPEEDS[kind],
         "tera_flops": log.tera_flops, "memory_mb": log.memory_mb, "timers_ms": log.timers_ms,
     }  # fmt: skip
@@ -94,22 +93,16 @@ def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
     """The workload, and the names of its unlogged fields."""
     sizes = {size: log.name[size] for size in ("num_layers", "hidden_size", "batch_size")}
     stated = {name: value for name, value in log.own.get("workload", {}).items() if name not in sizes}
-    for argument, name in FIELDS.items():
-        if argument in log.arguments:
-            stated[name] = scalar(log.arguments[argument])
+    stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
     if log.vocab_size:
         stated["vocab_size"] = log.vocab_size
     if "data_path" in log.arguments:  # without folders, which name a stranger's machine
         stated["corpus"] = re.split(r"[/\\]", log.arguments["data_path"].strip("[]'\" "))[-1]
     if "params_dtype" in log.arguments:
         stated["dtype"] = PRECISIONS.get(log.arguments["params_dtype"], log.arguments["params_dtype"])
-    fields = {field.name: field.default for field in dataclasses.fields(Workload)}
-    legible = {}
-    for name, value in stated.items():
-        if name in fields and _is_like(value, fields[name]):
-            legible[name] = value
-        else:
-            doubts.append(f"{name} is illegible: {str(value)[:60]}")
+    fields = vars(Workload())
+    legible = {name: value for name, value in stated.items() if name in fields and _is_like(value, fields[name])}
+    doubts += [f"{name} is illegible: {str(value)[:60]}" for name, value in stated.items() if name not in legible]
     try:
         return Workload(**sizes, **legible), sorted(fields.keys() - legible.keys() - sizes.keys())
     except ValueError as error:
@@ -135,10 +128,8 @@ def _options(log: RawLog) -> dict[str, Any]:
 
 
 def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int]:
-    """The logged intervals in order, the steps of one, and the number of steps asked for.
-
-    Lines that fit no schedule are left out; of repeated ones the last counts.
-    """
+    """The logged intervals in order, the steps of one, and the number of steps asked for. Lines that fit no schedule
+    are left out; of repeated ones the last counts."""
     totals = Counter(each.total for each in log.intervals)
     total = max(totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters")))
     steps = log.own.get("steps") or total or 1
@@ -168,7 +159,7 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
         if status in STATUSES and (status != "ok" or done == steps):
             return status, phase, reason, {}
     last = intervals[-1].iteration if intervals else 0
-    told = [(place, text) for place, text in sorted(log.ends.items())]
+    told = sorted(log.ends.items())
     evidence: dict[str, Any] = {"ends": [text for _, text in told]} if told else {}
     if last and (last == steps or (log.exit_iteration or 0) >= steps):
         return "ok", "done", "", evidence
@@ -178,21 +169,17 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
         return "interrupted", phase, f"the log ends {where} without a reason", evidence
     place, text = told[0]
     status, _, meaning = ENDS[place]
-    if meaning:
-        evidence["meaning"] = meaning
-    return status, phase, f"{where}: {text}" + (f" ({meaning})" if meaning else ""), evidence
+    if not meaning:
+        return status, phase, f"{where}: {text}", evidence
+    return status, phase, f"{where}: {text} ({meaning})", {**evidence, "meaning": meaning}
 
 
 def _parameters(log: RawLog, workload: Workload) -> dict[str, Any]:
     """The logged counts of parameters, and `other_parameters` where they are not the workload's."""
     billions = [each for each in log.parameters_billion if each]
     stated = {"parameters": log.parameters, "parameters_billion": sorted(set(billions))}
-    agree = (
-        workload.num_params in log.parameters
-        if log.parameters
-        else not billions or any(abs(each - workload.num_params / 1e9) < 6e-4 for each in billions)
-    )
-    if agree:
+    is_near = any(abs(each - workload.num_params / 1e9) < 6e-4 for each in billions)
+    if workload.num_params in log.parameters or (not log.parameters and (is_near or not billions)):
         return stated
     counted = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
     sizes = f"{workload.num_layers} layers of {workload.hidden_size} have {workload.num_params}"

@@ -35,15 +35,11 @@ class Group:
 
     def limit_bytes(self) -> int | None:
         """The least limit that holds here; None where there is none."""
-        limits = []
-        for folder in self.lineage():
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                limits.append(int((folder / LIMIT[self.version]).read_text()))
-        return min(limits, default=None)
+        limits = [_read(folder / LIMIT[self.version]).strip() for folder in self.lineage()]
+        return min((int(limit) for limit in limits if limit.isdigit()), default=None)  # or "max"
 
     def oom_kills(self) -> int:
-        """Processes of this group that the kernel killed for want of memory; 0 if it does not count."""
-        return _oom_kills(self.folder / KILLS[self.version])
+        return oom_kills(self.folder / KILLS[self.version])
 
     def enter(self, pid: int) -> None:
         (self.folder / "cgroup.procs").write_text(str(pid))
@@ -70,11 +66,8 @@ class Group:
 
 def current(process: Path = Path("/proc/self")) -> Group | None:
     """The memory group of a process, by its entries `cgroup` and `mountinfo` in /proc; None without cgroups."""
-    try:
-        groups = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
-    except OSError:
-        return None
+    groups = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
+    mounts = [line.split() for line in _read(process / "mountinfo").splitlines()]
     # A machine may have both trees: then memory is in the older one, which names it.
     own = [(1, path) for _, controllers, path in groups if "memory" in controllers.split(",")]
     own = own or [(2, path) for number, _, path in groups if number == "0"]
@@ -95,7 +88,7 @@ def make(limit_bytes: int) -> Group | None:
     if here is None:
         return None
     for parent in here.lineage():
-        if here.version == 2 and not _hands_memory_down(parent):
+        if here.version == 2 and "memory" not in _read(parent / "cgroup.subtree_control").split():
             continue  # v2: a group with processes in it hands nothing down
         _remove_groups_of_the_dead(parent)
         group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", here.top, here.version)
@@ -112,23 +105,18 @@ def make(limit_bytes: int) -> Group | None:
     return None
 
 
-def system_oom_kills() -> int:
-    """Processes of the whole machine that the kernel killed for want of memory; 0 if it does not count."""
-    return _oom_kills(Path("/proc/vmstat"))
+def oom_kills(counts: Path = Path("/proc/vmstat")) -> int:
+    """Processes of the whole machine, or of a group, that the kernel killed for want of memory; 0 if it does not
+    count."""
+    lines = _read(counts).splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _oom_kills(counts: Path) -> int:
+def _read(file: Path) -> str:
+    """A file of the kernel's; empty where there is none."""
     with contextlib.suppress(OSError):
-        lines = counts.read_text().splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-    return 0
-
-
-def _hands_memory_down(folder: Path) -> bool:
-    try:
-        return "memory" in (folder / "cgroup.subtree_control").read_text().split()
-    except OSError:
-        return False
+        return file.read_text()
+    return ""
 
 
 def _remove_groups_of_the_dead(parent: Path) -> None:

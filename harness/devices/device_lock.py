@@ -23,7 +23,9 @@ from harness.devices import machine
 @contextlib.contextmanager
 def turn(job: Job, report: Callable[[dict[str, Any]], None]) -> Iterator[int]:
     """Hold the job's device; a waiting call reports which process holds it. Yields the lock's descriptor."""
-    path = lock_path(job.device)
+    # Each GPU has a lock; all devices that compute on the CPU share one.
+    name = machine.gpu().get("gpu_uuid", "0") if job.device == "cuda" else "cpu"
+    path = Path(tempfile.gettempdir()) / f"harness-{name}.lock"
     handle = _open(path)
     try:
         try:
@@ -39,12 +41,6 @@ def turn(job: Job, report: Callable[[dict[str, Any]], None]) -> Iterator[int]:
     finally:
         fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that inherited it
         os.close(handle)
-
-
-def lock_path(device: str) -> Path:
-    """Each GPU has a lock; all devices that compute on the CPU share one."""
-    name = machine.gpu().get("gpu_uuid", "0") if device == "cuda" else "cpu"
-    return Path(tempfile.gettempdir()) / f"harness-{name}.lock"
 
 
 def holder(path: Path) -> str:

@@ -17,7 +17,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,6 +27,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from harness.devices.streams import STREAMS, CpuStreams
 
 NAME = "sim"
 ROUNDING = {"device": 512, "host": 1}  # the CUDA caching allocator's smallest unit
@@ -41,10 +44,8 @@ class Booked(NamedTuple):
 
 
 class Tracker:
-    """Books allocations while it is active, in this thread and in those of every ThreadPoolExecutor.
-
-    Raises torch.OutOfMemoryError beyond a budget, in bytes; None is no budget.
-    """
+    """Books allocations while it is active, in this thread and in those of every ThreadPoolExecutor. Raises
+    torch.OutOfMemoryError beyond a budget, in bytes; None is no budget."""
 
     def __init__(self, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
         name_device()
@@ -56,7 +57,7 @@ class Tracker:
         # A storage may die at any time, also while the lock is held: its bytes wait here.
         self._dead: deque[Booked] = deque()
         self._lock = threading.Lock()
-        self._thread = threading.local()
+        self.thread = threading.local()  # `inside` an operation; `to_host`: what it makes lies there
         self._entered = ExitStack()
 
     def __enter__(self) -> Tracker:
@@ -68,33 +69,26 @@ class Tracker:
     def __exit__(self, *exc: object) -> None:
         self._entered.close()
 
-    @contextmanager
-    def in_thread(self) -> Iterator[None]:
+    def in_thread(self) -> AbstractContextManager:
         """Book this thread's allocations, too: modes belong to a thread."""
-        with _Booking(self):
-            yield
+        return _Booking(self)
 
     def stats(self) -> dict[str, int]:
         """Bytes in use and their peaks. Page-locked memory counts as the host's."""
         with self._lock:
             self._bury()
-            found = {"pinned_allocated": 0, "pinned_peak": 0}
-            for memory in ROUNDING:
-                found |= {f"{memory}_allocated": self.in_use[memory], f"{memory}_peak": self.peaks[memory]}
-            return found
-
-    def reset_peaks(self) -> None:
-        with self._lock:
-            self._bury()
-            self.peaks = dict(self.in_use)
+            used = {f"{memory}_allocated": num_bytes for memory, num_bytes in self.in_use.items()}
+            peaks = {f"{memory}_peak": num_bytes for memory, num_bytes in self.peaks.items()}
+            return used | peaks | {"pinned_allocated": 0, "pinned_peak": 0}
 
     def lift(self) -> None:
         """Training is over: budgets no longer bind, and peaks stay."""
-        with self._lock:
-            self._is_lifted = True
+        self._is_lifted = True
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call one operation and book what it made."""
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0.5  # of a tensor without bytes
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         asked = kwargs.get("device")
         to_device = asked is not None and asked.type == NAME
@@ -102,32 +96,24 @@ class Tracker:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
         # A request for the CPU does not count: autograd makes it, too, for what it takes to be the CPU's tensors.
-        to_host = getattr(self._thread, "to_host", False)
+        to_host = getattr(self.thread, "to_host", False)
         on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
-        self._thread.inside = True
+        self.thread.inside = True
         try:
             result = func(*args, **kwargs)
         finally:
-            self._thread.inside = False
+            self.thread.inside = False
         for tensor in _tensors(result):
             if not tensor.is_meta:
                 self._book(tensor.untyped_storage(), inputs, "device" if on_device else "host")
         return result
 
-    @contextmanager
-    def homeward(self, to_host: bool) -> Iterator[None]:
-        """This thread's operations make tensors on the host, whatever they read."""
-        self._thread.to_host = to_host
-        try:
-            yield
-        finally:
-            self._thread.to_host = False
-
-    def device_of(self, tensor: Tensor, actual: torch.device) -> torch.device:
-        """Where a tensor is, as told to everybody but to the operation that runs on it."""
-        if getattr(self._thread, "inside", False) or actual.type == "meta":
-            return actual
-        return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else actual
+    def device_of(self, actual: Any, tensor: Tensor) -> torch.device:
+        """Where a tensor is, as told to everybody but to the operation that runs on it. `actual`: torch's property."""
+        device: torch.device = actual.__get__(tensor)
+        if getattr(self.thread, "inside", False) or device.type == "meta":
+            return device
+        return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else device
 
     def _memory_of(self, key: int) -> str:
         """The host for storages made before the tracker or outside of torch's allocator."""
@@ -146,8 +132,9 @@ class Tracker:
         with self._lock:
             self._bury()
             self._charge(memory, num_bytes - (before.num_bytes if before else 0))
-            watch = before.storage if before else weakref.ref(storage, lambda _, key=key: self._end(key))  # type: ignore[misc]
-            self._booked[key] = Booked(memory, num_bytes, watch)
+            booked, dead = self._booked, self._dead
+            watch = before.storage if before else weakref.ref(storage, lambda _: dead.append(booked.pop(key)))
+            booked[key] = Booked(memory, num_bytes, watch)
 
     def _charge(self, memory: str, num_bytes: int) -> None:
         in_use, budget = self.in_use[memory], None if self._is_lifted else self.budgets[memory]
@@ -159,9 +146,6 @@ class Tracker:
         if not self._is_lifted:
             self.peaks[memory] = max(self.peaks[memory], self.in_use[memory])
 
-    def _end(self, key: int) -> None:
-        self._dead.append(self._booked.pop(key))
-
     def _bury(self) -> None:
         while self._dead:
             dead = self._dead.popleft()
@@ -170,7 +154,7 @@ class Tracker:
     def _patches(self) -> Iterator[Any]:
         """For what a mode does not see: a tensor's device, a resized storage, other threads."""
         for cls in (Tensor, FakeTensor):
-            yield mock.patch.object(cls, "device", _device_property(self, cls.device))
+            yield mock.patch.object(cls, "device", property(partial(self.device_of, cls.device)))
         yield mock.patch.object(Tensor, "to", _to(self, Tensor.to))
         yield mock.patch.object(Tensor, "cpu", lambda tensor: tensor.to("cpu"))
         yield mock.patch.object(torch, "tensor", _tensor(torch.tensor))
@@ -213,20 +197,20 @@ def name_device() -> None:
         module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
         module.is_available = lambda: False  # to be an accelerator: streams, graphs
         torch._register_device_module(NAME, module)
+        STREAMS[NAME] = CpuStreams()
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _device_property(tracker: Tracker, actual: Any) -> property:
-    return property(lambda tensor: tracker.device_of(tensor, actual.__get__(tensor)))
-
-
 def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.tensor makes a tensor on the CPU, and a backend moves it."""
+    """torch.tensor makes a tensor on the CPU, and a backend moves it. Of a list of FakeTensors it makes none."""
 
     def made(data: Any, **kwargs: Any) -> Tensor:
+        inner = data[0] if isinstance(data, list) and len(data) == 1 else data
+        if isinstance(inner, list) and inner and isinstance(inner[0], FakeTensor):
+            return torch.stack(inner)
         device, requires_grad = kwargs.pop("device", None), kwargs.pop("requires_grad", False)
         made_here = tensor(data, **kwargs)
         if device is not None and torch.device(device).type != "cpu":  # the one device there is, whatever its name
@@ -250,7 +234,11 @@ def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if goal == tensor.device.type:
             return to(tensor, CPU, *args[1:], **options)
         # A device of no number would be asked for its current one, which only a backend could tell.
-        with tracker.homeward(goal == "cpu"):
-            return to(tensor, CPU if goal == "cpu" else torch.device(NAME, 0), *args[1:], **{**options, "copy": True})
+        there = CPU if goal == "cpu" else torch.device(NAME, 0)
+        tracker.thread.to_host = goal == "cpu"
+        try:
+            return to(tensor, there, *args[1:], **{**options, "copy": True})
+        finally:
+            tracker.thread.to_host = False
 
     return moved

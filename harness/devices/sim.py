@@ -23,7 +23,7 @@ from harness.devices import machine
 STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
 UNLIMITED = 2**63
 
-_started: Any = None  # in this process: Compiled or Tracker
+started: Any = None  # in this process: Compiled or Tracker
 
 
 @functools.cache
@@ -53,90 +53,51 @@ def build() -> None:
 class Compiled:
     """sim.cpp, started: `sim` is a device of this process's torch."""
 
-    def __init__(self, budgets: list[int | None], link_bytes_per_second: float) -> None:
+    def __init__(self, budget: Budget, pinned_bytes: int | None) -> None:
         import torch
 
         torch.utils.rename_privateuse1_backend("sim")
         self.library = ctypes.CDLL(str(library().path))
-        limits = (ctypes.c_size_t(UNLIMITED if budget is None else budget) for budget in budgets)
-        self.library.sim_start(*limits, ctypes.c_double(link_bytes_per_second))
+        limits = (ctypes.c_size_t(size or UNLIMITED) for size in (budget.device_bytes, budget.host_bytes, pinned_bytes))
+        self.library.sim_start(*limits, ctypes.c_double(budget.link_bytes_per_second or 0.0))
+        self.reset_peaks, self.lift = self.library.sim_reset_peaks, self.library.sim_lift
         torch._register_device_module("sim", _module(self))
 
     def stats(self) -> dict[str, int]:
+        """Bytes in use and their peaks, by memory: device, host (page-locked included), pinned."""
         numbers = (ctypes.c_size_t * len(STATS))()
         self.library.sim_stats(numbers)
         return dict(zip(STATS, numbers, strict=True))
 
-    def reset_peaks(self) -> None:
-        self.library.sim_reset_peaks()
 
-    def lift(self) -> None:
-        self.library.sim_lift()
-
-
-def start(
-    device_bytes: int | None = None,
-    host_bytes: int | None = None,
-    pinned_bytes: int | None = None,
-    link_bytes_per_second: float | None = None,
-) -> None:
-    """Make `sim` a device of this process's torch; None is no budget, and a link that takes no time.
-
-    From here on torch's allocations count, and torch.OutOfMemoryError is raised beyond a budget.
-    """
-    global _started
+def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
+    """Make `sim` a device of this process's torch; returns what enforces each budget. None is no limit, and a link that
+    takes no time. From here on torch's allocations count, and torch.OutOfMemoryError is raised beyond a budget."""
+    global started
     if is_built():
-        _started = Compiled([device_bytes, host_bytes, pinned_bytes], link_bytes_per_second or 0.0)
-    elif link_bytes_per_second:
+        started, by = Compiled(budget, pinned_bytes), "sim's allocators"
+    elif budget.link_bytes_per_second:
         raise Unavailable("a simulated link needs the compiled device sim: apt-get install g++")
     else:
         from harness.devices.memory_account import Tracker
 
-        _started = Tracker(device_bytes, host_bytes)
-        _started.__enter__()
-
-
-def stats() -> dict[str, int]:
-    """Bytes in use and their peaks, by memory: device, host (page-locked included), pinned."""
-    return _started.stats()
-
-
-def reset_peaks() -> None:
-    _started.reset_peaks()
-
-
-def lift() -> None:
-    """Training is over: budgets no longer bind, and peaks stay."""
-    if _started is not None:
-        _started.lift()
-
-
-def enforce(budget: Budget) -> dict[str, str]:
-    """Start the device of a run; returns what enforces each budget."""
-    start(budget.device_bytes, budget.host_bytes, None, budget.link_bytes_per_second)
-    by = "sim's allocators" if isinstance(_started, Compiled) else "sim's account in Python"
+        started, by = Tracker(budget.device_bytes, budget.host_bytes), "sim's account in Python"
+        started.__enter__()
     return {"device": by, "host": f"{by}: tensors alone"}
 
 
 def peaks() -> dict[str, int]:
     """A run's peaks by their names in a record; empty before the device is started."""
-    if _started is None:
-        return {}
-    now = _started.stats()
     names = {"device_allocated": "device_peak", "host_accounted": "host_peak", "host_pinned": "pinned_peak"}
-    return {name: now[stat] for name, stat in names.items()}
+    return {name: started.stats()[stat] for name, stat in names.items()} if started else {}
 
 
 def _module(sim: Compiled) -> types.ModuleType:
     """torch.sim, with the functions that torch and the engines call."""
     import torch
 
-    class Stream(torch.Stream):
-        def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
-            return super().__new__(cls, device="sim", priority=priority, **kwargs)
-
     module: Any = types.ModuleType("torch.sim")
-    module.Stream, module.Event = Stream, functools.partial(torch.Event, "sim")
+    module.Stream, module.Event = functools.partial(torch.Stream, device="sim"), functools.partial(torch.Event, "sim")
     module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
     module.is_initialized, module.set_device = lambda: True, lambda device: None
     computes = torch._C._autograd.DeviceType.PrivateUse1.value

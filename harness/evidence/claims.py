@@ -24,7 +24,7 @@ FOLDER = method.ROOT / "claims"
 PAPER_MACHINE = "v100-vm"
 MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim holds
 CASES = range(1, 7)  # cases/caseN.py
-AXES = ("num_layers", "window_size")
+AXES = ("num_layers", "window_size")  # along which a shape is claimed
 EXTREMES = ("largest", "smallest")  # of the windows measured
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 
@@ -42,6 +42,15 @@ def one_of(choices: Collection) -> AfterValidator:
     return expect(f"one of {', '.join(map(str, choices))}", choices.__contains__)
 
 
+def has_one_of(*names: str) -> Any:
+    def check(expected: Any) -> Any:
+        if sum(getattr(expected, name) is not None for name in names) != 1:
+            raise ValueError(f"expected one of {', '.join(names)}")
+        return expected
+
+    return model_validator(mode="after")(check)
+
+
 def _count(value: Any, or_else: str = "") -> int:
     """Digits alone: int() takes 1_000 and +1, too."""
     if not re.fullmatch("[1-9][0-9]{0,8}", str(value)):
@@ -50,14 +59,13 @@ def _count(value: Any, or_else: str = "") -> int:
 
 
 def _window(value: Any) -> Any:
-    return value if value is None or value in EXTREMES else _count(value, f", {' or '.join(EXTREMES)}")
+    return value if value in (None, *EXTREMES) else _count(value, f", {' or '.join(EXTREMES)}")
 
 
 Text = Annotated[str, expect("text", str.strip), AfterValidator(lambda text: " ".join(text.split()))]
 Count = Annotated[int, BeforeValidator(_count)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
-Axis = Annotated[str, one_of(AXES)]
 ASCENDING = expect("a range [low, high] with low < high", lambda pair: pair[0] < pair[1])
 STRICT = ConfigDict(extra="forbid")
 
@@ -111,10 +119,7 @@ class Ratio:
     at_least: Positive | None = None
     at_most: Positive | None = None
     within: Annotated[tuple[Positive, Positive], ASCENDING] | None = None
-
-    @model_validator(mode="after")
-    def _has_one_bound(self) -> Ratio:
-        return _with_one_of(self, "at_least", "at_most", "within")
+    _has_one_bound = has_one_of("at_least", "at_most", "within")
 
     @property
     def named(self) -> tuple[Point, ...]:
@@ -141,13 +146,10 @@ class Shape:
     `num_points` points at the end, from the first of which no larger one gains more than `gain`."""
 
     of: Point
-    against: Axis
+    against: Annotated[str, one_of(AXES)]
     exponent: Annotated[tuple[Finite, Finite], ASCENDING] | None = None
     plateau: Plateau | None = None
-
-    @model_validator(mode="after")
-    def _has_one_shape(self) -> Shape:
-        return _with_one_of(self, "exponent", "plateau")
+    _has_one_shape = has_one_of("exponent", "plateau")
 
     @property
     def named(self) -> tuple[Point, ...]:
@@ -209,7 +211,7 @@ class Claim:
         return f"./run.sh case {self.case} --profile {'demo' if 'any' in self.machines else 'quick'}"
 
 
-COMMON = {"id", "text", "source", "case", "metric", "machines", "xfail"}  # fields beside those of a kind
+COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # fields beside those of a kind
 
 
 def load(folder: Path = FOLDER) -> list[Claim]:
@@ -218,14 +220,14 @@ def load(folder: Path = FOLDER) -> list[Claim]:
     if not paths:
         raise ValueError(f"{folder} holds no claims: expected *.yaml files such as {FOLDER.name}/stronghold.yaml")
     claims: dict[str, Claim] = {}
-    for claim in (claim for path in paths for claim in load_file(path)):
+    for claim in (claim for path in paths for claim in _load_file(path)):
         if claim.id in claims:
             raise ValueError(f"{folder}: claim {claim.id}: the id is taken; try another")
         claims[claim.id] = claim
     return list(claims.values())
 
 
-def load_file(path: Path) -> list[Claim]:
+def _load_file(path: Path) -> list[Claim]:
     try:
         data = yaml.load(path.read_bytes(), Loader=yaml.BaseLoader)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -246,17 +248,12 @@ def _claim(path: Path, number: int, item: Any) -> Claim:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r:.80}")
         own = {key: value for key, value in item.items() if key not in COMMON | {"kind"}}
         known = [field.name for field in dataclasses.fields(KINDS[kind])]
-        if set(own) - set(known):
-            raise ValueError(f"{min(set(own) - set(known))!r}: expected one of the fields {', '.join(known)}")
+        unknown = own.keys() - set(known)
+        if unknown:
+            raise ValueError(f"{min(unknown)!r}: expected one of the fields {', '.join(known)}")
         return checked(Claim, common | {"expected": checked(KINDS[kind], own)})
     except ValueError as error:
         raise ValueError(f"{path}: claim {name}: {' '.join(str(error).split())}") from error
-
-
-def _with_one_of(expected: Any, *names: str) -> Any:
-    if sum(getattr(expected, name) is not None for name in names) != 1:
-        raise ValueError(f"expected one of {', '.join(names)}")
-    return expected
 
 
 def _range_text(least: float, most: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -61,9 +62,18 @@ class PlannedRun:
         references = self.missing if self.is_search else min(1, self.missing)
         return (self.missing + references) * run + references * (num_models - 1) * PROCESS_SECONDS[job.device]
 
-    @property
-    def state(self) -> str:
-        return "recorded" if not self.missing else "left out" if not self.is_taken else f"{self.missing} to run"
+    def to_dict(self) -> dict[str, str]:
+        """A row of the plan's table."""
+        about = "about " if self.is_search or self.is_guess else ""
+        to_run = f"{self.missing} to run" if self.missing else "recorded"
+        return {
+            "case": ", ".join(map(str, self.cases)),
+            "method": self.job.method + "".join(f" {name}={value}" for name, value in self.job.options.items()),
+            "layers": f"{'search, ' if self.is_search else ''}{about}{self.job.workload.num_layers}",
+            "device": gib(self.plan.device_bytes), "host": gib(self.plan.host_bytes),
+            "claims": str(self.num_claims), "minutes": f"{self.seconds / 60:.1f}",
+            "runs": to_run if self.is_taken or not self.missing else "left out",
+        }  # fmt: skip
 
 
 class Campaign:
@@ -76,38 +86,41 @@ class Campaign:
         self.tried: list[tuple[Job, bool]] = []  # attempts of this call; True: a search
         self.finished: list[Record] = []
 
-    def run(self, seconds: float | None = None) -> None:
+    def run(self, seconds: float) -> None:
         """Run what is missing until the time is over."""
-        end = None if seconds is None else time.monotonic() + seconds
+        end = time.monotonic() + seconds
         while True:
-            left = None if end is None else end - time.monotonic()
-            todo = [point for point in self.points(left) if point.missing and point.is_taken and not point.is_guess]
+            points = self.points(end - time.monotonic())
+            todo = [point for point in points if point.missing and point.is_taken and not point.is_guess]
             if not todo:
                 return
             # Searches first, because sizes depend on them; then in turns, so that repeats are spread over time.
-            todo.sort(key=lambda point: (not point.is_search, -point.missing))
+            first = min(todo, key=lambda point: (not point.is_search, -point.missing))
             done = len(self.finished)
-            self._advance(todo[0], {"index": done + 1, "total": done + len(todo)})
+            self._advance(first, {"index": done + 1, "total": done + len(todo)})
 
-    def points(self, seconds: float | None = None) -> list[PlannedRun]:
-        """Every run of the cases, recorded or missing."""
+    def points(self, seconds: float = math.inf) -> list[PlannedRun]:
+        """Every run of the cases, recorded or missing. Taken while there is time: most claims first, then the
+        quickest."""
         found: list[PlannedRun] = []
         for number in self.numbers:
             module = case.load(number)
             records = case.select(number, self.used, list(self.sweep.records.values()))
-            for name in module.SEARCHES:
-                depth = max(1, self.used.largest_planned(name))
+            planned = {name: max(1, self.used.largest_planned(name)) for name in module.SEARCHES}
+            for name, depth in planned.items():
                 self._add(found, number, self.used.probe(name, depth), records, is_search=True)
             known = case.sizes(module.SEARCHES, records)
-            open_ = [name for name in module.SEARCHES if any(p.missing and p.job.method == name for p in found)]
-            guessed = {name: max(1, self.used.largest_planned(name)) for name in open_}
-            certain = module.jobs(self.used, {name: known[name] for name in known if name not in open_})
+            open_ = {point.job.method for point in found if point.missing}
+            guessed = {name: depth for name, depth in planned.items() if name in open_}
+            certain = module.jobs(self.used, {name: depth for name, depth in known.items() if name not in open_})
             for job in certain:
                 self._add(found, number, job, records)
             for job in module.jobs(self.used, {**known, **guessed}):
                 if job not in certain:
                     self._add(found, number, job, records, is_guess=True)
-        self._choose(found, seconds)
+        for point in sorted(found, key=lambda point: (-point.num_claims, point.seconds)):
+            point.is_taken = point.seconds <= seconds
+            seconds -= point.seconds if point.is_taken else 0.0
         return found
 
     def _add(
@@ -128,7 +141,7 @@ class Campaign:
         found.append(PlannedRun([number], resolved, plan, is_search, missing, is_guess, about))
 
     def _missing(self, job: Job, records: list[Record]) -> int:
-        done = [record for record in records if record.key == case.key(job) and record.is_lasting and is_judged(record)]
+        done = [record for record in records if record.key == case.key(job) and record.is_lasting and record.is_judged]
         wanted = self._repeats(job)
         if self.tried.count((job, False)) >= wanted or any(record.status != "ok" for record in done):
             return 0
@@ -143,17 +156,9 @@ class Campaign:
         """0 when both sides of the edge have records; find() decides what else it needs."""
         best, failed = case.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
-        is_done = len(depths) == 2 and depths[1] == depths[0] + 1 and is_judged(best[-1])
+        is_done = len(depths) == 2 and depths[1] == depths[0] + 1 and best[-1].is_judged
         is_tried = any(is_search and tried.method == job.method for tried, is_search in self.tried)
         return 0 if is_done or is_tried else PROBES
-
-    def _choose(self, found: list[PlannedRun], seconds: float | None) -> None:
-        """Take runs while there is time: most claims first, then the quickest."""
-        if seconds is None:
-            return
-        for point in sorted(found, key=lambda point: (-point.num_claims, point.seconds)):
-            point.is_taken = point.seconds <= seconds
-            seconds -= point.seconds if point.is_taken else 0.0
 
     def _advance(self, point: PlannedRun, place: dict[str, Any]) -> None:
         job = point.job
@@ -171,37 +176,14 @@ class Campaign:
         self.finished.append(record)
 
 
-def is_judged(record: Record) -> bool:
-    """False if the harness was killed between the end of the run and its gate: the next attempt only judges it."""
-    return record.status != "ok" or record.gate.verdict != "untested" or bool(record.gate.reason)
-
-
-def plan_rows(points: Sequence[PlannedRun]) -> list[dict[str, str]]:
-    """The plan as a table."""
-    return [
-        {
-            "case": ", ".join(map(str, point.cases)),
-            "method": point.job.method + ("".join(f" {k}={v}" for k, v in point.job.options.items())),
-            "layers": f"{'search, ' * point.is_search}{'about ' * (point.is_search or point.is_guess)}"
-            f"{point.job.workload.num_layers}",
-            "device": gib(point.plan.device_bytes),
-            "host": gib(point.plan.host_bytes),
-            "claims": str(point.num_claims),
-            "minutes": f"{point.seconds / 60:.1f}",
-            "runs": point.state,
-        }
-        for point in points
-    ]
-
-
 def closing_line(points: Sequence[PlannedRun], used: Profile) -> str:
     taken = [point for point in points if point.is_taken]
     left_out = sum(point.missing > 0 and not point.is_taken for point in points)
     minutes = sum(point.seconds for point in taken) / 60
-    most = [max((getattr(p.plan, f"{memory}_bytes") for p in taken), default=0) for memory in ("device", "host")]
+    device, host = (gib(max((getattr(p.plan, f"{of}_bytes") for p in taken), default=0)) for of in ("device", "host"))
     return (
         f"profile {used.name}: {len(points)} points, {sum(point.missing > 0 for point in taken)} to measure, about"
-        f" {minutes:.0f} minutes at a rough rate, at most {gib(most[0])} of device and {gib(most[1])} of host memory"
+        f" {minutes:.0f} minutes at a rough rate, at most {device} of device and {host} of host memory"
         + (f"; {left_out} left out, for time" if left_out else "")
     )
 
@@ -211,10 +193,9 @@ def main(
     out: Path | None, only: str | None, as_json: bool,
 ) -> list[Record]:  # fmt: skip
     """The records of what was run. Raises ValueError for an unknown case, profile or machine."""
-    there = case.numbers()
-    if number not in ("all", *map(str, there), *case.others()):
-        words = ", ".join([*map(str, there), *case.others()])
-        raise ValueError(f"expected a case of {words}, or all of those with a number, got {number!r}")
+    there = [*map(str, case.numbers()), *case.others()]
+    if number not in ("all", *there):
+        raise ValueError(f"expected a case of {', '.join(there)}, or all of those with a number, got {number!r}")
     records = list(read_all(results)[0].values())
     used = case.profile_of(profile, machine, records[-1].machine if only and records else None)
     out = out or results / "figures"
@@ -223,24 +204,24 @@ def main(
     if number in case.others():  # a case that makes its own runs
         with reporter(as_json) as report:
             return case.load(number).main(used, results, out, only, report)
-    numbers = there if number == "all" else [int(number)]
-    used = used if repeats is None else dataclasses.replace(used, repeats=repeats)
-    finished = [] if only else _measure(numbers, used, results, seconds, as_json)
+    numbers = case.numbers() if number == "all" else [int(number)]
+    used = dataclasses.replace(used, repeats=repeats or used.repeats)
+    finished = [] if only else _measure(numbers, used, results, math.inf if seconds is None else seconds, as_json)
     records = list(read_all(results)[0].values())
     for each in numbers:
         _write(each, used, records, out, only, is_one=len(numbers) == 1)
     return finished
 
 
-def _measure(numbers: list[int], used: Profile, results: Path, seconds: float | None, as_json: bool) -> list[Record]:
+def _measure(numbers: list[int], used: Profile, results: Path, seconds: float, as_json: bool) -> list[Record]:
     with reporter(as_json) as report:
         campaign = Campaign(numbers, used, results, report)
         points = campaign.points(seconds)
-        rows = plan_rows(points)
+        rows = [point.to_dict() for point in points]
         if as_json:
             print(json.dumps({"event": "plan", "points": rows}), flush=True)
         else:
-            if len(numbers) > 1 or seconds is not None:
+            if len(numbers) > 1 or seconds < math.inf:
                 print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
             print(closing_line(points, used), flush=True)
         campaign.run(seconds)

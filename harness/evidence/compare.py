@@ -7,19 +7,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.core.job import Workload, gib
+import pandas as pd
+
+from harness.core.job import gib
 from harness.core.record import Record, read_all
-from harness.figures.point import RatioInterval, Row, has_number, machine_of, ratio, row
-
-if TYPE_CHECKING:
-    import pandas as pd
+from harness.figures.point import RatioInterval, machine_of, ratio, row_of
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
 SIMULATED = ("sim", "virtual")  # clocks of simulated devices
 METRIC = "samples_per_second"
-FIELDS = [field.name for field in dataclasses.fields(Workload)]
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
 # Two runs should agree in all of these beside the workload; if none do, the first is dropped first.
 SETTING = ["machine", "budget", "device"]
@@ -62,13 +60,12 @@ def select(text: str, results: Path) -> pd.DataFrame:
     path = Path(text)
     if path.is_file():
         return _repeats([Record.read(path)])
-    if path.is_dir():
-        records = list(read_all(path)[0].values())
-        if not records:
-            raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
+    records = list(read_all(path if path.is_dir() else results)[0].values())
+    if path.is_dir() and records:
         return _repeats(records)
+    if path.is_dir():
+        raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
     name, _, wanted = text.partition(":")
-    records = list(read_all(results)[0].values())
     of_method = [record for record in records if record.job.method == name]
     if not of_method:
         there = ", ".join(sorted({record.job.method for record in records})) or "nothing"
@@ -76,8 +73,15 @@ def select(text: str, results: Path) -> pd.DataFrame:
             f"expected a file, a folder or a method recorded in {results} ({there}), got {text!r}; run it first, or try"
             " another folder with --results"
         )
-    options = _options(wanted)
-    chosen = [record for record in of_method if _has(record, options)]
+    parts = [part.partition("=") for part in wanted.split(",") if part]
+    if not all(option and equals for option, equals, _ in parts):
+        raise ValueError(f"expected METHOD:name=value,name=value, got {wanted!r} after the colon")
+    own = [{**record.job.options, **vars(record.job.workload)} for record in of_method]
+    chosen = [
+        record
+        for record, values in zip(of_method, own, strict=True)
+        if all(option in values and str(values[option]).lower() == value.lower() for option, _, value in parts)
+    ]
     if not chosen:
         there = "; ".join(sorted({_options_text(record) or "no options" for record in of_method}))
         raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
@@ -87,8 +91,6 @@ def select(text: str, results: Path) -> pd.DataFrame:
 def _repeats(records: Iterable[Record]) -> pd.DataFrame:
     """A row for each point (name, workload and setting), the one that was run last at the end. Its `repeats` are the
     records of its newest key; interrupted ones only if there are no others."""
-    import pandas as pd
-
     table = pd.DataFrame([
         {
             "name": f"{record.job.method}:{_options_text(record)}", "workload": record.job.workload,
@@ -144,12 +146,9 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
 
 def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
     """Those that have a throughput; if there are none, the one that was run last, whose end is the reason."""
-    able = points[[_has_throughput(row(METRIC, repeats)) for repeats in points["repeats"]]]
+    rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
+    able = points[[row.valid and row.has_number for row in rows]]
     return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
-
-
-def _has_throughput(one: Row) -> bool:
-    return one.valid and has_number(one)
 
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
@@ -157,9 +156,12 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
     clocks = [records[-1].clock for records in (a, b)]
     if len({clock in SIMULATED for clock in clocks}) > 1:
         return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
-    sides = {"A": row(METRIC, a), "B": row(METRIC, b)}
-    without = [f"{letter} has no throughput: {_reason(one)}" for letter, one in sides.items()
-               if not _has_throughput(one)]  # fmt: skip
+    sides = {"A": row_of(METRIC, a), "B": row_of(METRIC, b)}
+    without = [
+        f"{letter} has no throughput: {'' if row.status == 'ok' else f'ended as {row.status}: '}{row.reason}"
+        for letter, row in sides.items()
+        if not (row.valid and row.has_number)
+    ]
     if without:
         return Comparison(a, b, NONE, "; ".join(without))
     silent = [letter for letter, one in sides.items() if one.scatter is None]
@@ -172,14 +174,18 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
     """What differs in job, machine, software and data, by dotted name."""
-    ours, theirs = _context(a), _context(b)
+    data = a.to_dict(), b.to_dict()
+    return _differing(*(_flat("", {name: each[name] for name in CONTEXT}) for each in data))
+
+
+def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return {name: (ours.get(name), theirs.get(name)) for name in names}
 
 
 def side(repeats: list[Record]) -> dict[str, Any]:
     """One side and its measurement as data."""
-    made, newest = row(METRIC, repeats), repeats[-1]
+    made, newest = row_of(METRIC, repeats), repeats[-1]
     shown = made if made.valid else None
     return {
         "method": made.method, "options": newest.job.options, "num_layers": made.num_layers,
@@ -191,52 +197,40 @@ def side(repeats: list[Record]) -> dict[str, Any]:
 
 
 def show(comparison: Comparison, as_json: bool) -> None:
+    data = comparison.to_dict()
     if as_json:
-        print(json.dumps(comparison.to_dict()))
+        print(json.dumps(data))
         return
-    for letter, repeats in (("A", comparison.a), ("B", comparison.b)):
-        print(f"{letter}: {_side_text(side(repeats))}")
+    print(f"A: {_side_text(data['a'])}\nB: {_side_text(data['b'])}")
     if comparison.ratio is None:
         print(f"{comparison.verdict}: {comparison.why}")
     else:
         print(f"A is {comparison.verdict}: {comparison.ratio.text} times B's samples/s ({comparison.why})")
-    for name, (ours, theirs) in differences(comparison.a[-1], comparison.b[-1]).items():
+    for name, (ours, theirs) in data["differs"].items():
         print(f"  differs: {name}: {_shown(ours)} | {_shown(theirs)}")
 
 
 def _side_text(one: dict[str, Any]) -> str:
     options = "".join(f" {name}={value}" for name, value in one["options"].items())
-    runs = f"{one['num_runs']} run{'s' if one['num_runs'] > 1 else ''}"
-    speed = "no throughput"
-    if one["samples_per_second"]:
-        bounds = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
-        speed = f"{one['samples_per_second']:.4g} samples/s{bounds}"
-    gate = f"gate {one['gate']}: {one['gate_text']}" if one["status"] == "ok" else f"ended as {one['status']}"
-    budget = one["budget"]
+    budget, link = one["budget"], one["budget"]["link_bytes_per_second"]
     sizes = {name: budget[f"{name}_bytes"] for name in ("device", "host", "disk")}
-    limits = [f"{name} {gib(size)}" for name, size in sizes.items() if size]
-    link = [f"link {gib(budget['link_bytes_per_second'])}/s"] if budget["link_bytes_per_second"] else []
-    place = ", ".join([f"on {one['device']}", *limits, *link])
+    limits = [f"on {one['device']}", *(f"{name} {gib(size)}" for name, size in sizes.items() if size)]
+    place = ", ".join([*limits, f"link {gib(link)}/s"] if link else limits)
+    runs = f"{one['num_runs']} run{'s' if one['num_runs'] > 1 else ''}"
+    bounds = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
+    speed = one["samples_per_second"]
+    speed_text = f"{speed:.4g} samples/s{bounds}" if speed else "no throughput"
+    gate = f"gate {one['gate']}: {one['gate_text']}" if one["status"] == "ok" else f"ended as {one['status']}"
     size = f"{one['num_layers']} layers x {one['hidden_size']}"
-    return f"{one['method']}{options}, {size}, {place}: {runs}, {speed}; {gate}"
+    return f"{one['method']}{options}, {size}, {place}: {runs}, {speed_text}; {gate}"
 
 
 def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
     """The fields that differ between the two workloads that are nearest to each other."""
-    loads = [(ours, theirs) for ours in a["workload"] for theirs in b["workload"]]
-    different = [
-        [(name, getattr(ours, name), getattr(theirs, name)) for name in FIELDS
-         if getattr(ours, name) != getattr(theirs, name)]
-        for ours, theirs in loads
-    ]  # fmt: skip
-    told = ", ".join(f"{name} {ours} | {theirs}" for name, ours, theirs in min(different, key=len))
-    nearest = ", of the two nearest" if len(loads) > 1 else ""
+    different = [_differing(vars(ours), vars(theirs)) for ours in a["workload"] for theirs in b["workload"]]
+    told = ", ".join(f"{name} {ours} | {theirs}" for name, (ours, theirs) in min(different, key=len).items())
+    nearest = ", of the two nearest" if len(different) > 1 else ""
     return f"different workloads: {told}{nearest}; run both alike"
-
-
-def _context(record: Record) -> dict[str, Any]:
-    data = record.to_dict()
-    return _flat("", {name: data[name] for name in CONTEXT})
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -247,24 +241,8 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     return {dotted: each for part in inner for dotted, each in part.items()}
 
 
-def _options(text: str) -> dict[str, str]:
-    parts = [part.partition("=") for part in text.split(",") if part]
-    if not all(name and equals for name, equals, _ in parts):
-        raise ValueError(f"expected METHOD:name=value,name=value, got {text!r} after the colon")
-    return {name: value for name, _, value in parts}
-
-
-def _has(record: Record, options: dict[str, str]) -> bool:
-    own = {**record.job.options, **{name: getattr(record.job.workload, name) for name in FIELDS}}
-    return all(name in own and str(own[name]).lower() == value.lower() for name, value in options.items())
-
-
 def _options_text(record: Record) -> str:
     return ",".join(f"{name}={value}" for name, value in sorted(record.job.options.items()))
-
-
-def _reason(one: Row) -> str:
-    return one.reason if one.status == "ok" else f"ended as {one.status}: {one.reason}"
 
 
 def _shown(value: Any) -> str:

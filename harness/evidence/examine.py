@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from harness.core.job import params_text
 from harness.evidence.claims import Expected, Order, Plateau, Ratio, Shape, Value
-from harness.figures.point import CONFIDENCE, RatioInterval, Row, has_interval, ratio
+from harness.figures.point import CONFIDENCE, FigureRow, RatioInterval, ratio
 
 HOLD, BROKEN, OPEN = "hold", "do not hold", "NOT DISTINGUISHABLE"
 
@@ -17,7 +18,7 @@ class Answer(NamedTuple):
     how: str = ""  # how the bounds were obtained
 
 
-def examine(expected: Expected, rows: list[Row]) -> Answer:
+def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
     """`rows` are those that the claim names, in its order, or the series of a shape; each has a number."""
     match expected:
         case Order():
@@ -32,12 +33,12 @@ def examine(expected: Expected, rows: list[Row]) -> Answer:
             return _plateau(expected, expected.plateau, rows) if expected.plateau else _exponent(expected, rows)
 
 
-def value_text(row: Row) -> str:
+def value_text(row: FigureRow) -> str:
     """A row's value with the unit of its metric."""
     if row.value is None:
         return "none"
     if row.metric == "params":
-        return f"{row.value / 1e9:.3f} B" if row.value >= 1e8 else f"{row.value / 1e6:.3g} M"
+        return params_text(int(row.value))
     return f"{row.value:.4g} {'samples/s' if row.metric == 'samples_per_second' else 's'}"
 
 
@@ -51,7 +52,7 @@ def _decide(low: float, high: float, least: float, most: float) -> str:
     return BROKEN if high < least or most < low else OPEN
 
 
-def _order(expected: Order, rows: list[Row]) -> Answer:
+def _order(expected: Order, rows: list[FigureRow]) -> Answer:
     """Each point against each of the next group; a broken pair decides before an open one."""
     by_point = dict(zip(expected.named, rows, strict=True))
     numbers, notes = [], []
@@ -65,16 +66,16 @@ def _order(expected: Order, rows: list[Row]) -> Answer:
     return Answer(next((one for one in (BROKEN, OPEN) if one in numbers), HOLD), seen, shortened(notes))
 
 
-def _value(expected: Value, row: Row) -> Answer:
+def _value(expected: Value, row: FigureRow) -> Answer:
     """By its interval; without one by the value, because the tolerance is itself a margin."""
-    low, high = (row.low, row.high) if has_interval(row) else (row.value, row.value)
+    low, high = (row.low, row.high) if row.has_interval else (row.value, row.value)
     assert low is not None and high is not None and row.value is not None
     least, most = (expected.value * (1 + sign * expected.tolerance) for sign in (-1, 1))
     seen = f"{value_text(row)}, {round(row.value / expected.value - 1, 3) + 0.0:+.1%}"
     return Answer(_decide(low, high, least, most), seen)
 
 
-def _exponent(expected: Shape, rows: list[Row]) -> Answer:
+def _exponent(expected: Shape, rows: list[FigureRow]) -> Answer:
     """Least squares on logarithms, with Student's interval from the residuals."""
     import numpy as np
     from scipy import stats
@@ -91,7 +92,7 @@ def _exponent(expected: Shape, rows: list[Row]) -> Answer:
     return Answer(_decide(low, high, *expected.exponent), seen, f"{len(rows)} points, least squares on logarithms")
 
 
-def _plateau(expected: Shape, plateau: Plateau, rows: list[Row]) -> Answer:
+def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer:
     """By intervals where all rows have them; else by the values, because the allowed gain is itself a margin."""
 
     def flat_from(bound: str) -> int:
@@ -103,7 +104,7 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[Row]) -> Answer:
 
     index = flat_from("value")
     # The plateau is longest if every gain is the least that its interval allows.
-    longest, shortest = (len(rows) - (flat_from(bound) if all(map(has_interval, rows)) else index)
+    longest, shortest = (len(rows) - (flat_from(bound) if all(row.has_interval for row in rows) else index)
                          for bound in ("low", "high"))  # fmt: skip
     numbers = HOLD if shortest >= plateau.num_points else BROKEN if longest < plateau.num_points else OPEN
     place, last = (getattr(rows[at], expected.against) for at in (index, -1))
@@ -115,6 +116,6 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[Row]) -> Answer:
     return Answer(numbers, seen, f"{len(rows)} points of {expected.against}")
 
 
-def _gain(row: Row, later: Row) -> RatioInterval:
+def _gain(row: FigureRow, later: FigureRow) -> RatioInterval:
     """How many times better the later row is; a shorter time is better."""
     return ratio(row, later) if row.metric == "step_seconds" else ratio(later, row)

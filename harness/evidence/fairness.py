@@ -38,9 +38,7 @@ def _version(record: Record) -> str:
 
 def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
     """Each column as a heading, then each answer with the methods that give it: a line has no room for all columns.
-
-    Options are named only where they change a method's answer.
-    """
+    Options are named only where they change a method's answer."""
     import pandas as pd
 
     table = pd.DataFrame(table_rows)

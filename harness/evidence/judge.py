@@ -9,14 +9,14 @@ from typing import Any
 from harness.evidence.claims import PAPER_MACHINE, Claim, Point, Shape
 from harness.evidence.examine import HOLD, OPEN, Answer, examine, shortened
 from harness.figures import profile as scaled
-from harness.figures.point import COUNTED, Row, has_number
+from harness.figures.point import COUNTED, FigureRow
 
 PASS, FAIL, XFAIL, XPASS = "PASS", "FAIL", "XFAIL", "XPASS"
 NOT_TESTED, OTHER_MACHINE = "NOT TESTED", "N/A"
 BAD = (FAIL, XPASS)
 UNTRAINED = "rests on a run that did not train, says the gate"
 NO_RESULT = ("timeout", "unavailable", "interrupted")  # ends of a run that say nothing about a claim
-IsThere = Callable[[Claim, Row], bool]
+IsThere = Callable[[Claim, FigureRow], bool]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Finding:
     note: str = ""
     numbers: str = ""  # what the numbers say by themselves: hold, do not hold, NOT DISTINGUISHABLE
     profile: str = ""
-    rests_on: tuple[Row, ...] = ()
+    rests_on: tuple[FigureRow, ...] = ()
 
     @property
     def is_untrained(self) -> bool:
@@ -45,11 +45,11 @@ class Finding:
         }  # fmt: skip
 
 
-def judge(claim: Claim, tables: dict[str, list[Row]], is_there: IsThere) -> Finding:
+def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> Finding:
     """Judge by the first table, best profile first, whose rows suffice, were measured on a machine of the claim, and
     are final; else by the first that suffices. `is_there`: the row was measured on a machine of the claim."""
     tables = {profile: [row for row in rows if row.metric == claim.metric] for profile, rows in tables.items()}
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[FigureRow]] = {}
     missing = ""
     for profile, rows in tables.items():
         try:
@@ -72,7 +72,7 @@ def judge(claim: Claim, tables: dict[str, list[Row]], is_there: IsThere) -> Find
     return Finding(claim, NOT_TESTED, note=f"{claim.command} ({missing or 'no records'})")
 
 
-def _untrained_point(claim: Claim, tables: dict[str, list[Row]], is_there: IsThere) -> list[Row]:
+def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> list[FigureRow]:
     """The rows of the first point of the claim of which no row trained. Another run of the case would not help: it
     measures no other method at a size that did not train."""
     for rows in tables.values():
@@ -83,12 +83,12 @@ def _untrained_point(claim: Claim, tables: dict[str, list[Row]], is_there: IsThe
     return []
 
 
-def _is_decided(row: Row) -> bool:
+def _is_decided(row: FigureRow) -> bool:
     """False where another run of the case could change the row. Imported logs are incomplete, not failed."""
     return row.status not in NO_RESULT and row.is_judged and row.is_final and row.origin != "imported"
 
 
-def _judge(claim: Claim, profile: str, rows: list[Row]) -> Finding:
+def _judge(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
     ended = [f"{label(row)} ended as {row.status}: {row.reason}" for row in rows if row.status in NO_RESULT]
     unjudged = [f"{label(row)} is not compared with the reference yet" for row in rows if not row.is_judged]
     searched = [label(row) for row in rows if not row.is_final]
@@ -96,9 +96,9 @@ def _judge(claim: Claim, profile: str, rows: list[Row]) -> Finding:
         call = claim.command if ended else scaled.call(claim.case, profile)
         why = (ended or unjudged or [f"search not finished: {shortened(searched)}"])[0]
         return Finding(claim, NOT_TESTED, note=f"{call} ({why})", profile=profile, rests_on=tuple(rows))
-    has_numbers = all(map(has_number, rows))
+    has_numbers = all(row.has_number for row in rows)
     numbers, seen, how = examine(claim.expected, rows) if has_numbers else Answer("", "no number")
-    untrained = [row for row in rows if not row.valid or not has_number(row)]
+    untrained = [row for row in rows if not row.valid or not row.has_number]
     if untrained:  # an expected failure does not excuse a run that did not train
         verdict, note = FAIL, f"{UNTRAINED}: {shortened([_why(row) for row in untrained])}"
     elif numbers == OPEN:
@@ -110,7 +110,7 @@ def _judge(claim: Claim, profile: str, rows: list[Row]) -> Finding:
     return Finding(claim, verdict, seen, note, numbers, profile, tuple(rows))
 
 
-def _choose(claim: Claim, rows: list[Row]) -> list[Row]:
+def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
     """The rows that the claim names, in its order. Raises LookupError for a missing or ambiguous row."""
     expected = claim.expected
     if isinstance(expected, Shape):
@@ -120,7 +120,7 @@ def _choose(claim: Claim, rows: list[Row]) -> list[Row]:
     return [_one(point, rows) for point in expected.named]
 
 
-def _of_one_size(points: Sequence[Point], rows: list[Row]) -> list[Row]:
+def _of_one_size(points: Sequence[Point], rows: list[FigureRow]) -> list[FigureRow]:
     """The rows of the largest size that all points have: speeds of different sizes are not compared."""
     sizes = [{(row.hidden_size, row.num_layers) for row in _matching(point, rows)} for point in points]
     common = set.intersection(*sizes)
@@ -131,7 +131,7 @@ def _of_one_size(points: Sequence[Point], rows: list[Row]) -> list[Row]:
     return [row for row in rows if (row.hidden_size, row.num_layers) == size]
 
 
-def _one(point: Point, rows: list[Row]) -> Row:
+def _one(point: Point, rows: list[FigureRow]) -> FigureRow:
     found = _matching(point, rows)
     if not found:
         raise LookupError(f"no row of {point}")
@@ -142,7 +142,7 @@ def _one(point: Point, rows: list[Row]) -> Row:
     return found[0]
 
 
-def _matching(point: Point, rows: list[Row]) -> list[Row]:
+def _matching(point: Point, rows: list[FigureRow]) -> list[FigureRow]:
     found = [
         row
         for row in rows
@@ -158,7 +158,7 @@ def _matching(point: Point, rows: list[Row]) -> list[Row]:
     return [row for row in found if row.window_size == extreme(windows)] if len(windows) > 1 else []
 
 
-def _series(shape: Shape, rows: list[Row]) -> list[Row]:
+def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
     """One row for each value on the axis, ascending."""
     found = [row for row in _matching(shape.of, rows) if getattr(row, shape.against) is not None]
     found.sort(key=lambda row: getattr(row, shape.against))
@@ -171,7 +171,7 @@ def _series(shape: Shape, rows: list[Row]) -> list[Row]:
     return found
 
 
-def holds_there(claim: Claim, row: Row, is_emulated: bool = False) -> bool:
+def holds_there(claim: Claim, row: FigureRow, is_emulated: bool = False) -> bool:
     """The row was measured on a machine of the claim. A run in the budgets of the paper's machine counts for sizes, not
     for times."""
     if "any" in claim.machines:
@@ -182,11 +182,11 @@ def holds_there(claim: Claim, row: Row, is_emulated: bool = False) -> bool:
     return PAPER_MACHINE in claim.machines and (is_paper or (is_emulated and row.metric in COUNTED))
 
 
-def label(row: Row) -> str:
+def label(row: FigureRow) -> str:
     window = f", window {row.window_size}" if row.window_size is not None else ""
     return f"{row.method}, {row.num_layers} layers{window}" + (f", {row.series}" if row.series else "")
 
 
-def _why(row: Row) -> str:
+def _why(row: FigureRow) -> str:
     ended = f"ended as {row.status}" if row.status != "ok" else ""
     return f"{label(row)} ({': '.join(part for part in (ended, row.reason) if part) or 'no number'})"

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from harness.core.console import print_table
@@ -17,7 +16,7 @@ from harness.evidence.claims import Claim
 from harness.evidence.examine import BROKEN, HOLD, OPEN
 from harness.evidence.judge import Finding
 from harness.figures import case
-from harness.figures.point import Row, machine_of, row
+from harness.figures.point import FigureRow, machine_of, row_of
 
 PROFILES = (
     ("paper", claims.PAPER_MACHINE), ("paper", None), ("quick", None), ("fit", claims.PAPER_MACHINE), ("fit", None),
@@ -31,34 +30,29 @@ NUMBERS_WORDS = {
 PAPER_BUDGET = named_machines.load(claims.PAPER_MACHINE).budget
 
 
-def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[Row]]:
+def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]]:
     """The rows of a case by profile, the nearest to the claims first. Imported logs count only without runs of ours."""
-    tables = {}
     runs = [record for record in records if record.origin == "run"]
-    if runs:
-        for name, on in PROFILES:
-            try:
-                used = case.profile_of(name, on, runs[-1].machine)
-            except (ValueError, KeyError):  # such as the sizes of a GPU on a machine without one
-                continue
-            tables[used.name] = case.measured(number, used, runs)
-    return tables if runs else {IMPORTED: _imported(number, records)}
+    if not runs:
+        return {IMPORTED: _imported(number, records)}
+    return {used.name: case.measured(number, used, runs) for used in case.possible(PROFILES, runs[-1].machine)}
 
 
-def _imported(number: int, records: Sequence[Record]) -> list[Row]:
+def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
     """Imported logs of the points that the original published in this case."""
     rows = []
     for point in case.published(number):
-        found = [record for record in records if record.origin == IMPORTED and _is_at(record, point)]
+        there = (point.method, point.num_layers, point.hidden_size)
+        found = [
+            record
+            for record in records
+            if record.origin == IMPORTED
+            and (record.job.method, record.job.workload.num_layers, record.job.workload.hidden_size) == there
+            and point.window_size in (None, record.job.options.get("window_size"))
+        ]
         if found:
-            rows.append(row(point.metric, [record for record in found if record.key == found[-1].key]))
+            rows.append(row_of(point.metric, [record for record in found if record.key == found[-1].key]))
     return rows
-
-
-def _is_at(record: Record, point: Row) -> bool:
-    load, window = record.job.workload, record.job.options.get("window_size")
-    same = (record.job.method, load.num_layers, load.hidden_size)
-    return same == (point.method, point.num_layers, point.hidden_size) and point.window_size in (None, window)
 
 
 def findings(results: Path, against: str | None, machine: str | None, folder: Path = claims.FOLDER) -> list[Finding]:
@@ -78,12 +72,15 @@ def findings(results: Path, against: str | None, machine: str | None, folder: Pa
             " name it with --results", file=sys.stderr,
         )  # fmt: skip
     emulated = {record.key for record in records if _has_paper_budget(record)}
+
+    def is_there(claim: Claim, row: FigureRow) -> bool:
+        return judge.holds_there(claim, row, bool(row.keys) and emulated.issuperset(row.keys))
+
     tables = {number: rows_of(number, records) for number in {claim.case for claim in told}}
     if machine:  # logs of the original name no machine: take the user's
-        for profiles in tables.values():
-            for profile, rows in profiles.items():
-                profiles[profile] = [row if row.machine else dataclasses.replace(row, machine=machine) for row in rows]
-    return [judge.judge(claim, tables[claim.case], partial(_holds_there, emulated)) for claim in told]
+        for rows in (rows for profiles in tables.values() for rows in profiles.values()):
+            rows[:] = [row if row.machine else dataclasses.replace(row, machine=machine) for row in rows]
+    return [judge.judge(claim, tables[claim.case], is_there) for claim in told]
 
 
 def is_of_logs(found: Sequence[Finding]) -> bool:
@@ -91,25 +88,22 @@ def is_of_logs(found: Sequence[Finding]) -> bool:
     return any(finding.profile == IMPORTED for finding in found)
 
 
-def _holds_there(emulated: set[str], claim: Claim, row: Row) -> bool:
-    return judge.holds_there(claim, row, bool(row.keys) and emulated.issuperset(row.keys))
-
-
 def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
     """The runs of the machine asked for, or of the only one, and all imported logs."""
     there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
         raise ValueError(f"runs of {len(there)} machines are not judged together: --machine takes one of {there}")
-    chosen = [record for record in records if record.origin == IMPORTED or _is_of(record, asked or "")]
+    is_paper = asked == claims.PAPER_MACHINE
+    chosen = [
+        record
+        for record in records
+        if record.origin == IMPORTED
+        or (asked or "").lower() in machine_of(record).lower()
+        or (is_paper and (_has_paper_budget(record) or "v100" in machine_of(record).lower()))
+    ]
     if records and not chosen:
         raise ValueError(f"no record of machine {asked!r}: --machine takes one of {there}, or a part of the name")
     return chosen
-
-
-def _is_of(record: Record, asked: str) -> bool:
-    name = machine_of(record).lower()
-    is_paper = asked == claims.PAPER_MACHINE and (_has_paper_budget(record) or "v100" in name)
-    return is_paper or asked.lower() in name
 
 
 def _has_paper_budget(record: Record) -> bool:
@@ -136,12 +130,11 @@ def show(found: list[Finding], as_json: bool) -> None:
 
 
 def _cells(finding: Finding) -> list[str]:
-    alone = f"\nnumbers by themselves {NUMBERS_WORDS[finding.numbers]}" if finding.numbers else ""
+    is_told = finding.is_untrained and finding.numbers
+    alone = f"\nnumbers by themselves {NUMBERS_WORDS[finding.numbers]}" if is_told else ""
     limits = f"\n{finding.claim.expected.text}" if finding.seen else ""
-    return [
-        finding.claim.id, finding.verdict, finding.seen + (alone if finding.is_untrained else ""),
-        finding.claim.text + limits, _grounds(finding),
-    ]  # fmt: skip
+    said = finding.claim.text + limits
+    return [finding.claim.id, finding.verdict, finding.seen + alone, said, _grounds(finding)]
 
 
 def _grounds(finding: Finding) -> str:
@@ -156,14 +149,9 @@ def _grounds(finding: Finding) -> str:
 
 def closing_lines(found: list[Finding]) -> list[str]:
     """The claims by verdict; those that rest on runs that did not train, by what their numbers alone would say."""
-    groups = {
-        verdict: [one for one in found if one.verdict == verdict and not one.is_untrained] for verdict in VERDICTS
-    }
-    for numbers, alone in NUMBERS_WORDS.items():
-        told = f"FAIL, rests on a run that did not train, whose numbers by themselves {alone}"
-        groups[told] = [one for one in found if one.is_untrained and one.numbers == numbers]
-    return [
-        f"{told}: {len(own)} of {len(found)}: {', '.join(one.claim.id for one in own)}"
-        for told, own in groups.items()
-        if own
-    ]
+    untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
+    groups: dict[str, list[str]] = {told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))}
+    for one in found:
+        alone = untrained.format(NUMBERS_WORDS[one.numbers])
+        groups[alone if one.is_untrained else one.verdict].append(one.claim.id)
+    return [f"{told}: {len(own)} of {len(found)}: {', '.join(own)}" for told, own in groups.items() if own]

@@ -16,32 +16,31 @@ profiles(), shown(), table(), extract() and draw().
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.core import method
 from harness.core.checked_data import checked
 from harness.core.job import Job, Workload
 from harness.core.method import ROOT
-from harness.core.record import Record
+from harness.core.record import Gate, Record
 from harness.devices import machine
 from harness.figures import plot, profile
-from harness.figures.point import Row, machine_of, row
+from harness.figures.point import FigureRow, machine_of, row_of
 from harness.figures.profile import PROBE, Profile
 from harness.jobs.depth_search import Answer, Outcome, Trial
 from harness.jobs.sweep import context
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 FOLDER = ROOT / "cases"
 PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each of the artifact's runs that a figure draws
-COLUMNS = [field.name for field in dataclasses.fields(Row) if field.name != "values"]
+PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
+COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
 
 
 def numbers() -> list[int]:
@@ -58,15 +57,20 @@ def load(number: int | str) -> Any:
 
 
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> Profile:
-    """The named profile, else the default of this machine.
-
-    Memories are those of the named machine `on`, else those in `facts` (of a record), else this machine's.
-    """
+    """The named profile, else the default of this machine. Memories are those of the named machine `on`, else those in
+    `facts` (of a record), else this machine's."""
     if facts is None:
         drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
         facts = {key: value for key, value in machine.facts().items() if key not in drop}
-    methods = dict.fromkeys(name for number in numbers() for name in load(number).SEARCHES)
-    return profile.make(name or profile.default(facts), on, tuple(methods), facts)
+    methods = {name for number in numbers() for name in load(number).SEARCHES}
+    return profile.make(name or ("quick" if "gpu" in facts else "demo"), on, methods, facts)
+
+
+def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) -> Iterator[Profile]:
+    """Of these names and machines the profiles that there are with these facts: no sizes of a GPU without one."""
+    for name, on in wanted:
+        with contextlib.suppress(ValueError, KeyError):
+            yield profile_of(name, on, facts)
 
 
 def profiles(number: int, used: Profile) -> Sequence[Profile]:
@@ -89,9 +93,7 @@ def label(name: str) -> str:
 
 def select(number: int, used: Profile, records: Sequence[Record]) -> list[Record]:
     """The runs of a profile that a case may read, oldest first; of a method only those by its present code, if any.
-
-    Raises ValueError where they are of several machines.
-    """
+    Raises ValueError where they are of several machines."""
     its = profiles(number, used)
     own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
     fresh = {record.job.method for record in own if is_current(record)}
@@ -119,10 +121,8 @@ def is_current(record: Record) -> bool:
 
 
 def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
-    """The measurements of a job (its options and any others), by the newest code that measured it.
-
-    Results come before interrupted attempts, measurements before refusals by plan.
-    """
+    """The measurements of a job (its options and any others), by the newest code that measured it. Results come before
+    interrupted attempts, measurements before refusals by plan."""
     same = [
         record
         for record in records
@@ -134,12 +134,12 @@ def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
     return [record for record in same if record.key == same[-1].key]
 
 
-def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[Row]:
+def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[FigureRow]:
     """A row for each job that has a record."""
-    return [row(metric, found) for job in jobs if (found := repeats(job, records))]
+    return [row_of(metric, found) for job in jobs if (found := repeats(job, records))]
 
 
-def measured(number: int, used: Profile, records: Sequence[Record]) -> list[Row]:
+def measured(number: int, used: Profile, records: Sequence[Record]) -> list[FigureRow]:
     """The rows of a case, of the records that it may read."""
     module, own = load(number), select(number, used, records)
     return module.table(own, used) if hasattr(module, "table") else rows(module.METRIC, module.jobs(used, {}), own)
@@ -149,20 +149,18 @@ def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Re
     """Of a search: the records of the largest depth that trained below every failure, and one of the smallest depth
     that failed above every success. Either may be empty."""
     probes = _probes(name, records)
-    depths = _by_depth(probes)
-    answer = _answer(depths)
+    depths, answer = _search(probes)
     best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]
-    failed = depths[answer.failed_above][-1:] if answer.failed_above else []
+    failed = depths[answer.failed_above] if answer.failed_above else []
     if not depths:
-        failed = probes[-1:]  # why there is no answer
-    return repeats(best[-1].job, best) if best else [], failed
+        failed = probes  # why there is no answer
+    return repeats(best[-1].job, best) if best else [], failed[-1:]
 
 
 def is_searched(name: str, records: Sequence[Record]) -> bool:
     """True if a search is over: all up to the largest depth trained, and the next one failed, or was not run because
     by plan it takes more host memory than the machine has."""
-    depths = _by_depth(_probes(name, records))
-    answer = _answer(depths)
+    depths, answer = _search(_probes(name, records))
     if answer.failed_above is None:
         best = depths.get(answer.largest)
         return best is not None and _is_refused_beyond(best[-1])
@@ -170,24 +168,18 @@ def is_searched(name: str, records: Sequence[Record]) -> bool:
 
 
 def _probes(name: str, records: Sequence[Record]) -> list[Record]:
-    length = PROBE["steps"], PROBE["warmup"]
-    return [
-        record for record in records if record.job.method == name and (record.job.steps, record.job.warmup) == length
-    ]
+    wanted = (name, PROBE["steps"], PROBE["warmup"])
+    return [each for each in records if (each.job.method, each.job.steps, each.job.warmup) == wanted]
 
 
-def _by_depth(probes: Sequence[Record]) -> dict[int, list[Record]]:
-    """Runs with a result, by number of layers."""
+def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], Answer]:
+    """The runs with a result by number of layers, and what follows from them."""
     depths: dict[int, list[Record]] = {}
     for record in probes:
         if record.is_result and record.phase != "plan":
             depths.setdefault(record.job.workload.num_layers, []).append(record)
-    return depths
-
-
-def _answer(depths: dict[int, list[Record]]) -> Answer:
     passed = {depth: any(record.status == "ok" for record in found) for depth, found in depths.items()}
-    return Answer(trials=[Trial(depth, Outcome(each)) for depth, each in passed.items()])
+    return depths, Answer(trials=[Trial(depth, Outcome(each)) for depth, each in passed.items()])
 
 
 def _is_refused_beyond(record: Record) -> bool:
@@ -210,22 +202,21 @@ def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
 
 
 @functools.cache
-def published(number: int) -> list[Row]:
+def published(number: int) -> list[FigureRow]:
     """The published rows of a case: the median of iterations 11 to 50 of one process, by its log; of the killed run its
     only interval."""
     import pandas
 
-    frame, metric = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), load(number).METRIC
-    found = []
+    frame, found = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
     for run in frame[frame["cases"].str.split().map(lambda cases: str(number) in cases)].itertuples():
-        work, seconds = Workload(num_layers=int(run.num_layers)), float(run.step_ms) / 1000
-        speed = work.batch_size / seconds
-        values = {"params": float(work.num_params), "step_seconds": seconds, "samples_per_second": speed}
-        found.append(Row(
-            metric, run.method, work.num_layers, work.hidden_size, int(run.window_size or 0) or None, values[metric],
-            valid=not run.reason, reason=run.reason, status=run.status, origin="published",
-            machine="V100-32GB, virtual machine", clock="cuda",
-        ))  # fmt: skip
+        options = {"window_size": int(run.window_size)} if run.window_size else {}
+        job = Job(run.method, Workload(num_layers=int(run.num_layers)), options, device="cuda", steps=1, warmup=0)
+        gate = Gate("failed" if run.reason else "tolerance", "", run.reason)
+        record = Record(
+            job, "", run.status, reason=run.reason, origin="published", clock="cuda", machine=PUBLISHED_MACHINE,
+            step_seconds=[float(run.step_ms) / 1000], gate=gate,
+        )  # fmt: skip
+        found.append(dataclasses.replace(row_of(load(number).METRIC, [record]), keys=()))
     return found
 
 
@@ -236,7 +227,7 @@ def stem(number: int, used: Profile, out: Path) -> Path:
     return out / f"case{number}_{used.name}"
 
 
-def table(number: int, used: Profile, records: Sequence[Record]) -> list[Row]:
+def table(number: int, used: Profile, records: Sequence[Record]) -> list[FigureRow]:
     """Our rows of a case. Raises ValueError where there are none, or where they would mix machines or windows."""
     module, found = load(number), measured(number, used, records)
     if not found:
@@ -262,7 +253,7 @@ def extract(number: int, used: Profile, records: Sequence[Record], out: Path) ->
     return path
 
 
-def figure(number: int, rows: Sequence[Row], note: str) -> Figure:
+def figure(number: int, rows: Sequence[FigureRow], note: str) -> plot.Figure:
     module = load(number)
     if hasattr(module, "figure"):
         return module.figure(rows, note)
@@ -279,7 +270,7 @@ def draw(number: int, path: Path) -> list[Path]:
     return plot.save(figure(number, found, f"profile {names.pop()}"), path.with_suffix(""))
 
 
-def read_csv(path: Path) -> tuple[list[Row], set[str]]:
+def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
     """The rows of a CSV, and the profiles named in it."""
     import pandas
 
@@ -290,4 +281,4 @@ def read_csv(path: Path) -> tuple[list[Row], set[str]]:
     frame["keys"] = frame["keys"].str.split()
     lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
     needed = {"window_size": None, "value": None}  # fields without a default
-    return checked(list[Row], [needed | line for line in lines]), set(frame["profile"])
+    return checked(list[FigureRow], [needed | line for line in lines]), set(frame["profile"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.core import method
-from harness.figures.point import Row
+from harness.figures.point import FigureRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,12 +26,7 @@ TICK_DEGREES = 20
 EDGE, CROSS = "#4A4A4A", "#B00020"
 DARK = 510  # red, green and blue together: what is less carries white ink
 NOTE_COLUMNS = 190
-STYLE = {
-    "font.family": "DejaVu Sans", "font.size": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
-    "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.5, "pdf.fonttype": 42,
-    "legend.fontsize": 6.5, "legend.frameon": False, "lines.linewidth": 1.2, "lines.markersize": 4.5,
-    "text.parse_math": False,  # a reason may hold a dollar sign
-}  # fmt: skip
+STYLE = Path(__file__).with_name("paper.mplstyle")
 CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
 SCALES = {"params": ((1e9, "B"), (1e6, "M")), "step_seconds": ((1e-3, "ms"),), "samples_per_second": ((1.0, ""),)}
 LABELS = {
@@ -40,7 +35,7 @@ LABELS = {
 
 
 def figure(
-    rows: Sequence[Row], metric: str, draw: Callable[[Axes, list[Row]], None], note: str,
+    rows: Sequence[FigureRow], metric: str, draw: Callable[[Axes, list[FigureRow]], None], note: str,
     series: dict[str, str] | None = None, is_line: bool = False,
 ) -> Figure:  # fmt: skip
     """Ours beside the published; `draw` fills one panel with its rows. `series`: methods by their labels in the legend
@@ -52,7 +47,8 @@ def figure(
             axes.set_ylabel(axis_text(LABELS[metric], part))
             draw(axes, part)
             title(axes, text)
-        if is_comparable(ours, published):
+        widths_and_clocks = [{(row.hidden_size, row.clock) for row in part} for part in (ours, published)]
+        if ours and widths_and_clocks[0] == widths_and_clocks[1]:
             top = max(left.get_ylim()[1], right.get_ylim()[1])
             left.set_ylim(0, top)
             right.set_ylim(0, top)
@@ -69,8 +65,7 @@ def empty(width: float, height: float) -> Iterator[Figure]:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)  # type: ignore[arg-type]
+        matplotlib.rc_file(STYLE)
         yield Figure(figsize=(width, height))
 
 
@@ -82,19 +77,13 @@ def small_print(made: Figure, text: str) -> None:
     made.text(0.012, 0.0435 / made.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom")
 
 
-def is_comparable(ours: Sequence[Row], published: Sequence[Row]) -> bool:
-    """True if both may share a scale: the same widths, by the same clock."""
-    kinds = [{(row.hidden_size, row.clock) for row in part} for part in (ours, published)]
-    return bool(kinds[0]) and kinds[0] == kinds[1]
-
-
-def by_method(axes: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
+def by_method(axes: Axes, rows: Sequence[FigureRow], names: Sequence[str]) -> None:
     """A bar for each method, with the crosses of its sizes that failed."""
     bars(axes, [(method.load(name).label, [[row for row in rows if row.method == name]]) for name in names])
     tilt(axes)
 
 
-def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[Row]]]]) -> None:
+def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[FigureRow]]]]) -> None:
     """Named groups of bars; a group has places, a place the rows that are drawn over each other there."""
     rows = [row for _, group in groups for place in group for row in place]
     scale = scale_of(rows)[0]
@@ -103,67 +92,47 @@ def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[Row]]]]) -> N
         for place, stack in enumerate(group):
             _stack(axes, index + BAR_WIDTH * (place - (len(group) - 1) / 2), stack, scale, top)
     axes.set_xticks(range(len(groups)), [name for name, _ in groups])
-    axes.set_xlim(-0.6, len(groups) - 0.4)
-    axes.set_ylim(0, 1.16 * top)
+    axes.set(xlim=(-0.6, len(groups) - 0.4), ylim=(0, 1.16 * top))
 
 
-def succeeded(row: Row) -> bool:
+def succeeded(row: FigureRow) -> bool:
     return row.status == "ok" and row.value is not None
 
 
-def _stack(axes: Axes, x: float, stack: Sequence[Row], scale: float, top: float) -> None:
+def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: float) -> None:
     """A bar, and crosses where a size failed. The bar's number stands above it, or inside it where there is a cross."""
     crosses, bars = ([row for row in stack if succeeded(row) is drawn] for drawn in (False, True))
     for row in crosses:
         height = row.value / scale if row.value else 0.03 * top
         axes.plot([x], [height], "x", color=CROSS, markeredgewidth=1.3)
         if row.value and not bars:
-            _above(axes, x, height + 0.04 * top, number(height), CROSS)
+            _label(axes, x, height + 0.04 * top, number(height), color=CROSS)
     for row in bars:
-        height = (row.value or 0.0) / scale
-        rgb = zip(*(_rgb(color) for color in (method.load(row.method).color, EDGE)), strict=True)
-        mixed = "#" + "".join(f"{sum(pair) // 2:02X}" for pair in rgb)
+        height, color = (row.value or 0.0) / scale, method.load(row.method).color
+        rgb, edge = bytes.fromhex(color[1:]), bytes.fromhex(EDGE[1:])
+        mixed = "#" + "".join(f"{sum(pair) // 2:02X}" for pair in zip(rgb, edge, strict=True))
         axes.bar(
             x, height, BAR_WIDTH * 0.9, linewidth=0.8, linestyle="-" if row.valid else "--",
-            edgecolor=EDGE if row.valid else mixed, facecolor=method.load(row.method).color if row.valid else "none",
+            edgecolor=EDGE if row.valid else mixed, facecolor=color if row.valid else "none",
             hatch="////" if row.origin == "published" else None,
         )  # fmt: skip
         _error(axes, x, row, scale)
-        if crosses:
-            _inside(axes, x, height, top, row)
-        else:
-            _above(axes, x, (row.high or row.value or 0.0) / scale + 0.02 * top, _bar_text(row, height), EDGE)
+        is_least = row.metric == "params" and not row.is_final  # the search may still find more
+        text = f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
+        if not crosses:
+            _label(axes, x, (row.high or row.value or 0.0) / scale + 0.02 * top, text)
+        elif height > 0.16 * top:
+            ink = "white" if row.valid and sum(rgb) < DARK else "black"
+            _label(axes, x, height - 0.04 * top, text, va="top", fontsize=5, color=ink)
+        else:  # beside a bar that is too short
+            _label(axes, x - BAR_WIDTH / 2, height / 2, text, ha="right", va="center", fontsize=5.4)
 
 
-def _above(axes: Axes, x: float, y: float, text: str, color: str) -> None:
-    axes.text(x, y, text, ha="center", va="bottom", fontsize=5.8, color=color)
+def _label(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
+    axes.text(x, y, text, **{"ha": "center", "va": "bottom", "fontsize": 5.8, "color": EDGE, **look})
 
 
-def _bar_text(row: Row, height: float) -> str:
-    """The number of a bar; a lower bound where the search is not finished."""
-    is_least = row.metric == "params" and not row.is_final
-    return f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
-
-
-def _inside(axes: Axes, x: float, height: float, top: float, row: Row) -> None:
-    """The number of a bar under a cross: inside at its top, or beside a bar that is too short."""
-    if height > 0.16 * top:
-        is_dark = row.valid and sum(_rgb(method.load(row.method).color)) < DARK
-        axes.text(
-            x, height - 0.04 * top, _bar_text(row, height), ha="center", va="top", fontsize=5,
-            color="white" if is_dark else "black",
-        )  # fmt: skip
-    else:
-        axes.text(
-            x - BAR_WIDTH / 2, height / 2, _bar_text(row, height), ha="right", va="center", fontsize=5.4, color=EDGE
-        )
-
-
-def _rgb(color: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(color[1:]))
-
-
-def line(axes: Axes, points: Sequence[tuple[float, Row]], label: str) -> None:
+def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> None:
     """A line through the points with a number; crosses at the foot for those that failed."""
     good = [(x, row) for x, row in points if succeeded(row)]
     scale = scale_of([row for _, row in points])[0]
@@ -173,9 +142,8 @@ def line(axes: Axes, points: Sequence[tuple[float, Row]], label: str) -> None:
         values = [row.value / scale for _, row in good if row.value is not None]
         axes.plot([x for x, _ in good], values, "--" if published else "-", color=color, label=label)
         for (x, row), value in zip(good, values, strict=True):
-            face = color if row.valid else "white"
-            shape = "s" if published else "o"
-            axes.plot([x], [value], shape, markerfacecolor=face, markeredgecolor=color if row.valid else EDGE)
+            face, edge = (color, color) if row.valid else ("white", EDGE)
+            axes.plot([x], [value], "s" if published else "o", markerfacecolor=face, markeredgecolor=edge)
             _error(axes, x, row, scale)
     for x, row in points:
         if not succeeded(row):
@@ -192,16 +160,16 @@ def tilt(axes: Axes) -> None:
         label.set(rotation=TICK_DEGREES, horizontalalignment="right", rotation_mode="anchor")
 
 
-def scale_of(rows: Sequence[Row]) -> tuple[float, str]:
+def scale_of(rows: Sequence[FigureRow]) -> tuple[float, str]:
     """The divisor and the unit in which these rows read best."""
     if not rows:
         return 1.0, ""
     scales = SCALES[rows[0].metric]
-    most = max((row.value or 0.0 for row in rows), default=0.0)
+    most = max(row.value or 0.0 for row in rows)
     return next((scale for scale in scales if most >= 0.1 * scale[0]), scales[-1])
 
 
-def axis_text(name: str, rows: Sequence[Row]) -> str:
+def axis_text(name: str, rows: Sequence[FigureRow]) -> str:
     unit = scale_of(rows)[1]
     return f"{name} ({unit})" if unit else name
 
@@ -211,17 +179,19 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
+def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str) -> str:
     """Machine, clock, profile, window, number of runs and intervals, failed gates, and the published source."""
     texts, ours = [], [row for row in ours if row.metric in SCALES]
     if ours:
         runs = sorted({row.num_runs for row in ours if succeeded(row)})
         several = any(row.low is not None for row in ours)
+        single = [row for row in ours if succeeded(row) and row.metric != "params" and row.low is None]
+        scatters = [row.scatter for row in single if row.scatter is not None]
         texts.append(
             f"measured: {note}; {ours[0].machine}; clock {CLOCKS.get(ours[0].clock, ours[0].clock)}{_windows(ours)};"
             f" median of {' or '.join(map(str, runs)) or 'no'} process{'' if runs == [1] else 'es'} a point; "
             + ("error bars: 95 % interval of the mean over processes" if several else "no intervals below 3 processes")
-            + _scatter(ours)
+            + (f"; steps scatter up to {max(scatters):.0%}" if scatters else "")
         )
         searched = dict.fromkeys(method.load(row.method).label for row in ours if not row.is_final)
         texts += [f"{', '.join(searched)}: search not finished"] if searched else []
@@ -232,52 +202,45 @@ def caption(ours: Sequence[Row], published: Sequence[Row], note: str) -> str:
             f"published: {published[0].machine}; clock {published[0].clock}{_windows(published)}; one process a point,"
             " from the artifact's logs, judged by their losses"
         )
+    return wrapped(texts)
+
+
+def wrapped(texts: Sequence[str]) -> str:
+    """Lines of the small print."""
     return "\n".join(line for text in texts for line in textwrap.wrap(text, NOTE_COLUMNS, subsequent_indent="    "))
 
 
-def _scatter(rows: Sequence[Row]) -> str:
-    """The noise of times without an interval."""
-    known = [row.scatter for row in rows if succeeded(row) and row.metric != "params" and row.low is None]
-    worst = max((scatter for scatter in known if scatter is not None), default=None)
-    return "" if worst is None else f"; steps scatter up to {worst:.0%}"
-
-
-def _windows(rows: Sequence[Row]) -> str:
+def _windows(rows: Sequence[FigureRow]) -> str:
     windows = sorted({row.window_size for row in rows if row.window_size and succeeded(row)})
     return f"; window {', '.join(map(str, windows))}" if windows else ""
 
 
 def save(made: Figure, stem: Path) -> list[Path]:
     """PDF and PNG without a date or a version in them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_pdf import FigureCanvasPdf
-
     paths = [Path(f"{stem}.pdf"), Path(f"{stem}.png")]
-    FigureCanvasPdf(made).print_pdf(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})
-    made.set_dpi(200)
-    FigureCanvasAgg(made).print_png(paths[1], metadata={"Software": None})
+    made.savefig(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})
+    made.savefig(paths[1], dpi=200, metadata={"Software": None})
     return paths
 
 
 def svg(made: Figure) -> str:
     """The figure as text, for a page."""
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # names of its parts, the same on every run
-        FigureCanvasSVG(made).print_svg(buffer, metadata={"Date": None, "Creator": None})
+        made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 
-def _error(axes: Axes, x: float, row: Row, scale: float) -> None:
+def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
     if row.value is None or row.low is None or row.high is None:
         return
     middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2  # of the mean; the point is the median
     axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
 
 
-def legend(made: Figure, rows: Sequence[Row], series: dict[str, str], is_line: bool = False) -> None:
+def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
     """Colors, filled, hollow, hatched and crosses, as far as they occur."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

@@ -28,15 +28,15 @@ Metric = Callable[[Record], float | None]
 # What a figure shows, read from one record. A largest size is its parameters; a search tells if a larger one failed.
 METRICS: dict[str, Metric] = {
     "params": lambda record: float(record.job.workload.num_params),
-    "samples_per_second": lambda record: (
-        record.samples_per_step / record.median_step_seconds if record.median_step_seconds else None
+    "samples_per_second": lambda run: (
+        run.samples_per_step / run.median_step_seconds if run.median_step_seconds else None
     ),
     "step_seconds": lambda record: record.median_step_seconds,
 }
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """`value`: the median of `num_runs` processes in the metric's unit (parameters, samples/s, seconds); `low`, `high`:
     the 95 % interval of their mean (Student's t), from three processes on; `valid`: all of them passed the gate."""
 
@@ -64,15 +64,23 @@ class Row:
     x: float | None = None  # and where it is one
     values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # of each process; not in tables
 
+    @property
+    def has_number(self) -> bool:
+        return self.value is not None and math.isfinite(self.value) and self.value > 0
 
-def row(metric: str, repeats: Sequence[Record]) -> Row:
+    @property
+    def has_interval(self) -> bool:
+        return self.num_runs >= FEWEST_FOR_INTERVAL and self.low is not None and self.high is not None
+
+
+def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
     """The row of one job's repeats."""
     last = repeats[-1]
     values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
     low, high = interval(values)
     failing = next((record for record in repeats if record.status != "ok" or not record.gate.passed), None)
     reason = "" if failing is None else failing.gate.text if failing.status == "ok" else failing.reason
-    return Row(
+    return FigureRow(
         metric, last.job.method, last.job.workload.num_layers, last.job.workload.hidden_size,
         last.job.options.get("window_size"), statistics.median(values) if values else None, low, high, len(values),
         scatter(repeats), valid=failing is None, reason=reason, status=(failing or last).status, origin=last.origin,
@@ -90,10 +98,8 @@ def machine_of(record: Record) -> str:
 
 
 def scatter(repeats: Sequence[Record]) -> float | None:
-    """Relative standard deviation of the steps of the worst run, or of the runs; None where each timed one step.
-
-    From the interquartile range, robust to outliers: 1.349 standard deviations of a normal distribution.
-    """
+    """Relative standard deviation of the steps of the worst run, or of the runs; None where each timed one step. From
+    the interquartile range, robust to outliers: 1.349 standard deviations of a normal distribution."""
     found = []
     for record in repeats:
         if len(record.timed_seconds) > 1 and min(record.timed_seconds) > 0:
@@ -134,24 +140,14 @@ class RatioInterval:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-def has_number(row: Row) -> bool:
-    return row.value is not None and math.isfinite(row.value) and row.value > 0
-
-
-def has_interval(row: Row) -> bool:
-    return row.num_runs >= FEWEST_FOR_INTERVAL and row.low is not None and row.high is not None
-
-
-def ratio(over: Row, under: Row) -> RatioInterval:
+def ratio(over: FigureRow, under: FigureRow) -> RatioInterval:
     """The ratio of the medians, in Welch's interval on logarithms. Both rows must have numbers."""
     assert over.value is not None and under.value is not None
     value = over.value / under.value
     if over.metric in COUNTED:
-        low = (over.low or over.value) / (under.high or under.value)
-        high = (over.high or over.value) / (under.low or under.value)
-        return RatioInterval(value, low, high, "counted", has_interval=True)
+        return RatioInterval(value, value, value, "counted", has_interval=True)
     runs = f"{over.num_runs} and {under.num_runs} runs"
-    if has_interval(over) and has_interval(under):
+    if over.has_interval and under.has_interval:
         low, high = _welch(over.values, under.values)
         return RatioInterval(value, low, high, f"95 % interval, {runs}", has_interval=True)
     factor = max(1 + LEAST_MARGIN, math.exp(STANDARD_ERRORS * math.hypot(over.scatter or 0, under.scatter or 0)))

@@ -8,13 +8,13 @@ every method trains (published: 32), and `deepest` (published: 92).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from harness.core import method
 from harness.core.job import Budget, Job, Workload, gib
-from harness.devices import machine, named_machines, sim
+from harness.devices import cuda_budget, machine, named_machines, sim
 
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
@@ -44,6 +44,14 @@ class Profile:
         """One of NAMES, the key of a case's RUNS."""
         return self.name.split("_")[0]
 
+    @property
+    def plannable(self) -> Budget:
+        """What plans may fill, on any machine the same: of a GPU without the stated context."""
+        have = self.budget.device_bytes
+        if self.device != "cuda" or have is None:
+            return self.budget
+        return dataclasses.replace(self.budget, device_bytes=cuda_budget.tensor_bytes(have))
+
     def depth(self, published: int) -> int:
         """A published depth on this profile's scale, at least 2 layers."""
         if published <= PUBLISHED_COMMON:
@@ -57,28 +65,23 @@ class Profile:
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
         """A timed run. The plan settles options that are numbers, so that the record can be found again; the choice of
         kernels is left to the measuring machine."""
-        workload = self.workload.at_depth(num_layers)
-        room = self.budget
-        if room.device_bytes:
-            room = dataclasses.replace(room, device_bytes=int(ROOM * room.device_bytes))
+        workload, have = self.workload.at_depth(num_layers), self.plannable.device_bytes
+        room = dataclasses.replace(self.budget, device_bytes=have and int(ROOM * have))
         plan = method.create(name, options).plan(workload, room)
         settled = {key: value for key, value in plan.options.items() if isinstance(value, int)}
         return Job(name, workload, {**settled, **options}, self.budget, self.device, self.steps, self.warmup)
 
     def probe(self, name: str, num_layers: int = 1) -> Job:
         """A run of a search for the largest size, which chooses the options."""
-        return Job(
-            name, self.workload.at_depth(num_layers), {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"]
-        )
+        workload = self.workload.at_depth(num_layers)
+        return Job(name, workload, {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"])
 
     def largest_planned(self, name: str) -> int:
         """Layers that should fit, by the method's plan."""
-
-        def fits(num_layers: int) -> bool:
-            plan = method.create(name, {}).plan(self.workload.at_depth(num_layers), self.budget)
-            return plan.shortfall(self.budget) is None
-
-        return method.largest_depth(fits)
+        trained, room = method.create(name, {}), self.plannable
+        return method.largest_depth(
+            lambda depth: trained.plan(self.workload.at_depth(depth), room).shortfall(room) is None
+        )
 
     def is_of(self, job: Job) -> bool:
         """True if a job is of this profile, at any depth and of any method."""
@@ -90,7 +93,7 @@ class Profile:
         """Raises ValueError if this machine lacks the device, or memory for the budgets."""
         if self.device == "cuda" and machine.devices()[0] != "cuda":
             raise ValueError(f"profile {self.name} needs a GPU and a torch that uses it: try --profile demo or fit")
-        there = machine.budget(Budget(), "cuda" if self.device == "cuda" else "cpu")
+        there = Budget(machine.gpu().get("gpu_bytes") if self.device == "cuda" else None, machine.host_bytes())
         host_needed = (self.budget.host_bytes or 0) + (0 if self.device == "cuda" else self.budget.device_bytes or 0)
         for memory, need in (("device", self.budget.device_bytes), ("host", host_needed)):
             have = getattr(there, f"{memory}_bytes")
@@ -101,25 +104,26 @@ class Profile:
                 )
 
 
-def make(name: str, on: str | None, methods: Sequence[str], facts: dict[str, Any]) -> Profile:
+def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any]) -> Profile:
     """The named profile with the memories of the machine `on` (machines.yaml), else those in `facts`
-    (harness/devices/machine.py, or a record's). `methods`: those of all cases.
-
-    Raises ValueError for a wrong name or machine, or where a GPU is missing.
-    """
+    (harness/devices/machine.py, or a record's): paper has the published widths, quick a quarter of them, fit the
+    published ones at the depths planned for this machine, or without a GPU a sixteenth of them, on sim. `methods`:
+    those of all cases. Raises ValueError for a wrong name or machine, or where a GPU is missing."""
     if name not in NAMES:
         raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
     if name == "demo" and on is not None:
         raise ValueError("profile demo has budgets of its own: --machine goes with quick, paper and fit")
     if name == "demo":
         return _demo()
-    if name == "quick":
-        return _quick(on)
-    return _paper(on, facts) if name == "paper" else _fit(on, methods, facts)
-
-
-def default(facts: dict[str, Any]) -> str:
-    return "quick" if "gpu" in facts else "demo"
+    if name == "paper" or (name == "fit" and "gpu" in facts):
+        factor, memories = 1, _memories(on, facts)
+    else:
+        factor, memories = 4 if name == "quick" else 16, _memories(on or PUBLISHED_ON, {})
+    workload, budget = _shrunk(factor, memories, on_gpu=factor < 16)
+    lengths = {"steps": 20, "warmup": 5, "repeats": 3} if name == "paper" else {"steps": 10, "warmup": 3, "repeats": 1}
+    device = "sim" if factor == 16 else "cuda"
+    found = Profile(f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=15)
+    return _fitted(found, methods) if name == "fit" and factor == 1 else found
 
 
 def _demo() -> Profile:
@@ -131,26 +135,10 @@ def _demo() -> Profile:
     return Profile("demo", workload, budget, "sim", **PROBE, repeats=1, window=2, common=2, deepest=6)
 
 
-def _quick(on: str | None) -> Profile:
-    """A quarter of the published widths in a sixteenth of the memories."""
-    workload, budget = _shrunk(4, _memories(on or PUBLISHED_ON, {}))
-    return Profile(_named("quick", on), workload, budget, "cuda", steps=10, warmup=3, repeats=1, window=15)
-
-
-def _paper(on: str | None, facts: dict[str, Any]) -> Profile:
-    workload, budget = _shrunk(1, _memories(on, facts))
-    return Profile(_named("paper", on), workload, budget, "cuda", steps=20, warmup=5, repeats=3, window=15)
-
-
-def _fit(on: str | None, methods: Sequence[str], facts: dict[str, Any]) -> Profile:
-    """The published widths at the depths planned for this machine; without a GPU a sixteenth of the widths, on sim."""
-    if "gpu" not in facts:
-        workload, budget = _shrunk(16, _memories(on or PUBLISHED_ON, {}))
-        return Profile(_named("fit", on), workload, budget, "sim", steps=10, warmup=3, repeats=1, window=15)
-    workload, budget = _shrunk(1, _memories(on, facts))
-    found = Profile(_named("fit", on), workload, budget, "cuda", steps=10, warmup=3, repeats=1, window=15)
+def _fitted(found: Profile, methods: Iterable[str]) -> Profile:
+    """At the depths planned for its memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
-    streamed = int(ROOM * (budget.host_bytes or 0) / (STATE_BYTES * workload.layer_params))
+    streamed = int(ROOM * (found.budget.host_bytes or 0) / (STATE_BYTES * found.workload.layer_params))
     return dataclasses.replace(found, common=max(2, common), deepest=max(3, common + 1, streamed))
 
 
@@ -158,24 +146,23 @@ def _memories(on: str | None, facts: dict[str, Any]) -> Budget:
     if on is None and "gpu" not in facts:
         raise ValueError(f"no GPU whose memory to take: try --machine {' or '.join(named_machines.names())}")
     if on is None:
-        return Budget(facts["gpu_bytes"] - machine.CUDA_CONTEXT_BYTES, facts["host_bytes"])
+        return Budget(facts["gpu_bytes"], facts["host_bytes"])
     budget = named_machines.load(on).budget
     if not budget.device_bytes or not budget.host_bytes:
         raise ValueError(f"machine {on} needs device_memory and host_memory in {named_machines.FILE} for a case")
     return budget
 
 
-def _shrunk(factor: int, memories: Budget) -> tuple[Workload, Budget]:
-    """The published widths over `factor`, these memories over its square."""
+def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, Budget]:
+    """The published widths over `factor`, these memories over its square; a GPU's context does not shrink."""
     full = Workload(num_layers=1)
     widths = {name: getattr(full, name) // factor for name in ("hidden_size", "seq_len", "vocab_size")}
     assert memories.device_bytes and memories.host_bytes
     budget = Budget(memories.device_bytes // factor**2, memories.host_bytes // factor**2)
+    if on_gpu and factor > 1:
+        fills = cuda_budget.tensor_bytes(memories.device_bytes) // factor**2
+        budget = dataclasses.replace(budget, device_bytes=cuda_budget.budget_bytes(fills))
     return dataclasses.replace(full, **widths), budget
-
-
-def _named(name: str, on: str | None) -> str:
-    return f"{name}_{on}" if on else name
 
 
 def call(number: int | str, profile: str) -> str:

@@ -15,7 +15,6 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ from harness.core.method import ROOT, Unavailable
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
 from harness.devices.device_lock import turn
-from harness.places.place import ORDERED, Report, order, place_record, write_end
-from harness.run.launch import GRACE_SECONDS
+from harness.places.place import ORDERED, KeyedJobs, Report, order, place_record, write_end
+from harness.run.launch import GRACE_SECONDS, Events
 
 PYTHON = "/harness/.venv/bin/python"  # docker/Dockerfile
 WATCHER_BYTES = 96 * 2**20  # the worker's parent is in the container, too: 60 MiB, rounded up
 START_SECONDS = 120.0  # from the container's start, and from its worker's end, beyond the time of the job
 POLL_SECONDS = 0.5
+STDOUT, ENDED = 1, -1  # streams of an attached container: the engine's number, and ours for the end of all
 NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
 
 
@@ -74,14 +74,11 @@ class Docker:
     def context(self) -> dict[str, str]:
         return {"image": self.image.id}
 
-    def launch(
-        self, jobs: list[tuple[Job, str]], results: Path, folders: tuple[Path, ...], report: Report
-    ) -> list[Path]:
+    def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         return [self._launch(job, key, results.resolve(), folders, report) for job, key in jobs]
 
     def _launch(self, job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Report) -> Path:
-        """A first KeyboardInterrupt lets the worker finish its record, a second one ends the container; both are raised
-        again here."""
+        """A first KeyboardInterrupt lets the worker finish its record, a second ends the container; both are raised."""
         with turn(job, report):
             stem = new_stem(results, job)
             try:
@@ -100,41 +97,31 @@ class Docker:
     def _settings(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
         from docker.types import DeviceRequest, Mount
 
-        kept = ROOT / ".venv" / f"image-{self.image.short_id.removeprefix('sha256:')}"  # what is compiled in the image
-        kept.mkdir(parents=True, exist_ok=True)
-        read, written = shared_folders(job, results, folders)
-        mounts = [Mount(str(path), str(path), "bind", read_only=True) for path in sorted(read)]
-        mounts += [Mount(str(path), str(path), "bind") for path in sorted(written)]
-        mounts.append(Mount(str(ROOT / ".venv"), str(kept.resolve()), "bind"))
-        found: dict[str, Any] = {
-            "image": self.image.id, "command": [PYTHON, "-m", "harness.places.place"], "working_dir": str(ROOT),
-            "mounts": mounts, "user": f"{os.getuid()}:{os.getgid()}", "network_mode": "none", "init": True,
-            "environment": {"PYTHONPATH": str(ROOT)}, "stdin_open": True, "shm_size": machine.host_bytes() // 2,
-            "labels": {"harness.results": str(results)},
-        }  # fmt: skip
-        if hasattr(os, "sched_getaffinity"):
-            found["cpuset_cpus"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        shown = folders_shown(job, results, folders, self.image.short_id.removeprefix("sha256:"))
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         limit = memory_limit(job)
-        if limit:
-            found |= {"mem_limit": limit, "memswap_limit": limit, "shm_size": limit}
-        if job.device == "cuda":
-            found["device_requests"] = [DeviceRequest(count=1, capabilities=[["gpu"]])]
-        return found
+        return {
+            "image": self.image.id, "command": [PYTHON, "-m", "harness.places.place"], "working_dir": str(ROOT),
+            "mounts": [Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown],
+            "user": f"{os.getuid()}:{os.getgid()}", "network_mode": "none", "init": True, "stdin_open": True,
+            "environment": {"PYTHONPATH": str(ROOT)}, "labels": {"harness.results": str(results)},
+            "mem_limit": limit, "memswap_limit": limit, "shm_size": limit or machine.host_bytes() // 2,
+            "cpuset_cpus": ",".join(map(str, cores)) or None,
+            "device_requests": [DeviceRequest(count=1, capabilities=[["gpu"]])] if job.device == "cuda" else None,
+        }  # fmt: skip
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path) -> Path:
         """The record with the engine's state of the container; without a record by the worker's parent, a new one."""
         state = running.end()
         told = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
-        path = Path(f"{stem}.json")
+        path, better = Path(f"{stem}.json"), None
         end = failures.End(
-            running.phase, state.get("ExitCode", 0), running.stopped, running.seconds,
+            running.events.phase, state.get("ExitCode", 0), running.stopped, running.seconds,
             oom_kills=int(bool(told["OOMKilled"])), owns_group=True, host_limit_bytes=memory_limit(job) or 0,
             log_tail=running.errors[-4096:],
         )  # fmt: skip
-        better = None
         if not path.exists():
-            seen = {"phase": running.phase, "losses": running.losses, "step_seconds": running.step_seconds}
-            write_end(job, key, stem, failures.of_process(end), seen)
+            write_end(job, key, stem, failures.of_process(end), running.events.fields())
         elif told["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
             better = failures.of_killed_child(end, Record.read(path).reason, "")
         place = {"on": "docker", "image": self.image.id, "engine": self.client.version()["Version"]}
@@ -142,11 +129,16 @@ class Docker:
         return place_record(path, place, evidence, better)
 
 
-def shared_folders(job: Job, results: Path, folders: tuple[Path, ...]) -> tuple[set[Path], set[Path]]:
-    """Folders of this machine that a container of this job sees at the same paths: to read, and to write."""
+def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
+    """The folders that a container of this job sees: the path here, the path there, True where it only reads. In the
+    place of .venv it sees what was compiled in this image; the other paths are the same."""
     corpus, disk = job.workload.corpus, job.options.get("disk")
     written = {results, *([Path(disk).resolve()] if disk else [])}
-    return {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else [])} - written, written
+    read = {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else [])} - written
+    compiled = ROOT / ".venv" / f"image-{image}"
+    compiled.mkdir(parents=True, exist_ok=True)
+    same = [(path, path, path in read) for path in (*sorted(read), *sorted(written))]
+    return [*same, (compiled.resolve(), ROOT / ".venv", False)]
 
 
 def memory_limit(job: Job) -> int | None:
@@ -161,39 +153,31 @@ class Running:
     def __init__(self, client: Any, settings: dict[str, Any], job: Job, report: Report) -> None:
         from docker.errors import APIError
 
-        self.job, self.report = job, report
-        self.phase, self.stopped, self.errors = ORDERED, "", ""
-        self.losses: list[float] = []
-        self.step_seconds: list[float] = []
+        self.events, self.stopped, self.errors = Events(ORDERED, report), "", ""
         self.seconds = job.budget.seconds or budgets.deadline_seconds(job)
+        self.container: Any = None
         try:
             self.container = client.containers.create(**settings)
-        except APIError as error:
-            raise Unavailable(told(error)) from error
-        try:
-            streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-            self.socket = self.container.attach_socket(params=streams)
+            self.socket = self.container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
             self.container.start()
         except APIError as error:
-            self.container.remove(force=True)
+            if self.container:
+                self.container.remove(force=True)
             raise Unavailable(told(error)) from error
 
     def follow(self, order: dict[str, Any]) -> None:
         """Send the order and take in events until the container has ended."""
         self.socket._sock.sendall((json.dumps(order) + "\n").encode())
-        lines: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
-        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
-        deadline, stopping, pending = time.time() + self.seconds + START_SECONDS, 0.0, b""
+        frames: queue.Queue[tuple[int, bytes]] = queue.Queue()
+        threading.Thread(target=self._read, args=(frames,), daemon=True).start()
+        deadline, stopping = time.time() + self.seconds + START_SECONDS, 0.0
         while True:
             try:
-                item = lines.get(timeout=POLL_SECONDS)
-                if item is None:
+                stream, data = frames.get(timeout=POLL_SECONDS)
+                if stream == ENDED:
                     return
-                stream, data = item
-                if stream == 1:
-                    *whole, pending = (pending + data).split(b"\n")
-                    for line in whole:
-                        self._take(json.loads(line))
+                if stream == STDOUT:
+                    self.events.feed(data)
                 else:
                     self.errors += data.decode(errors="replace")
             except queue.Empty:
@@ -210,23 +194,13 @@ class Running:
                 stopping = time.time()
                 self.kill(signal.SIGINT)
 
-    def _read(self, lines: queue.Queue[tuple[int, bytes] | None]) -> None:
+    def _read(self, frames: queue.Queue[tuple[int, bytes]]) -> None:
         from docker.utils.socket import frames_iter
 
         with contextlib.suppress(OSError):
-            frames: Iterator[tuple[int, bytes]] = frames_iter(self.socket, tty=False)
-            for frame in frames:
-                lines.put(frame)
-        lines.put(None)
-
-    def _take(self, event: dict[str, Any]) -> None:
-        if event["event"] == "phase":
-            self.phase = event["phase"]
-        elif event["event"] == "step":
-            self.phase = f"step {event['step']}"
-            self.losses.append(event["loss"])
-            self.step_seconds.append(event["seconds"])
-        self.report(event)
+            for frame in frames_iter(self.socket, tty=False):
+                frames.put(frame)
+        frames.put((ENDED, b""))
 
     def kill(self, number: signal.Signals) -> None:
         from docker.errors import APIError

@@ -7,12 +7,12 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import click
 
 from harness.core.method import ROOT, Unavailable
-from harness.places.docker import default_image, engine, told
+from harness.places.docker import Docker, default_image, engine, told
 
 PINS = ("venv.sh", "pyproject.toml", "constraints.txt")
 PARTS = (
@@ -37,18 +37,13 @@ def image(context: click.Context) -> None:
 @device_option
 @name_option
 @click.option("--base", metavar="IMAGE", help="Debian with Python 3.11 or newer; default: as docker/Dockerfile says.")
-@click.option(
-    "--wheelhouse",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder of all wheels, for machines without network: pip wheel -w DIR makes one.",
-)
-@click.option("--build-arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Another one of docker/Dockerfile.")
-def build(
-    device: str, name: str | None, base: str | None, wheelhouse: Path | None, arguments: tuple[str, ...]
-) -> None:  # fmt: skip
+@click.option("--wheelhouse", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Folder of all wheels, for machines without network: pip wheel -w DIR makes one.")  # fmt: skip
+@click.option("--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Another one of docker/Dockerfile.")
+def build(device: str, name: str | None, base: str | None, wheelhouse: Path | None, given: tuple[str, ...]) -> None:
     """Build it from docker/Dockerfile, on the pinned dependencies; once, some minutes."""
     client, name = engine(), name or default_image(device)
-    values = dict(text.partition("=")[::2] for text in arguments) | {"DEVICE": device}
+    values = dict(text.partition("=")[::2] for text in given) | {"DEVICE": device}
     from docker.errors import APIError
 
     with tempfile.TemporaryFile() as context:
@@ -60,7 +55,11 @@ def build(
                 buildargs=values | ({"BASE": base} if base else {}), network_mode="host",
             )  # fmt: skip
             for line in lines:
-                show(line)
+                if "error" in line:
+                    error = " ".join(line["error"].split())
+                    raise Unavailable(f"the image was not built: {error}; --build-arg and --base change it")
+                if text := line.get("stream", "").rstrip():
+                    print(text, flush=True)
         except APIError as error:
             raise Unavailable(f"the image was not built: {told(error)}") from error
     size = client.images.get(name).attrs["Size"]
@@ -80,23 +79,11 @@ def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
             archive.add(wheelhouse, "wheelhouse")
 
 
-def show(line: dict[str, Any]) -> None:
-    """Print a step of the build. Raises Unavailable with the engine's error."""
-    if "error" in line:
-        error = " ".join(line["error"].split())
-        raise Unavailable(f"the image was not built: {error}; --build-arg and --base change it")
-    text = line.get("stream", "").rstrip()
-    if text:
-        print(text, flush=True)
-
-
 @image.command()
 @device_option
 @name_option
 def shell(device: str, name: str | None) -> None:
     """A shell in it, with this folder of results; without network."""
-    from harness.places.docker import Docker
-
     place = Docker(name or default_image(device))
     if not sys.stdin.isatty():
         raise ValueError("image shell needs a terminal")

@@ -24,6 +24,7 @@ from harness.run.prepare import prepare
 
 # These decide a job's speed and the order of its sums: the same there as here.
 FORWARDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *ENVIRONMENT)
+KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
 ORDERED = "ordered"  # the phase of an order whose worker has not reported yet
 
 
@@ -36,26 +37,21 @@ class Place(Protocol):
         """Facts of the place that results depend on; part of a job's identity, over machine.checked()."""
         ...
 
-    def launch(
-        self, jobs: list[tuple[Job, str]], results: Path, folders: tuple[Path, ...], report: Report
-    ) -> list[Path]:
-        """Run resolved jobs, each with its key; returns the paths of their records, in order."""
+    def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
+        """Run the jobs; returns the paths of their records, in order."""
         ...
 
 
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
     """A job as perform() takes it."""
     environment = {name: os.environ[name] for name in FORWARDED if name in os.environ}
-    return {
-        "job": job.to_dict(), "key": key, "stem": str(stem), "folders": [str(folder) for folder in folders],
-        "environment": environment,
-    }  # fmt: skip
+    where = {"stem": str(stem), "folders": list(map(str, folders))}
+    return {"job": job.to_dict(), "key": key, **where, "environment": environment}
 
 
 def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
     """There: compile what is missing, run the job, write its record."""
-    job, stem = Job.from_dict(order["job"]), Path(order["stem"])
-    folders = tuple(Path(folder) for folder in order["folders"])
+    job, stem, folders = Job.from_dict(order["job"]), Path(order["stem"]), tuple(map(Path, order["folders"]))
     os.environ.update(order["environment"])
     if job.device not in machine.devices():
         reason = f"expected a {job.device} device there, got {' and '.join(machine.devices())}"
@@ -81,9 +77,8 @@ def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], en
     record = Record.read(path)
     software = {**record.software, "commit": machine.software()["commit"]}  # the source is that of here
     changes: dict[str, Any] = end.changes(record.evidence) if end else {"evidence": record.evidence}
-    changes["evidence"] = {**changes["evidence"], **evidence}
-    record = dataclasses.replace(record, machine={**record.machine, **place}, software=software, **changes)
-    record.write(path)
+    changes |= {"machine": {**record.machine, **place}, "evidence": {**changes["evidence"], **evidence}}
+    dataclasses.replace(record, software=software, **changes).write(path)
     return path
 
 

@@ -29,8 +29,8 @@ from harness.core.job import Job
 from harness.core.method import ROOT, Unavailable
 from harness.core.record import Record, new_stem
 from harness.devices import budgets
-from harness.places.docker import PYTHON, memory_limit, shared_folders
-from harness.places.place import ORDERED, Report, order, place_record, write_end
+from harness.places.docker import PYTHON, folders_shown, memory_limit
+from harness.places.place import ORDERED, KeyedJobs, Report, order, place_record, write_end
 from harness.places.slurm_node import node_stem, perform_on_node
 from harness.run.ranks import followed, of_nodes
 
@@ -39,6 +39,7 @@ START_SECONDS = 600.0  # that Slurm gives a job beyond its own time: imports, an
 LATE_SECONDS = 15.0  # by which a record may come after its job's state, through a network's file system
 CANCEL_SECONDS = 60.0
 OOM_KILL = "oom-kill event"  # slurmstepd's words
+BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}  # to Slurm
 # What sbatch calls an option by another name than --slurm does.
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
@@ -128,9 +129,7 @@ class Slurm:
         nodes |= {"image": str(self.image)} if self.image else {}
         return {"cpu": "", "cores": "", "gpu": "", **{f"slurm_{name}": value for name, value in nodes.items()}}
 
-    def launch(
-        self, jobs: list[tuple[Job, str]], results: Path, folders: tuple[Path, ...], report: Report
-    ) -> list[Path]:
+    def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """KeyboardInterrupt cancels the submitted jobs, lets them finish their records, and is raised again."""
         # A folder of an earlier call could hold the result of an earlier job of the same number.
         logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
@@ -161,12 +160,11 @@ class Slurm:
         """submitit's parameters for a job: sbatch's options, and srun's, which starts the container."""
         seconds = (job.budget.seconds or budgets.deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
-        found |= {"job_name": f"{job.method}-{job.workload.num_layers}"}
         found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items()}
-        found |= {"nodes": self._num_nodes(job), "srun_args": self._container(job, results, folders)}
+        found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
+        found |= {"srun_args": self._container(job, results, folders)}
         if found["nodes"] > 1:  # whole nodes: two jobs could wait for each other's nodes forever
-            found["exclusive"] = True
-            found["srun_args"] = ["--kill-on-bad-exit=1", *found["srun_args"]]
+            found |= {"exclusive": True, "srun_args": ["--kill-on-bad-exit=1", *found["srun_args"]]}
         limit = memory_limit(job)
         return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
 
@@ -182,21 +180,16 @@ class Slurm:
             return []
         if is_bundle(self.image):  # whose own configuration says what it sees
             return [f"--container={Path(self.image).resolve()}"]
-        kept = ROOT / ".venv" / f"image-{hashlib.sha256(self.image.encode()).hexdigest()[:12]}"
-        kept.mkdir(parents=True, exist_ok=True)
-        read, shown = shared_folders(job, results, folders)
-        mounts = [f"{path}:{path}:ro" for path in sorted(read)] + [f"{path}:{path}" for path in sorted(shown)]
-        mounts.append(f"{kept.resolve()}:{ROOT / '.venv'}")
-        words = {"image": self.image, "mounts": ",".join(mounts), "workdir": ROOT}
-        return [f"--container-{name}={value}" for name, value in words.items()]
+        shown = folders_shown(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
+        mounts = ",".join(f"{here}:{there}{':ro' * is_fixed}" for here, there, is_fixed in shown)
+        return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={ROOT}"]
 
     def _submit(self, job: Job, order: dict[str, Any], results: Path, logs: Path) -> str:
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError
 
-        folders = tuple(Path(folder) for folder in order["folders"])
         executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
-        executor.update_parameters(**self.words(job, results, folders))
+        executor.update_parameters(**self.words(job, results, tuple(map(Path, order["folders"]))))
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # sbatch's output is in the error, too
                 order = {**order, "num_nodes": self._num_nodes(job), "folder": str(logs)}
@@ -228,7 +221,7 @@ class Slurm:
         told = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
         stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
         made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
-        record = of_nodes([Record.read(each) for each in made]) if made else None
+        record = of_nodes(list(map(Record.read, made))) if made else None
         if record:
             record.write(path)
         said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
@@ -239,17 +232,15 @@ class Slurm:
             with open(f"{stem}.txt", "a") as log:
                 log.write(said)
             write_end(job, key, stem, end)
-        is_better = record is not None and (record.status, end.status) in (
-            ("interrupted", "timeout"), ("interrupted", "killed"), ("killed", "oom-host"), ("crash", "oom-host"),
-        )  # fmt: skip
+        better = BETTER_KNOWN.get(record.status, ()) if record else ()
         if record and record.status == "crash" and followed(record):
-            is_better = end.status in ("interrupted", "timeout", "killed", "oom-host")
+            better = ("interrupted", "timeout", "killed", "oom-host")
         evidence: dict[str, Any] = {} if record and record.status == "ok" else {"slurm": told}
         if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
             evidence["limit_of"] = "the cluster"
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
         place |= {"image": self.image} if self.image else {}
-        return place_record(path, place, evidence, end if is_better else None)
+        return place_record(path, place, evidence, end if end.status in better else None)
 
 
 def named(state: State, phase: str, limit_bytes: int) -> failures.Failure:

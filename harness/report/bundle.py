@@ -31,19 +31,8 @@ from harness.report.redact import Names
 from harness.run import timeline
 
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
-TEXT = """\
-{records} records of measurements, each with the log of its run where there is one.
-
-    sha256sum -c {manifest}     checks every file
-    report/index.html               shows everything; open it in a browser
-    report/review.md                the same in short, to paste into a form
-    ./run.sh verify --results DIR   judges the claims by these records, in a checkout of the harness
-
-Host names, user names and addresses were replaced by HOST, USER and ADDRESS, folders by their last names; figures and
-report were made after that. A record's key is a hash of the job as it ran, of the method's source and of the machine:
-where a folder in a job (a corpus, or a place on a disk) was shortened, the key is still that of the job as it ran, so
-that records still name each other by it.
-"""
+NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # of a file in the archive
+TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
 
 def write(results: Path, out: Path | None = None, names: Names | None = None) -> Path:
@@ -90,10 +79,9 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     found, complaints = page.recorded(results)
     for complaint in complaints:
         print(f"left out: {complaint}", file=sys.stderr)
-    records = []
-    for path, record in found.items():
-        records.append(Record.from_dict(names.value(record.to_dict())))
-        records[-1].write(stage / path.name)
+    records = [Record.from_dict(names.value(record.to_dict())) for record in found.values()]
+    for path, record in zip(found, records, strict=True):
+        record.write(stage / path.name)
     for path in results.glob("log_*.txt"):
         (stage / path.name).write_text(names.text(path.read_text(errors="replace")))
     for path in (results / "traces").glob("*.json"):
@@ -130,9 +118,6 @@ def _packed(stage: Path, paths: Iterable[Path]) -> bytes:
         gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as zipped,
         tarfile.open(mode="w", fileobj=zipped, format=tarfile.PAX_FORMAT) as tar,
     ):
-        for path in paths:
-            data = (stage / path).read_bytes()
-            entry = tarfile.TarInfo(f"{FOLDER}/{path.as_posix()}")
-            entry.size, entry.mode = len(data), 0o644
-            tar.addfile(entry, io.BytesIO(data))
+        for path in paths:  # a deep copy of an entry would hold a copy of the archive
+            tar.add(stage / path, f"{FOLDER}/{path.as_posix()}", filter=lambda it: it.replace(**NOBODYS, deep=False))
     return buffer.getvalue()

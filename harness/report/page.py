@@ -8,28 +8,27 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pandas import DataFrame
 
 from harness.core import method
 from harness.core.record import Record, read_all
 from harness.devices import named_machines
-from harness.evidence import examine, fairness, judge, verify
+from harness.evidence import fairness, verify
 from harness.evidence.judge import Finding
 from harness.figures import case, plot
 from harness.figures import profile as scaled
-from harness.figures.point import FEWEST_FOR_INTERVAL, Row
+from harness.figures.point import FEWEST_FOR_INTERVAL, FigureRow
 from harness.figures.profile import Profile
 from harness.jobs.command import command
 from harness.report import tables as pages
 from harness.report.tables import Cell, Entry
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 TEMPLATES = Path(__file__).parent
 PAGE, REVIEW = "index.html", "review.md"
@@ -49,16 +48,13 @@ class Section:
 
 
 def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
-    """Write the page and, beside it, the review.
-
-    Raises ValueError where there is nothing to report, no figure of that profile, or records of several machines.
-    """
+    """Write the page and, beside it, the review. Raises ValueError where there is nothing to report, no figure of that
+    profile, or records of several machines."""
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
         raise ValueError(f"--out names the page, {REVIEW} is written beside it: try --out {page.parent / PAGE}")
     told = gather(results, profile, machine)
-    review = _render("review.md.j2", {**told, "claims": told["claims"].drop(columns="records")})
-    made = {page: _render("report.html.j2", told), page.parent / REVIEW: review}
+    made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         for path, text in made.items():
@@ -87,6 +83,12 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     here = verify.findings(results, None, machine)
     there = verify.findings(results, verify.PUBLISHED, None)
     sections = list(figures(entries, profile, results))
+    commits = _each(" ".join(str(record.software.get("commit")).split()) for record in runs)
+    reasons = {
+        "sim": any(record.clock == "sim" for record in runs), "commits": commits, "num_runs": len(runs),
+        "dirty": any(commit.endswith("+") for commit in commits), "imported": len(records) - len(runs),
+        "fewest": FEWEST_FOR_INTERVAL,
+    }  # fmt: skip
     return {
         "sections": sections,
         "claims": pages.claim_table(here, there, entries),
@@ -94,7 +96,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "tally": tally(here),
         "tally_published": tally(there),
         "fairness": pages.table("What each method ran with", fairness.rows(records)),
-        "records": pages.record_table(entries),
+        "records": pages.table("Every record, oldest first", map(pages.record_row, entries)),
         "entries": entries,
         "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
         "others": len(found) - len(entries),
@@ -102,10 +104,8 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "log_ends": Counter(pages.outcome(record) for record in records if record.origin == verify.IMPORTED),
         "untrained": untrained(entries),
         "of_logs": verify.is_of_logs(here),
-        "doubts": doubts(records),
+        "doubts": _render("doubts.txt.j2", reasons).splitlines(),
         "commands": [*(["./run.sh import LOGS..."] if len(runs) < len(records) else []), *commands(runs, sections)],
-        "untested": [finding for finding in here if finding.verdict == judge.NOT_TESTED],
-        "elsewhere": [finding.claim.id for finding in here if finding.verdict == judge.OTHER_MACHINE],
         "profiles": list(dict.fromkeys(section.profile for section in sections)),
         "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
         "machines": _each(pages.machine(record) for record in runs),
@@ -115,16 +115,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "methods": _each(record.job.method for record in records),
         "num_runs": len(runs),
         "days": _each(entry.when[:10] for entry in entries if entry.record.origin == "run"),
-        "words": WORDS,
     }
-
-
-WORDS = {
-    judge.PASS: "it holds", judge.FAIL: "it does not hold, or rests on a run that did not train",
-    judge.XFAIL: "it does not hold, and we know why", judge.XPASS: "it holds although we expected otherwise",
-    examine.OPEN: "the noise is larger than the difference", judge.NOT_TESTED: "no run here tests it",
-    judge.OTHER_MACHINE: "it is said of another machine",
-}  # fmt: skip
 
 
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[Section]:
@@ -138,13 +129,27 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
     traced = [one for one in traced if wanted in (None, one[0], one[0].split("_")[0])]
     if wanted is not None and not there and not traced:
         raise ValueError(f"no record of profile {wanted}: {scaled.call('all', wanted)} runs it")
-    for used, number, rows in there:
-        yield _section(number, used, rows, entries)
+    for used, number, ours in there:
+        published, note = case.published(number), f"profile {used.name}"
+        rows = [*ours, *published]
+        table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
+        made = case.figure(number, rows, note)
+        yield _section(number, used.name, made, plot.caption(ours, published, note), table)
     for of, name, found in traced:
-        yield _traced_section(name, of, found, entries)
+        module, note = case.load(name), f"profile {of}"
+        table = pages.table(f"Case {name}, {note}: the numbers of the figure", module.table(found).to_dict("records"))
+        keys = [[each.record.key] if each.record else [] for each in found]
+        table["records"] = [Cell(links=pages.numbers_of(own, entries)) for own in keys]
+        yield _section(name, of, module.figure(found, note), note, table)
 
 
-def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[Row]]]:
+def _section(name: int | str, profile: str, made: plot.Figure, caption: str, table: DataFrame) -> Section:
+    title = str(case.load(name).__doc__).partition("\n")[0]
+    svg = f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
+    return Section(str(name), profile, title, svg, caption, table)
+
+
+def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[FigureRow]]]:
     """Our rows, for every profile and case of these records."""
     for used in _profiles(records):
         for number in case.numbers():
@@ -163,48 +168,19 @@ def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, str,
 def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
     """Every profile of these records, with the memories of every named machine."""
     runs = [record for record in records if record.origin == "run"]
+    wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
     seen: list[Profile] = []
-    for name in scaled.NAMES:
-        for on in (None, *named_machines.names()):
-            try:
-                used = case.profile_of(name, on, runs[-1].machine if runs else {})
-            except (ValueError, KeyError):  # such as the sizes of a GPU on a machine without one
-                continue
-            nameless = dataclasses.replace(used, name=used.kind)  # equal to the one with this machine by default
-            if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
-                seen.append(nameless)
-                yield used
-
-
-def _section(number: int, used: Profile, ours: list[Row], entries: Sequence[Entry]) -> Section:
-    published, note = case.published(number), f"profile {used.name}"
-    rows = [*ours, *published]
-    table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
-    caption = plot.caption(ours, published, note)
-    return Section(
-        str(number), used.name, _title(case.load(number)), _uri(case.figure(number, rows, note)), caption, table
-    )
-
-
-def _traced_section(name: str, profile: str, found: list[Any], entries: Sequence[Entry]) -> Section:
-    module, note = case.load(name), f"profile {profile}"
-    keys = [[each.record.key] if each.record else [] for each in found]
-    table = pages.table(f"Case {name}, {note}: the numbers of the figure", module.table(found).to_dict("records"))
-    table["records"] = [Cell(links=pages.numbers_of(own, entries)) for own in keys]
-    return Section(name, profile, _title(module), _uri(module.figure(found, note)), note, table)
-
-
-def _title(module: Any) -> str:
-    return str(module.__doc__).partition("\n")[0]
-
-
-def _uri(made: Figure) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
+    for used in case.possible(wanted, runs[-1].machine if runs else {}):
+        nameless = dataclasses.replace(used, name=used.kind)  # equal to the one with this machine by default
+        if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
+            seen.append(nameless)
+            yield used
 
 
 def tally(found: Sequence[Finding]) -> dict[str, int]:
     """The number of claims by verdict."""
-    return {word: count for word in WORDS if (count := sum(finding.verdict == word for finding in found))}
+    counts = Counter(finding.verdict for finding in found)
+    return {verdict: counts[verdict] for verdict in verify.VERDICTS if counts[verdict]}
 
 
 def untrained(entries: Sequence[Entry]) -> list[Entry]:
@@ -214,32 +190,9 @@ def untrained(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
 
 
-def doubts(records: Sequence[Record]) -> list[str]:
-    """Reasons to doubt the numbers."""
-    told = []
-    runs = [record for record in records if record.origin == "run"]
-    if any(record.clock == "sim" for record in runs):
-        told.append("Runs by the clock sim train on a CPU whose device memory and link are simulated: their sizes and"
-                    " losses are real, their times say nothing of a GPU.")  # fmt: skip
-    commits = _each(str(record.software.get("commit")) for record in runs)
-    if len(commits) > 1:
-        told.append(f"The runs are of {len(commits)} states of the code: {', '.join(commits)}.")
-    if any(commit.endswith("+") for commit in commits):
-        told.append("A commit with a + had files that differ from it.")
-    imported = len(records) - len(runs)
-    if imported:
-        told.append(f"{imported} records were read from logs and not measured here: the gate had their losses alone."
-                    + (" The claims are judged by what was measured here, without them." if runs else
-                       " The claims are judged by these."))  # fmt: skip
-    told.append(f"A point of fewer than {FEWEST_FOR_INTERVAL} processes has no interval.")
-    return told
-
-
 def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
     """Commands that repeat the runs: cases by profile, then jobs of no case; references run by themselves."""
-    cases = _each(
-        scaled.call("all" if section.case.isdigit() else section.case, section.profile) for section in sections
-    )
+    cases = _each(scaled.call("all" if each.case.isdigit() else each.case, each.profile) for each in sections)
     used = list(_profiles(runs))
     references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
     loose = _each(

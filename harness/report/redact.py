@@ -6,8 +6,10 @@ records, such as a host called gpu, stays: records would otherwise change their 
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
+import pwd
 import re
 import socket
 from collections.abc import Iterable, Mapping
@@ -78,25 +80,17 @@ def here(known: Iterable[str] = ()) -> Names:
     """The names of this machine, its user and this checkout."""
     host = socket.gethostname()
     words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
-    for name in _users():
-        words[name] = USER
-    for addresses in psutil.net_if_addrs().values():
-        for found in addresses:
-            address = found.address.partition("%")[0]
-            if not re.match(r"127\.|::1$|(00:)+00$", address):
-                words[address] = ADDRESS
+    words |= dict.fromkeys(_users(), USER)
+    addresses = (each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found)
+    words |= {address: ADDRESS for address in addresses if not re.match(r"127\.|::1$|(00:)+00$", address)}
     words = {word: put for word, put in words.items() if word.lower() not in NOBODY and len(word) > 1}
     folders = {str(Path.home()): f"{HOME}/", str(ROOT): ""}
     return Names(words, folders, frozenset(word.lower() for word in known))
 
 
 def _users() -> set[str]:
-    import pwd
-
     found = {Path.home().name}
     for ask in (getpass.getuser, lambda: pwd.getpwuid(os.getuid()).pw_name):
-        try:
+        with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
             found.add(ask())
-        except (KeyError, OSError):  # a container's user may have no name
-            continue
     return found

@@ -7,18 +7,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pandas import DataFrame
 
 from harness.core.job import gib, params_text
 from harness.core.record import Record
 from harness.evidence import examine, judge, verify
 from harness.evidence.examine import value_text
 from harness.evidence.judge import Finding
-from harness.figures.point import METRICS, Row
+from harness.figures.point import METRICS, FigureRow
 from harness.jobs.command import command
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
 LOOKS = {
@@ -56,8 +55,7 @@ class Entry:
             return Cell(f"ended: {record.status}", look=OPEN if record.is_result else BAD)
         if record.gate.passed:
             return Cell(f"passed ({record.gate.verdict})", look=GOOD)
-        is_failed = record.gate.verdict == FAILED
-        return Cell("FAILED THE GATE" if is_failed else "not judged", look=BAD if is_failed else OPEN)
+        return Cell("FAILED THE GATE", look=BAD) if record.gate.verdict == FAILED else Cell("not judged", look=OPEN)
 
     @property
     def title(self) -> str:
@@ -106,10 +104,8 @@ def _joined(*parts: str) -> str:
 
 def pairs(facts: Mapping[str, Any]) -> str:
     """Facts in a line, bytes in readable units."""
-    told = {
-        name.removesuffix("_bytes"): gib(value) if name.endswith("_bytes") and isinstance(value, int) else value
-        for name, value in facts.items()
-    }
+    sizes = {name: gib(value) for name, value in facts.items() if name.endswith("_bytes") and isinstance(value, int)}
+    told = {name.removesuffix("_bytes"): value for name, value in {**facts, **sizes}.items()}
     return ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, "", {}, []))
 
 
@@ -119,10 +115,9 @@ def options(record: Record) -> str:
 
 def machine(record: Record) -> str:
     """The machine of a record in a line."""
-    facts = record.machine
-    parts = [facts.get("gpu"), facts.get("cpu"), f"{facts['cores']} cores" if facts.get("cores") else None]
-    memory = f"{gib(facts['host_bytes'])} of host memory" if facts.get("host_bytes") else None
-    return ", ".join(str(part) for part in (*parts, memory) if part) or "an unnamed machine"
+    gpu, cpu, cores, memory = (record.machine.get(name) for name in ("gpu", "cpu", "cores", "host_bytes"))
+    parts = (gpu, cpu, cores and f"{cores} cores", memory and f"{gib(memory)} of host memory")
+    return ", ".join(str(part) for part in parts if part) or "an unnamed machine"
 
 
 def outcome(record: Record) -> str:
@@ -136,8 +131,6 @@ def outcome(record: Record) -> str:
 
 def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
     """A table of rows by column; a text becomes a cell."""
-    from pandas import DataFrame
-
     made = DataFrame(list(rows), dtype=object)
     made = made.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
     made.attrs["caption"] = caption
@@ -149,11 +142,7 @@ def texts(made: DataFrame) -> DataFrame:
     return made.drop(columns="records", errors="ignore").map(lambda cell: cell.text)
 
 
-def record_table(entries: Sequence[Entry]) -> DataFrame:
-    return table("Every record, oldest first", map(_record_row, entries))
-
-
-def _record_row(entry: Entry) -> dict[str, Cell | str]:
+def record_row(entry: Entry) -> dict[str, Cell | str]:
     record, load = entry.record, entry.record.job.workload
     speed, device, host = record.samples_per_second, record.peaks.get("device_allocated"), record.host_peak_bytes
     return {
@@ -173,15 +162,16 @@ def _record_row(entry: Entry) -> dict[str, Cell | str]:
     }
 
 
-def row_table(caption: str, rows: Sequence[Row], entries: Sequence[Entry]) -> DataFrame:
+def row_table(caption: str, rows: Sequence[FigureRow], entries: Sequence[Entry]) -> DataFrame:
     """The rows of a figure, ours and the published, whose metrics claims are about."""
     return table(caption, [_row(row, entries) for row in rows if row.metric in METRICS])
 
 
-def _row(row: Row, entries: Sequence[Entry]) -> dict[str, Cell | str]:
+def _row(row: FigureRow, entries: Sequence[Entry]) -> dict[str, Cell | str]:
     has_ended = row.status != "ok"
     judged = "passed" if row.valid else "FAILED THE GATE" if row.is_judged else "not judged yet"
     size = f"failed at {value_text(row)}" if row.metric == "params" and row.value else ""
+    bounds = "" if row.low is None or row.high is None else f"{row.low:.4g} to {row.high:.4g}"
     return {
         "method": Cell(row.method, more=row.series),
         "layers": Cell(str(row.num_layers), row.num_layers),
@@ -191,9 +181,7 @@ def _row(row: Row, entries: Sequence[Entry]) -> dict[str, Cell | str]:
             size if has_ended else value_text(row), row.value, look="" if row.valid else DOUBT,
             more="" if row.is_final else "search not finished",
         ),
-        "95 % interval": Cell(
-            "" if row.low is None or row.high is None else f"{row.low:.4g} to {row.high:.4g}", row.low
-        ),
+        "95 % interval": Cell(bounds, row.low),
         "processes": Cell(str(row.num_runs), row.num_runs),
         "trained?": Cell(
             f"ended: {row.status}" if has_ended else judged,
@@ -213,26 +201,24 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
     """Each claim as found here, and by the original's own numbers."""
     where, seen = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
     there = {finding.claim.id: finding for finding in published}
-    rows: list[dict[str, Cell | str]] = []
-    for finding in here:
-        claim, other = finding.claim, there[finding.claim.id]
-        rows.append({
-            "claim": claim.id,
-            "said": f"{claim.text} ({claim.source})",
-            "expected": claim.expected.text,
+    return table("Claims of the papers", [
+        {
+            "claim": finding.claim.id,
+            "said": f"{finding.claim.text} ({finding.claim.source})",
+            "expected": finding.claim.expected.text,
             where: Cell(finding.verdict, look=LOOKS[finding.verdict]),
             seen: Cell(finding.seen, more=why(finding)),
             "records": Cell(links=numbers_of({key for row in finding.rests_on for key in row.keys}, entries)),
             "published": Cell(other.verdict, look=f"{LOOKS[other.verdict]} {THERE}"),
             "seen there": Cell(other.seen, more=why(other)),
-        })  # fmt: skip
-    return table("Claims of the papers", rows)
+        }
+        for finding, other in ((finding, there[finding.claim.id]) for finding in here)
+    ])  # fmt: skip
 
 
 def why(finding: Finding) -> str:
     """The profile of the rows, the note, and what the numbers alone would say of a run that did not train."""
+    measured = f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
     alone = finding.numbers if finding.is_untrained else ""
-    measured = finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED)
-    parts = [f"profile {finding.profile}" if measured else "", finding.note,
-             f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""]  # fmt: skip
-    return "; ".join(part for part in parts if part)
+    told = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""
+    return "; ".join(part for part in (measured, finding.note, told) if part)

@@ -2,13 +2,10 @@
 on the stream or thread that would run it beside a GPU.
 
 They replace the CPU's entry in STREAMS (harness/devices/streams.py). A TorchDispatchMode sees every op and books it by
-CUDA's rules:
-
-- An op on device memory is queued on the current stream of the calling thread. It starts when the stream is free and
-  the thread has queued it. The thread continues at once, unless the op returns a number or is a blocking copy.
-- An op on host memory alone runs on the thread itself.
-
-Work given to a pool runs at once, but is booked on a thread of the pool; asking for its result waits for it.
+CUDA's rules. One on device memory is queued on the current stream of the calling thread: it starts when the stream is
+free and the thread has queued it, and the thread continues at once, unless the op returns a number or is a blocking
+copy. One on host memory alone runs on the thread itself. Work given to a pool runs at once, but is booked on a thread
+of the pool; asking for its result waits for it.
 
 An agent (a stream or a thread) carries a `now`, whose meaning is the clock's: the events known to have happened
 (tests/support/races.py), or the time (virtual_clock.py). Waiting joins two such values.
@@ -20,9 +17,10 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
+from unittest import mock
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -46,25 +44,11 @@ class Clock(Protocol):
 
     zero: Any
 
-    def join(self, one: Any, other: Any) -> Any:
-        """The least `now` that is at or after both."""
-        ...
-
-    def load(self, thread: Agent) -> float:
-        """A pool chooses the thread of the least load."""
-        ...
-
-    def queued(self, thread: Agent, op: Op) -> None:
-        """The thread puts the op on a stream."""
-        ...
-
-    def ran(self, agent: Agent, op: Op) -> None:
-        """The agent has run the op."""
-        ...
-
-    def freed(self, agent: Agent, now: Any, memory: Memory) -> None:
-        """Device memory returned to its stream, which may use it again from `now` on."""
-        ...
+    def join(self, one: Any, other: Any) -> Any: ...  # the least `now` that is at or after both
+    def load(self, thread: Agent) -> float: ...  # a pool chooses the thread of the least load
+    def queued(self, thread: Agent, op: Op) -> None: ...  # the thread puts the op on a stream
+    def ran(self, agent: Agent, op: Op) -> None: ...  # the agent has run the op
+    def freed(self, agent: Agent, now: Any, memory: Memory) -> None: ...  # its stream may use it again from `now` on
 
 
 @dataclass(eq=False)
@@ -76,13 +60,17 @@ class HostThread:
 
 @dataclass(eq=False)
 class Event:
-    """As torch.cuda.Event, recorded."""
+    """As torch.cuda.Event, recorded; also a future of completed work, whose streams may end later."""
 
     streams: FakeStreams
     now: Any
+    value: Any = None  # of the work
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> Any:
         self.streams.wait(self.streams.thread, self.now)
+        return self.value
+
+    result = synchronize
 
 
 @dataclass(eq=False)
@@ -109,19 +97,6 @@ class Stream:
         self.streams.wait(self.streams.thread, self.now)
 
 
-@dataclass(eq=False)
-class Task:
-    """A future of completed work."""
-
-    streams: FakeStreams
-    value: Any
-    now: Any  # of its thread at the end; streams with its work may end later
-
-    def result(self) -> Any:
-        self.streams.wait(self.streams.thread, self.now)
-        return self.value
-
-
 class Pool:
     """Host threads that take work in order, the thread of least load first."""
 
@@ -129,20 +104,17 @@ class Pool:
         self.streams = streams
         self.threads = [HostThread(f"{name} {i}", streams.clock.zero, streams.compute) for i in range(num_threads)]
 
-    def submit(self, work: Callable[..., Any], *args: Any) -> Task:
-        streams, caller = self.streams, self.streams.thread
-        streams.thread = min(self.threads, key=streams.clock.load)
-        streams.wait(streams.thread, caller.now)
-        try:
+    def submit(self, work: Callable[..., Any], *args: Any) -> Event:
+        streams, thread = self.streams, min(self.threads, key=self.streams.clock.load)
+        streams.wait(thread, streams.thread.now)
+        with mock.patch.object(streams, "thread", thread):
             value = work(*args)
-            return Task(streams, value, streams.thread.now)
-        finally:
-            streams.thread = caller
+        return Event(streams, thread.now, value)
 
-    def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Task:
+    def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Event:
         """As harness/devices/update_threads.py's, in the order of the calls, a chunk at a time."""
         tasks = [self.submit(lambda first=first: work(first, first + 1)) for first in range(num_chunks)]
-        return Task(self.streams, None, functools.reduce(self.streams.clock.join, (task.now for task in tasks)))
+        return Event(self.streams, functools.reduce(self.streams.clock.join, (task.now for task in tasks)))
 
     def shutdown(self, *, cancel_futures: bool = False) -> None: ...
 
@@ -171,14 +143,8 @@ class FakeStreams:
         """Threads for updates, as many as the clock's machine has."""
         return self.pool(self.num_workers)
 
-    @contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        thread, before = self.thread, self.thread.stream
-        thread.stream = stream
-        try:
-            yield
-        finally:
-            thread.stream = before
+    def use(self, stream: Stream) -> AbstractContextManager:
+        return mock.patch.object(self.thread, "stream", stream)
 
     def wait(self, agent: Agent, now: Any) -> None:
         agent.now = self.clock.join(agent.now, now)
@@ -217,9 +183,7 @@ class FakeStreams:
 class _Ops(TorchDispatchMode):
     """Runs every op, then books it."""
 
-    def __init__(self, streams: FakeStreams) -> None:
-        super().__init__()
-        self.streams = streams
+    streams: FakeStreams
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -230,9 +194,7 @@ class _Ops(TorchDispatchMode):
 class _CopiesHome(TorchFunctionMode):
     """Makes `.to("cpu")` a copy, as from a device; on a CPU it would return its argument."""
 
-    def __init__(self, streams: FakeStreams) -> None:
-        super().__init__()
-        self.streams = streams
+    streams: FakeStreams
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, memories = kwargs or {}, self.streams.memories
@@ -249,8 +211,9 @@ class _CopiesHome(TorchFunctionMode):
 @contextmanager
 def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
     """Replace DEVICE's streams and the host's threads, with `num_workers` of them for updates."""
-    streams = FakeStreams(clock, num_workers)
-    with ExitStack() as stack, _Ops(streams), _CopiesHome(streams):
+    ops, copies_home = _Ops(), _CopiesHome()
+    ops.streams = copies_home.streams = streams = FakeStreams(clock, num_workers)
+    with ExitStack() as stack, ops, copies_home:
         _install(streams, stack)
         try:
             yield streams
@@ -262,41 +225,34 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
     """Put the streams in the table; mark host memory and name objects where they are made, until the stack ends."""
     names = ("layer_state", "disk", "slot")  # as loaded now: tests plant bugs in fresh modules
     state, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
-    new_device, new_room, new_state = streams_of.Device.__init__, streams_of.Device.room, state.LayerState.__init__
 
-    def make_device(self: Any, *args: Any, **options: Any) -> None:
-        new_device(self, *args, **options)
-        streams.name(self)
-
-    def make_room(self: Any, *args: Any, host: bool) -> Tensor:
-        slab = new_room(self, *args, host=host)
+    def room(device: Any, make: Any, *args: Any, host: bool) -> Tensor:
+        slab = make(device, *args, host=host)
         streams.memories.of(slab, made_by="room").is_host = host
         return slab
 
-    def make_state(self: Any, *args: Any, host: bool, **options: Any) -> None:
-        with streams.memories.allocating(host=host):
-            new_state(self, *args, host=host, **options)
-        streams.name(self, self.prefix)
-
-    def numbered(make: Any, name: str) -> Any:
-        numbers = itertools.count(1)
-
-        def made(self: Any, *args: Any, **options: Any) -> None:
-            make(self, *args, **options)
-            for file in self.state if name == "shelf" else []:
+    def named(prefix_of: Callable[[Any], str]) -> Any:
+        def made(owner: Any, make: Any, *args: Any, **options: Any) -> None:
+            with streams.memories.allocating(host=options.get("host")):
+                make(owner, *args, **options)
+            for file in owner.state if isinstance(owner, disk.Shelf) else []:
                 streams.memories.of(file).is_host = True
-            streams.name(self, f"{name} {next(numbers)} ")
+            streams.name(owner, prefix_of(owner))
 
         return made
 
-    def replace(cls: Any, name: str, function: Any) -> None:
-        stack.callback(setattr, cls, name, getattr(cls, name))
-        setattr(cls, name, function)
+    def numbered(name: str) -> Any:
+        numbers = itertools.count(1)
+        return named(lambda owner: f"{name} {next(numbers)} ")
 
-    stack.callback(streams_of.STREAMS.__setitem__, "cpu", streams_of.STREAMS["cpu"])
-    streams_of.STREAMS["cpu"] = streams
-    replace(streams_of.Device, "room", make_room)
-    replace(streams_of.Device, "__init__", make_device)
-    replace(state.LayerState, "__init__", make_state)
-    for cls, name in ((disk.Shelf, "shelf"), (slot.Slot, "slot"), (slot.Gradients, "gradients")):
-        replace(cls, "__init__", numbered(cls.__init__, name))
+    stack.enter_context(mock.patch.dict(streams_of.STREAMS, cpu=streams))
+    for cls, name, replacement in (
+        (streams_of.Device, "room", room),
+        (streams_of.Device, "__init__", named(lambda device: "")),
+        (state.LayerState, "__init__", named(lambda layer: layer.prefix)),
+        (disk.Shelf, "__init__", numbered("shelf")),
+        (slot.Slot, "__init__", numbered("slot")),
+        (slot.Gradients, "__init__", numbered("gradients")),
+    ):
+        function = functools.partialmethod(replacement, getattr(cls, name))
+        stack.enter_context(mock.patch.object(cls, name, function))

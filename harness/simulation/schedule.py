@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.core import method
-from harness.core.job import Plan, Workload
-from harness.core.rates import Rates
+from harness.core.job import Workload
 from harness.devices import named_machines
 from harness.run.timeline import write
 from harness.simulation.virtual_clock import VirtualRun, model_machine, scale_model, virtual_rates, virtual_run
@@ -24,7 +23,7 @@ from methods.streaming.planner import forecast, rows
 
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
-CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}
+CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}  # 1e9: all updates ahead are kept
 STEPS = 4  # the first starts on an idle machine
 
 
@@ -52,17 +51,14 @@ def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep 
     rates = virtual_rates(workload, budget.rates)
     budget = dataclasses.replace(budget, rates=rates)
     plan = method.create(NAME, {"clipping": clipping}).plan(workload, budget)
-    return plan.shortfall(budget) or timed(workload, rates, plan, clipping)
-
-
-def timed(workload: Workload, rates: Rates, plan: Plan, clipping: str | None) -> ScheduledStep:
-    """Time a plan. The clip norm of "speculate" is so high that every update ahead is committed."""
+    shortfall = plan.shortfall(budget)
+    if shortfall:
+        return shortfall
     counts = Counter(parse(plan.options["placement"], workload.num_layers))
     found = rows(workload, rates, clipping)
     bound, resident = forecast(found, counts), forecast(found, {"R": workload.num_layers})
-    machine = model_machine(workload, rates, counts, clipping)
-    model = dataclasses.replace(scale_model(workload), clip_norm=CLIP_NORMS[clipping])
-    run = virtual_run(method.create(NAME, plan.options), model, machine, STEPS)
+    clock = model_machine(workload, rates, counts, clipping)
+    run = virtual_run(method.create(NAME, plan.options), scale_model(workload), clock, STEPS)
     schedule = run.last_step_seconds
     return ScheduledStep(plan.options["placement"], bound.seconds, bound.binds, schedule, resident.seconds, run)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -94,22 +95,20 @@ class VirtualTime:
         return thread.now
 
     def queued(self, thread: Agent, op: Op) -> None:
-        if op.name not in ALLOCATIONS:
-            self._work(thread, self.machine.launch_seconds)
+        self._work(thread, op, self.machine.launch_seconds)
 
     def ran(self, agent: Agent, op: Op) -> None:
-        self._work(agent, self._seconds(op))
+        self._work(agent, op, self._seconds(op))
 
     def freed(self, agent: Agent, now: float, memory: Memory) -> None: ...
 
-    def _work(self, agent: Agent, seconds: float) -> None:
-        agent.now += seconds
-        self.busy_seconds[agent.name] += seconds
+    def _work(self, agent: Agent, op: Op, seconds: float) -> None:
+        if op.name not in ALLOCATIONS:
+            agent.now += seconds
+            self.busy_seconds[agent.name] += seconds
 
     def _seconds(self, op: Op) -> float:
         machine = self.machine
-        if op.name in ALLOCATIONS:
-            return 0.0
         if op.is_transfer:
             sent = sum(access.num_bytes for access in op.accesses if access.is_write)
             return machine.link_latency_seconds + sent / machine.link_bytes_per_second
@@ -141,7 +140,7 @@ class Spans:
     """Work of agents in virtual seconds, without work that takes no time."""
 
     def __init__(self, streams: FakeStreams) -> None:
-        self.streams, self.done = streams, []  # type: FakeStreams, list[Span]
+        self.streams, self.done = streams, list[Span]()
 
     @contextmanager
     def span(self, stream: Any, track: str, work: str, of: str) -> Iterator[None]:
@@ -179,17 +178,12 @@ class Workers(Pool):
         self.waiting: list[Due] = []
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Any:
-        streams, caller, busy = self.streams, self.streams.thread, self.clock.busy_seconds
-        streams.thread = HostThread("workers", caller.now, streams.compute)
-        before, span, aside = busy["workers"], streams.span, Spans(streams)
-        streams.span = aside.span
-        try:
+        streams, busy, aside = self.streams, self.clock.busy_seconds, Spans(self.streams)
+        thread, before = HostThread("workers", streams.thread.now, streams.compute), busy["workers"]
+        with mock.patch.multiple(streams, thread=thread, span=aside.span):
             work(0, num_chunks)
-            seconds = busy["workers"] - before
-            released = streams.thread.now - seconds
-        finally:
-            streams.thread, streams.span = caller, span
-        self.waiting.append(Due(self, deadline, released, seconds / len(self.threads), aside.done[:1]))
+        seconds = busy["workers"] - before
+        self.waiting.append(Due(self, deadline, thread.now - seconds, seconds / len(self.threads), aside.done[:1]))
         return self.waiting[-1]
 
     def work_until(self, wanted: Due) -> None:
@@ -217,9 +211,8 @@ def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int
     with watching(clock, machine.num_workers) as streams:
         spans = Spans(streams)
         streams.span = spans.span
-        streams.workers = lambda num_threads: Workers(  # type: ignore[method-assign]
-            streams, clock, machine.num_workers, spans
-        )
+        workers = Workers(streams, clock, machine.num_workers, spans)
+        streams.workers = lambda num_threads: workers  # type: ignore[method-assign]
         step_ends = [streams.compute.now for _ in training]
         streams.compute.synchronize()
         return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops, spans.done)
@@ -231,21 +224,13 @@ MODEL_HIDDEN_SIZE = 32
 def scale_model(workload: Workload) -> Workload:
     """A shape small enough to train: as deep, with the same ratios between layers and ends of FLOPs and of bytes."""
     scale = MODEL_HIDDEN_SIZE / workload.hidden_size
-    return dataclasses.replace(
-        workload,
-        hidden_size=MODEL_HIDDEN_SIZE,
-        num_heads=2,
-        seq_len=round(workload.seq_len * scale),
-        batch_size=1,
-        vocab_size=round(workload.vocab_size * scale),
-    )
+    ends: Any = {"seq_len": round(workload.seq_len * scale), "vocab_size": round(workload.vocab_size * scale)}
+    return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)
 
 
 def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> Machine:
-    """The machine on which the scale model takes as long as the workload at these rates.
-
-    All traffic of the host's memory, copies included, is charged to the updates.
-    """
+    """The machine on which the scale model takes as long as the workload at these rates. All traffic of the host's
+    memory, copies included, is charged to the updates."""
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 from torch import Tensor
 
@@ -86,14 +87,9 @@ class Memories:
             self._alive[key] = (weakref.ref(storage, lambda _: self._on_free(self._alive.pop(key)[1])), Memory(made_by))
         return self._alive[key][1]
 
-    @contextmanager
-    def allocating(self, *, host: bool) -> Iterator[None]:
-        """Count all allocations inside as host memory, or all as device memory."""
-        before, self._fresh_is_host = self._fresh_is_host, host
-        try:
-            yield
-        finally:
-            self._fresh_is_host = before
+    def allocating(self, *, host: bool | None) -> AbstractContextManager:
+        """Count all allocations inside as host memory, or all as device memory; None: as what their op reads."""
+        return mock.patch.object(self, "_fresh_is_host", host)
 
     def forget(self) -> None:
         """Stop calling on_free."""

@@ -17,9 +17,16 @@ from typing import Any
 
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
-from methods.engines.deepspeed_config import EXTENSIONS, NEEDS, is_built, versions
+from methods.engines.deepspeed_config import EXTENSIONS, KERNELS, NEEDS, is_built, versions
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+FP16 = {  # the rule of methods/shared/loss_scale.py
+    "enabled": True,
+    "loss_scale": 0,  # dynamic
+    "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
+    "loss_scale_window": LOSS_SCALE_WINDOW,
+    "hysteresis": 1,
+    "min_loss_scale": 1,
+}
 
 
 def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +37,7 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[s
         "gradient_clipping": workload.clip_norm,  # said even when 0: left out, it is 1.0
         "zero_optimization": zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
-        "fp16": fp16_config() if workload.dtype == "fp16" else {"enabled": False},
+        "fp16": FP16 if workload.dtype == "fp16" else {"enabled": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
@@ -43,26 +50,8 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[s
     return config
 
 
-def fp16_config() -> dict[str, Any]:
-    """The rule of methods/shared/loss_scale.py."""
-    return {
-        "enabled": True,
-        "loss_scale": 0,  # dynamic
-        "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
-        "loss_scale_window": LOSS_SCALE_WINDOW,
-        "hysteresis": 1,
-        "min_loss_scale": 1,
-    }
-
-
 def train(
-    workload: Workload,
-    batches: Any,
-    device: str,
-    adam: str,
-    zero: dict[str, Any],
-    reentrant: bool = False,
-    extra: dict[str, Any] | None = None,
+    workload: Workload, batches: Any, device: str, adam: str, zero: dict[str, Any], reentrant: bool, **extra: Any
 ) -> Training:
     """Train by deepspeed.initialize's engine. `reentrant`: torch's older recompute. `extra`: more configuration."""
     if adam == "deepspeed" and not is_built("cpu_adam"):
@@ -81,7 +70,7 @@ def train(
 
     join_alone(device)
     try:
-        config = {**engine_config(workload, adam, zero), **(extra or {})}
+        config = {**engine_config(workload, adam, zero), **extra}
         engine = _engine(deepspeed, workload, config, device, adam, reentrant)
         for step, (inputs, targets) in enumerate(batches, start=1):
             scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
@@ -101,10 +90,8 @@ def train(
 
 
 def import_deepspeed(device: str) -> Any:
-    """The package, configured for this device. Raises Unavailable if it is missing.
-
-    Without its shared-memory communication: one rank does not use it, and its first start would compile it.
-    """
+    """The package, configured for this device, without its shared-memory communication: one rank does not use it, and
+    its first start would compile it. Raises Unavailable if the package is missing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -147,10 +134,8 @@ def _load_built() -> None:
 
 def build(kernel: str) -> None:
     """Compile one of DeepSpeed's kernels into EXTENSIONS: minutes, one build at a time. Removes the locks that an
-    interrupted build left, for which DeepSpeed would wait forever.
-
-    Raises Unavailable if a compiler or a library is missing.
-    """
+    interrupted build left, for which DeepSpeed would wait forever. Raises Unavailable if a compiler or a library is
+    missing."""
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
 
@@ -161,7 +146,7 @@ def build(kernel: str) -> None:
             return
         for lock in EXTENSIONS.glob("*/lock"):
             lock.unlink()
-        builder = get_accelerator().create_op_builder(BUILDERS[kernel])
+        builder = get_accelerator().create_op_builder(KERNELS[kernel][0])
         if not builder.is_compatible(verbose=True):
             raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
         flags = builder.cxx_args

@@ -6,32 +6,20 @@ DeepSpeed's binding of cores to ranks is left out: it divides a machine's cores,
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
-from harness.core import native_build
 from harness.core.job import Plan, Workload
 from harness.core.method import ROOT
-from methods.shared.memory_needs import precision
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
-# The host's Adam: torch's fused kernel, the default, needs no compiler; DeepSpeed's own is as fast, but compiled;
-# "published" steps op by op, as the published artifact.
-ADAMS = ("fused", "deepspeed", "published")
+ADAMS = {  # the host's Adam, and its name in the fairness table
+    "fused": "torch AdamW, fused, host",  # the default: needs no compiler
+    "deepspeed": "DeepSpeedCPUAdam",  # as fast, but compiled
+    "published": "torch AdamW, op by op",  # as the published artifact
+}
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
-BUILD_SECONDS = {"cpu_adam": 80, "async_io": 280}  # 2-core EPYC
-
-
-def missing() -> str | None:
-    """The missing package, with the command that installs it."""
-    return None if find_spec("deepspeed") else NEEDS
-
-
-def check_adam(adam: str) -> None:
-    """Raise ValueError for an unknown Adam."""
-    if adam not in ADAMS:
-        raise ValueError(f"adam: expected one of {', '.join(ADAMS)}, got {adam!r}")
+KERNELS = {"cpu_adam": ("CPUAdamBuilder", 80), "async_io": ("AsyncIOBuilder", 280)}  # seconds on a 2-core EPYC
 
 
 def is_built(kernel: str) -> bool:
@@ -48,13 +36,9 @@ def versions() -> str:
         return f"no {error.name}"
 
 
-def to_build(*kernels: str) -> str | None:
-    """What has to be compiled, for people; None if all is, or there is no compiler."""
-    if not native_build.find():
-        return None
-    missing = [kernel for kernel in kernels if not is_built(kernel)]
-    seconds = sum(BUILD_SECONDS[kernel] for kernel in missing)
-    return f"DeepSpeed's {' and '.join(missing)}, once, about {seconds} seconds on two cores" if missing else None
+def largest_tensor(workload: Workload) -> int:
+    """Elements of the largest parameter: the embedding's, or the MLP's."""
+    return max(workload.vocab_size * workload.hidden_size, 4 * workload.hidden_size**2)
 
 
 def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
@@ -87,11 +71,6 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def largest_tensor(workload: Workload) -> int:
-    """Elements of the largest parameter: the embedding's, or the MLP's."""
-    return max(workload.vocab_size * workload.hidden_size, 4 * workload.hidden_size**2)
-
-
 def stage_3_device(workload: Workload) -> dict[str, int]:
     """Bytes on the device: both ends, a layer and the next one, their gradients, activations."""
     at_once = workload.weight_bytes * (workload.end_params + 2 * workload.layer_params)
@@ -99,35 +78,9 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
     return {"weights": at_once, "gradients": at_once, "activations": activations}
 
 
-def stage_3_plan(workload: Workload, options: dict[str, Any] | None = None) -> Plan:
+def stage_3_plan(workload: Workload, **options: Any) -> Plan:
     params, size = workload.num_params, workload.weight_bytes
     gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
-    return Plan(
-        device=stage_3_device(workload),
-        host={
-            "weights": (size + 4) * params,
-            "gradients": 4 * params,
-            "optimizer": 8 * params,
-            "buffers": size * params,  # a flat copy while it starts; 24 (fp32) and 20 (bf16) bytes in all on sim
-        },
-        moved_bytes=size * (gathered + params),
-        options=options or {},
-    )
-
-
-def description(workload: Workload, adam: str, *, reentrant: bool = False) -> dict[str, str]:
-    """The row of a DeepSpeed method in the fairness table."""
-    kernels = {
-        "fused": "torch AdamW, fused, host",
-        "deepspeed": "DeepSpeedCPUAdam",
-        "published": "torch AdamW, op by op",
-    }
-    return {
-        "implementation": "upstream: deepspeed",
-        "model": "harness/core/gpt.py",
-        "attention": "torch scaled_dot_product_attention",
-        "optimizer": kernels[adam],
-        "precision": precision(workload),
-        "recompute": f"every layer, torch checkpoint{', reentrant' if reentrant else ''}",
-        "clipping": "global norm, by the engine",
-    }
+    # Buffers are a flat copy while it starts; on sim 24 (fp32) and 20 (bf16) bytes in all.
+    home = {"weights": (size + 4) * params, "gradients": 4 * params, "optimizer": 8 * params, "buffers": size * params}
+    return Plan(stage_3_device(workload), home, moved_bytes=size * (gathered + params), options=options)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
+from harness.core import native_build
 from harness.core.job import Workload
 from harness.core.method import Training
 from methods.engines import deepspeed_config
+from methods.shared.memory_needs import describe
 
 
 class DeepSpeedMethod:
     color = "#E7D6EF"
     adam = "deepspeed"  # one of deepspeed_config.ADAMS
     reentrant = False  # recompute by torch's older way
+
+    def __post_init__(self) -> None:
+        if self.adam not in deepspeed_config.ADAMS:
+            raise ValueError(f"adam: expected one of {', '.join(deepspeed_config.ADAMS)}, got {self.adam!r}")
 
     @property
     def kernel(self) -> str | None:
@@ -24,10 +31,12 @@ class DeepSpeedMethod:
         raise NotImplementedError
 
     def missing(self, device: str) -> str | None:
-        return deepspeed_config.missing()
+        return None if find_spec("deepspeed") else deepspeed_config.NEEDS
 
     def to_build(self) -> str | None:
-        return deepspeed_config.to_build(self.kernel) if self.kernel else None
+        if not self.kernel or deepspeed_config.is_built(self.kernel) or not native_build.find():
+            return None
+        return f"DeepSpeed's {self.kernel}, once, about {deepspeed_config.KERNELS[self.kernel][1]} seconds on two cores"
 
     def build(self) -> None:
         from methods.engines import deepspeed
@@ -36,10 +45,12 @@ class DeepSpeedMethod:
             deepspeed.build(self.kernel)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return deepspeed_config.description(workload, self.adam, reentrant=self.reentrant)
+        row = describe(workload, "upstream: deepspeed", deepspeed_config.ADAMS[self.adam])
+        recompute = f"{row['recompute']}{', reentrant' if self.reentrant else ''}"
+        return {**row, "recompute": recompute, "clipping": "global norm, by the engine"}
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods.engines import deepspeed
 
         zero = self.zero(workload, on_gpu=device == "cuda")
-        return (yield from deepspeed.train(workload, batches, device, self.adam, zero))
+        return (yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant))

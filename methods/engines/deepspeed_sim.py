@@ -63,14 +63,6 @@ class SimAccelerator(CPU_Accelerator):
         return self.module.mem_get_info()[0]
 
 
-def _answer(answer: Any) -> Any:
-    return lambda self: answer
-
-
-def _ask(question: str) -> Any:
-    return lambda self, device_index=None: getattr(self.module, question)()
-
-
 def _constructor(dtype: torch.dtype) -> property:
     return property(lambda self: partial(torch.tensor, dtype=dtype, device="sim"))
 
@@ -79,13 +71,12 @@ ANSWERS = {"is_synchronized_device": False, "current_device_name": "sim:0", "cur
 QUESTIONS = {name: name for name in ("synchronize", "current_stream", "default_stream")}
 for name in ("memory_allocated", "max_memory_allocated"):
     QUESTIONS |= dict.fromkeys((name, name.replace("allocated", "reserved"), name.replace("allocated", "cached")), name)
-for members in (
-    {name: _answer(answer) for name, answer in ANSWERS.items()},
-    {name: _ask(question) for name, question in QUESTIONS.items()},
-    {name: _constructor(dtype) for name, dtype in DTYPES.items()},
-):
-    for name, member in members.items():
-        setattr(SimAccelerator, name, member)
+for name, answer in ANSWERS.items():
+    setattr(SimAccelerator, name, lambda self, answer=answer: answer)
+for name, question in QUESTIONS.items():
+    setattr(SimAccelerator, name, lambda self, index=None, question=question: getattr(self.module, question)())
+for name, dtype in DTYPES.items():
+    setattr(SimAccelerator, name, _constructor(dtype))
 
 
 def use() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,14 @@ from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from harness.core.method import ROOT
 from harness.core.native_build import Library
 
-PATHS, FORMATS = ("plain", "AVX2", "AVX-512"), ("fp32", "bf16", "fp16")  # in the order of adamw_kernel.cpp
+PATHS = ("plain", "AVX2", "AVX-512")  # these in the order of adamw_kernel.cpp
+FORMATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 LIBRARY = Library("the host's AdamW", 1, ROOT / ".venv" / "adam", (Path(__file__).with_name("adamw_kernel.cpp"),))
 # The compiler fuses no operations by itself: the three paths and torch give the same bits.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
-def to_build() -> str | None:
-    """What build() would compile, for people; None if it is built or there is no compiler."""
-    return LIBRARY.to_build()
+to_build = LIBRARY.to_build
 
 
 def build() -> None:
@@ -53,20 +51,20 @@ def describe(dtype: str, *, one_pass: bool = False) -> str:
 
 
 def run(
-    dtype: str, grads: Any, source: Sequence[Any], target: Sequence[Any], table: list[int], learning_rate: float,
-    num_updates: int, factor: float,
+    grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int], learning_rate: float,
+    number: int,
 ) -> None:  # fmt: skip
-    """One step from the slabs of one state (weights, in mixed precision the rest of their master, exp_avg, exp_avg_sq)
-    into those of another, or the same. `dtype` is that of weights and gradients.
+    """One step by gradients times factor (a tensor, or None) and scale, from the slabs of one state (weights, in mixed
+    precision the rest of their master, exp_avg, exp_avg_sq) into those of another, or the same.
 
     `table` has three numbers for each piece of a tensor: start, stop, and 1 if it decays. Releases the GIL.
     """
-    library = load()
+    library, scaled_by = load(), scale if factor is None else scale * float(factor)
     assert library is not None
-    numbers = (factor, learning_rate, WEIGHT_DECAY, *BETAS, EPSILON, num_updates)
+    numbers = (scaled_by, learning_rate, WEIGHT_DECAY, *BETAS, EPSILON, number)
     library.adamw(
         widest_path(),
-        FORMATS.index(dtype),
+        FORMATS.index(str(grads.dtype)),
         ctypes.c_void_p(grads.data_ptr()),
         _addresses(source),
         _addresses(target),
@@ -76,6 +74,6 @@ def run(
     )
 
 
-def _addresses(slabs: Sequence[Any]) -> ctypes.Array:
+def _addresses(slabs: list[Any]) -> ctypes.Array:
     weights, *rest, exp_avg, exp_avg_sq = (slab.data_ptr() for slab in slabs)
     return (ctypes.c_void_p * 4)(weights, rest[0] if rest else 0, exp_avg, exp_avg_sq)

@@ -9,11 +9,9 @@ import os
 import torch
 from torch import Tensor
 
-from harness.core.gpt import DTYPES
 from harness.core.job import gib
 from methods.offload import adamw_kernel
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAGE_BYTES = 4096  # a file is read and written past the system's cache where memory and length are whole pages
 
 _library = torch.library.Library("harness", "DEF")
@@ -24,15 +22,6 @@ _library.define(
 _library.define("reserve(Tensor(a!) file, int num_bytes) -> ()")
 _library.define("read(Tensor file, Tensor(a!) slab) -> ()")
 _library.define("write(Tensor(a!) file, Tensor slab) -> ()")
-
-
-def adamw(
-    grads: Tensor, source: list[Tensor], target: list[Tensor], factor: Tensor | None, scale: float, table: list[int],
-    learning_rate: float, number: int,
-) -> None:  # fmt: skip
-    """The compiled kernel on slabs of the host, by gradients times factor and scale."""
-    by = scale * (1.0 if factor is None else float(factor))
-    adamw_kernel.run(NAMES[grads.dtype], grads, source, target, table, learning_rate, number, by)
 
 
 def reserve(file: Tensor, num_bytes: int) -> None:
@@ -71,6 +60,6 @@ def _pages(file: Tensor, slab: Tensor) -> tuple[memoryview, int, int]:
     return slab.view(torch.uint8).numpy().data, direct if is_whole else cached, start
 
 
-for _operation in (adamw, reserve, read, write):
-    _library.impl(_operation.__name__, _operation, "CPU")
-    _library.impl(_operation.__name__, lambda *args: None, "Meta")  # for tensors without memory
+for _name, _operation in (("adamw", adamw_kernel.run), ("reserve", reserve), ("read", read), ("write", write)):
+    _library.impl(_name, _operation, "CPU")
+    _library.impl(_name, lambda *args: None, "Meta")  # for tensors without memory

@@ -8,7 +8,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch.multiprocessing
@@ -29,14 +29,14 @@ class Failure(NamedTuple):
 
 
 class Here:
-    """The device of this process. `waits`: start() returns when the unit is done, not only queued. `catches`: reply()
-    returns any failure; otherwise all but out-of-memory on the device is raised."""
+    """The device of this process. `is_alone`: it has one model, whose units are queued and not waited for, and whose
+    failures are raised, but for the device's lack of memory."""
 
     connection = None
+    told = 0
 
-    def __init__(self, worker: Worker, *, waits: bool = True, catches: bool = False) -> None:
-        self.worker, self.waits, self.catches = worker, waits, catches
-        self.told = 0
+    def __init__(self, worker: Worker, *, is_alone: bool = False) -> None:
+        self.worker, self.is_alone = worker, is_alone
 
     @property
     def moved_bytes(self) -> int:
@@ -44,7 +44,7 @@ class Here:
 
     def start(self, unit: Unit, following: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
         started = time.perf_counter()
-        self.done = run_unit(self.worker, unit, following, self.waits, self.catches), time.perf_counter() - started
+        self.done = run_unit(self.worker, unit, following, self.is_alone), time.perf_counter() - started
 
     def reply(self) -> tuple[Result | Failure, float]:
         return self.done
@@ -70,7 +70,7 @@ class Elsewhere:
     def ready(self) -> None:
         """Wait until it has made its worker. Raises RuntimeError with the traceback if that failed."""
         failure, _ = self.reply()
-        if failure is not None:
+        if failure:
             raise RuntimeError(failure.text)
 
     def start(self, unit: Unit, following: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
@@ -87,51 +87,52 @@ class Elsewhere:
         self.process.join()
 
 
-def all_ready(devices: Sequence[Elsewhere], stack: ExitStack) -> list[Any]:
-    """The devices when all have made their workers; they are closed when the stack is left."""
-    for each in devices:
-        stack.callback(each.close)
-    for each in devices:
-        each.ready()
-    return list(devices)
+def start_processes(
+    names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1
+) -> list[Any]:
+    """The devices of these torch names, each with a worker of its own; they are closed when the stack is left."""
+    devices = [Elsewhere(make_worker, name, models, options, num_threads=num_threads) for name in names]
+    for device in devices:
+        stack.callback(device.close)
+    for device in devices:
+        device.ready()
+    return devices
+
+
+def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any]) -> Worker:
+    return Worker(Device(name), models, **options)
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:
     """The process of a device: runs unit after unit until the connection is closed."""
+
+    def reply(left: Any, seconds: float = 0.0, moved_bytes: int = 0) -> None:
+        connection.send_bytes(pickle.dumps((left, seconds, moved_bytes)))
+
     torch.set_num_threads(num_threads)
     try:
         worker = make_worker(*given)
     except Exception:
-        connection.send_bytes(pickle.dumps((Failure(traceback.format_exc()), 0.0, 0)))
-        return
-    connection.send_bytes(pickle.dumps((None, 0.0, 0)))
-    while True:
-        try:
+        return reply(Failure(traceback.format_exc()))
+    reply(None)
+    with suppress(EOFError):
+        while True:
             unit, following, splits = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        started = time.perf_counter()
-        for model, index in splits:  # in the dispatcher's order
-            split(worker.models[model], index)
-        left = run_unit(worker, unit, following)
-        connection.send_bytes(pickle.dumps((left, time.perf_counter() - started, worker.device.moved_bytes)))
+            started = time.perf_counter()
+            for model, index in splits:  # in the dispatcher's order
+                split(worker.models[model], index)
+            left = run_unit(worker, unit, following)
+            reply(left, time.perf_counter() - started, worker.device.moved_bytes)
 
 
-def run_unit(
-    worker: Any, unit: Unit, following: Unit | None, waits: bool = True, catches: bool = True
-) -> Result | Failure:
-    """Run a unit to its end; returns its result or failure."""
+def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | Failure:
+    """Run a unit to its end; returns its result or failure. `is_alone` as in Here."""
     try:
         left = worker.run(unit, following)
-        return worker.finished(left) if waits else left
+        return left if is_alone else worker.finished(left)
     except Exception as error:
         is_memory = isinstance(error, torch.OutOfMemoryError) and not HOST.match(str(error))
-        if not (catches or is_memory):
+        if is_alone and not is_memory:
             raise
         worker.forget(unit)
         return Failure(traceback.format_exc(), is_memory)
-
-
-def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any]) -> Worker:
-    """The worker of the device with this torch name, in the device's process."""
-    return Worker(Device(name), models, **options)

@@ -1,17 +1,18 @@
-"""A device's worker: its slots, the models' random states, and copies of boundaries between layers."""
+"""A device's worker: its slots, the models' random states, and how it runs one unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from harness.devices.streams import Device
+from methods.offload.clip import clip_factor, global_norm, norms_of
+from methods.offload.transfer import copy_all, num_bytes
 from methods.sharding.shard import Shard, ShardSlot, Version
-from methods.sharding.unit import FORWARD, Result, Tensors, Unit, map_tensor, parts_of
-from methods.sharding.unit_run import Turn
+from methods.sharding.unit import FORWARD, Kept, Result, Tensors, Unit, map_tensors, parts_of
 
 
 class Worker:
@@ -21,38 +22,35 @@ class Worker:
         self, device: Device, models: Sequence[Sequence[Shard]], *, double_buffer: bool = True,
         max_norms: Sequence[float] = (), intermediates: str = "checkpointed", keeps_random: bool = True,
     ) -> None:  # fmt: skip
-        shards = [shard for model in models for shard in model]
         self.device, self.models, self.max_norms = device, models, max_norms
+        self.is_cuda = device.name.type == "cuda"
         self.saves, self.keeps_random = intermediates == "saved", keeps_random
         self.double_buffer, self.rehearses = double_buffer, False
-        self.slots: list[ShardSlot] = []
-        with suppress(torch.OutOfMemoryError):  # reported by the first unit
-            self._make_slots()
-        for module in (module for shard in shards for layer in shard.layers for module in layer.modules()):
+        self.slots: list[ShardSlot] = []  # made with the first unit, which can report that there is no room
+        self.num_shards = 0  # for which they were made
+        for module in (module for shard in self._shards() for layer in shard.layers for module in layer.modules()):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device.name))
-        self.busy: ShardSlot | None = None
+        self.unit: Any = None  # the running unit, and its slot; None between units
+        self.slot: Any = None
         self.graphs: dict[tuple[int, int, int | None], Any] = {}  # saved forward passes that await their backward pass
 
-    def _make_slots(self) -> None:
-        self.slots, self.num_shards = [], 0
-        shards = [shard for model in self.models for shard in model]
-        self.slots = [ShardSlot(self.device, shards) for _ in range(min(1 + self.double_buffer, len(shards)))]
-        self.num_shards = len(shards)
+    def _shards(self) -> list[Shard]:
+        return [shard for model in self.models for shard in model]
 
     def _fit(self, rehearses: bool) -> None:
-        """Make smaller slots if shards were halved; after a rehearsal empty them and reset the count of moved bytes."""
-        if self.num_shards != sum(map(len, self.models)):
+        """Make new slots, empty, for the first unit, where shards were halved, and after a rehearsal, whose traffic
+        does not count."""
+        shards, is_over = self._shards(), self.rehearses and not rehearses
+        if self.num_shards != len(shards) or is_over:
             self.device.synchronize()
-            for shard in (shard for model in self.models for shard in model):
+            for shard in shards:
                 shard.release()
             self.graphs.clear()
-            self._make_slots()
-        if self.rehearses and not rehearses:
-            self.device.synchronize()
-            for slot in self.slots:
-                slot.shard = None
-            self.graphs.clear()
+            self.slots, self.num_shards = [], 0  # before there are others
+            self.slots = [ShardSlot(self.device, shards) for _ in range(min(1 + self.double_buffer, len(shards)))]
+            self.num_shards = len(shards)
+        if is_over:
             self.device.moved_bytes = 0
         self.rehearses = rehearses
 
@@ -62,7 +60,7 @@ class Worker:
         shard, parts = self.models[unit.model][unit.shard], parts_of(unit)
         shard.name = f"model {unit.model} shard {unit.shard}"
         slot = self._slot_of(shard, unit.version)
-        if slot is self.busy:
+        if slot is self.slot:
             parts = parts & {"states"} if slot.holds(shard, unit.version) else set()
         if parts:
             slot.prefetch(shard, unit.version, parts)
@@ -71,60 +69,47 @@ class Worker:
         """Run a unit; meanwhile prefetch for the one that is expected to follow."""
         self._fit(unit.rehearses)
         self.prefetch(unit)
-        self.busy = self._slot_of(self.models[unit.model][unit.shard], unit.version)
-        shard = self.busy.arrive(to_write=unit.kind != FORWARD)
+        self.slot = self._slot_of(self.models[unit.model][unit.shard], unit.version)
+        self.unit, self.shard = unit, self.slot.arrive(to_write=unit.kind != FORWARD)
+        self.home = "seconds" if unit.part else "grads"  # the slab at home for its gradients
         if following is not None:
             self.prefetch(following)
-        turn = Turn(self, self.busy, shard, unit)
-        with self._random(unit):
-            result: Result = getattr(turn, unit.kind)()
+        # The model has a random state of its own; this process keeps its own.
+        on_gpu = [self.device.name] if self.is_cuda else []
+        with torch.random.fork_rng(on_gpu, enabled=self.keeps_random, device_type="cuda"):
+            self.set_random(unit.random)
+            result: Result = getattr(self, unit.kind)()
             random = self.random_state()
-        self.busy = None
+        self.unit = self.slot = None
         return result._replace(random=random)
 
     def finished(self, result: Result) -> Result:
         """The result for another process: wait until it is computed, and copy it to the host."""
         self.device.synchronize()
-        loss, norms = result.loss, result.norms
-        return result._replace(
-            loss=None if loss is None else loss.cpu(), norms=None if norms is None else [norm.cpu() for norm in norms]
-        )
+        (loss,) = map_tensors(Tensor.cpu, [result.loss])
+        return result._replace(loss=loss, norms=result.norms and [norm.cpu() for norm in result.norms])
 
     def forget(self, unit: Unit) -> None:
         """After a failed unit: discard the contents of its slot, and its graph."""
-        if self.busy is not None:
-            self.busy.shard, self.busy = None, None
-        self.graphs.pop((unit.model, unit.shard, unit.part), None)
+        if self.slot is not None:
+            self.slot.shard = self.slot = self.unit = None
+        self.graphs.pop(key_of(unit), None)
 
     def _slot_of(self, shard: Shard, version: Version) -> ShardSlot:
         for slot in self.slots:
             if slot.holds(shard, version):
                 return slot
-        free = [slot for slot in self.slots if slot is not self.busy]
+        free = [slot for slot in self.slots if slot is not self.slot]
         # The first slot is the one filled longest ago; it goes to the end of the queue.
         slot = free[0] if free else self.slots[0]
         self.slots.remove(slot)
         self.slots.append(slot)
         return slot
 
-    @contextmanager
-    def _random(self, unit: Unit) -> Iterator[None]:
-        """Use the model's own random state, and restore this process's afterwards."""
-        if not self.keeps_random:
-            yield
-            return
-        before = self.random_state()
-        self.set_random(unit.random)
-        try:
-            yield
-        finally:
-            self.set_random(before)
-
     def random_state(self) -> Any:
         if not self.keeps_random:
             return None
-        cuda = self.device.name.type == "cuda"
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device.name) if cuda else None
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device.name) if self.is_cuda else None
 
     def set_random(self, state: Any) -> None:
         if state is None:
@@ -134,15 +119,195 @@ class Worker:
             torch.cuda.set_rng_state(state[1], self.device.name)
 
     def to_host(self, tensors: Tensors) -> Tensors:
-        """Copies in page-locked memory that lives until the copy has ended; on a CPU the tensors themselves."""
-        if self.device.name.type != "cuda":
-            return tuple(map_tensor(tensor, lambda t: t.to("cpu")) for tensor in tensors)
-        copied = []
-        for tensor in tensors:
-            copied.append(map_tensor(tensor, lambda t: torch.empty_like(t, device="cpu", pin_memory=True)))
-            if isinstance(tensor, torch.Tensor):
-                copied[-1].copy_(tensor, non_blocking=True)
-        return tuple(copied)
+        """Copies, of a GPU's in page-locked memory that lives until the copy has ended; on a CPU the tensors
+        themselves."""
+        return map_tensors(lambda t: t.to("cpu", non_blocking=self.is_cuda), tensors)
 
     def to_device(self, tensors: Tensors) -> Tensors:
-        return tuple(map_tensor(tensor, lambda t: t.to(self.device.name, non_blocking=True)) for tensor in tensors)
+        return map_tensors(lambda t: t.to(self.device.name, non_blocking=True), tensors)
+
+    def _span(self, work: str = "") -> Any:
+        return self.device.span("compute", work or self.unit.kind, self.shard.name)
+
+    def forward(self) -> Result:
+        if self.saves:
+            return self._forward_saved()
+        host, x, kept = self.unit.x, self.to_device(self.unit.x), []
+        with self._span():
+            for layer in self.shard.layers:
+                kept.append(Kept(host, self.random_state()))
+                with torch.no_grad():
+                    x = call(layer, x)
+                host = self.to_host(x)
+        return Result(host, kept)
+
+    def loss(self) -> Result:
+        """The forward pass, the loss, and the backward pass of all layers."""
+        with self._span():
+            loss, dy = self._loss()
+        return self._end(dy)._replace(loss=loss)
+
+    def _loss(self) -> tuple[Tensor, Tensors]:
+        """The loss, and the gradient of the input: all else is gone before the gradients go home."""
+        *below, last = self.shard.layers
+        start = x = leaves(self.to_device(self.unit.x))
+        (targets,) = self.to_device((self.unit.targets,))
+        self._start_gradients()
+        kept = []
+        with self._saving() if self.saves else torch.no_grad():
+            for layer in below:
+                kept.append(Kept(x, self.random_state()))
+                x = call(layer, x)
+            if self.saves:
+                loss = last(*x, targets)
+        if not self.saves:
+            x = leaves(x)
+            loss = last(*x, targets)
+        if self.unit.part is not None:
+            loss = loss / 2  # the part's share of the whole batch's
+        after = self.random_state()
+        loss.backward()
+        dy = tuple(map(gradient, start))
+        if not self.saves:
+            dy = self._down(below, kept, tuple(map(gradient, x)))
+            self.set_random(after)
+        return loss.detach(), dy
+
+    def backward(self) -> Result:
+        with self._span():
+            self._start_gradients()
+            dy = self.to_device(self.unit.dy)
+            if self.saves:
+                edges, inputs = self.graphs.pop(key_of(self.unit))
+                differentiate(edges, dy)
+                dx = tuple(inputs)
+            else:
+                dx = self._down(self.shard.layers, self.unit.kept, dy)
+        return self._end(dx)
+
+    def update(self) -> Result:
+        self._step(self.unit.factor)
+        return Result()
+
+    def _down(self, layers: Sequence[nn.Module], kept: list[Kept], dy: Tensors) -> Tensors:
+        """Recompute and differentiate layer by layer, last to first."""
+        for layer, (x_kept, random) in zip(reversed(layers), reversed(kept), strict=True):
+            x = leaves(self.to_device(x_kept))
+            self.set_random(random)
+            y = call(layer, x)
+            differentiate([part if part.requires_grad else None for part in y], dy)
+            dy = tuple(map(gradient, x))
+        return dy
+
+    def _start_gradients(self) -> None:
+        """Zeros, plus the gradients that later shards have sent home for shared parameters."""
+        self.slot.slabs["grads"].zero_()
+        if self.shard.sums:
+            homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
+            for event in {id(home.landed): home.landed for home in homes if home.landed is not None}.values():
+                self.device.compute.wait_event(event)
+            pairs = [(self.slot.view(name, "grads"), self.shard.at_home(name, self.home)) for name in self.shard.sums]
+            copy_all(pairs)
+            self.device.moved_bytes += num_bytes(pairs)
+
+    def _end(self, dy: Tensors) -> Result:
+        """Send the complete gradients home, or update by them at once."""
+        norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
+        if self.unit.update == "later":
+            self._offload(["grads"], self.shard.lenders)
+            if self.unit.part is None:
+                self.slot.valid.add("grads")
+        else:
+            factor = None
+            if self.unit.update == "clipped" and norms:
+                factor = clip_factor(global_norm(norms), self.max_norms[self.unit.model])
+            self._step(factor)
+            if self.shard.lenders:
+                self._offload([], self.shard.lenders)
+        return Result(self.to_host(dy), norms=norms)
+
+    def _offload(self, parts: Sequence[str], names: Iterable[str] = ()) -> None:
+        if not self.unit.rehearses:
+            self.slot.offload(parts, names, self.home)
+
+    def _step(self, factor: Tensor | None) -> None:
+        """One optimizer step on the shard's own parameters; sends weights and states home."""
+        shard, slot = self.shard, self.slot
+        if shard.trained:
+            if factor is not None:
+                factor = factor.to(self.device.name, non_blocking=True)
+            with self._span("update"):
+                is_first = self.unit.version.own == 0
+                shard.step(slot.slabs["states"], factor, self.unit.learning_rate, is_first=is_first)
+            self._offload(["weights", "states"])
+        slot.version = slot.version._replace(own=self.unit.version.own + 1)
+        slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
+
+    def _forward_saved(self) -> Result:
+        """Keep the graph in this process until the shard's backward pass, its tensors on the host."""
+        inputs: list[Tensor | None] = []
+        anchor = torch.zeros((), device=self.device.name, requires_grad=True)
+        with torch.enable_grad(), self._saving(), self._span():
+            x = _Start.apply(inputs, anchor, *self.to_device(self.unit.x))
+            for layer in self.shard.layers:
+                x = call(layer, x)
+            edges = [torch.autograd.graph.get_gradient_edge(part) if part.requires_grad else None for part in x]
+        self.graphs[key_of(self.unit)] = (edges, inputs)
+        return Result(self.to_host(tuple(part.detach() for part in x)))
+
+    def _saving(self) -> Any:
+        """Keep the tensors that autograd saves on the host; of a weight only its place in the shard's slab."""
+        weights = self.slot.slabs["weights"].untyped_storage()
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.untyped_storage()._cdata == weights._cdata:
+                return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return self.to_host((tensor,))
+
+        def unpack(packed: Any) -> Tensor:
+            if len(packed) == 1:
+                return self.to_device(packed)[0]
+            dtype, shape, stride, offset = packed
+            return self.slot.slabs["weights"].view(dtype).as_strided(shape, stride, offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Start(torch.autograd.Function):
+    """The start of a saved graph: passes the input through, and keeps its gradient but not the input."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
+        ctx.inputs = inputs
+        ctx.mark_non_differentiable(*(part for part in x if isinstance(part, Tensor) and not part.is_floating_point()))
+        return map_tensors(lambda t: t.view_as(t), x)
+
+    @staticmethod
+    def backward(ctx: Any, *dx: Any) -> Any:
+        ctx.inputs.extend(dx)
+        return (None, None, *(None for _ in dx))
+
+
+def key_of(unit: Unit) -> tuple[int, int, int | None]:
+    return unit.model, unit.shard, unit.part
+
+
+def differentiate(roots: Sequence[Any], dy: Tensors) -> None:
+    """The backward pass from tensors or edges of a graph, but for those without a gradient."""
+    pairs = [(root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None]
+    if pairs:
+        torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+
+
+def call(layer: nn.Module, x: Tensors) -> Tensors:
+    y = layer(*x)
+    return y if isinstance(y, tuple) else (y,)
+
+
+def leaves(x: Tensors) -> Tensors:
+    """The same tensors as leaves of a new graph, with gradients if they are floating point."""
+    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
+
+
+def gradient(x: Any) -> Tensor | None:
+    return x.grad if isinstance(x, Tensor) else None

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from harness.core.method import Step
 from methods.sharding.device_process import Failure
 from methods.sharding.scheduler import key_of, lower_bound, simulate
-from methods.sharding.shard import split
 from methods.sharding.task import Task
 from methods.sharding.unit import FORWARD, Unit
 
@@ -39,34 +38,31 @@ class Dispatcher:
 
     def __init__(
         self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, most_ahead: float = math.inf,
-        splits: list[tuple[int, int]] | None = None, seed: int = 0,
+        splits: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        self.tasks, self.devices, self.policy, self.key = tasks, list(devices), policy, key_of(policy)
+        self.tasks = [*tasks, *(task.twin for task in tasks if task.twin)]
+        self.devices, self.policy, self.key = list(devices), policy, key_of(policy)
         self.most_ahead = most_ahead  # rounds that a model may be ahead of the slowest one
         self.held: list[Task] = []  # tasks that have stepped and not yet started their next minibatch
         self.numbers = {device: number for number, device in enumerate(devices)}
-        self.draw, self.arrivals = random.Random(seed).random, count()
+        self.draw, self.arrivals = random.Random(0).random, count()
         self.waiting: dict[Task, tuple[int, float]] = {}
         self.running: dict[Any, tuple[Task, Unit, float]] = {}
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
         self.chains: dict[Task, list[float]] = {}  # seconds of each task's units
         self.room = math.inf  # bytes of a slot that a shard may take if it can be halved
-        self.splits = [] if splits is None else splits  # shards that were halved: model and index
+        self.splits = list(splits)  # shards that were halved: model and index
 
     def run(self) -> Iterator[tuple[Task, Step]]:
         """Run every task to its end; yield each step when its last unit is done. A unit that fails in another process
         ends only its own task; one that fails in this process raises."""
-        idle, self.began = list(self.devices), time.perf_counter()
-        for task in self.tasks:
-            task.start()
-            self._wait(task)
-        while self.waiting or self.running:
-            for device in list(idle):
-                if self._start(device):
-                    idle.remove(device)
+        idle, self.held, self.began = list(self.devices), list(self.tasks), time.perf_counter()
+        while True:
+            self._release()
+            idle = [device for device in idle if not self._start(device)]
             if not self.running:
-                for task in list(self.waiting):
+                for task in self.waiting:
                     task.fail("no device is left to run it")
                 return
             for device in self._ready():
@@ -74,12 +70,9 @@ class Dispatcher:
                 step = self._take(device, task, unit, started)
                 if device in self.devices:
                     idle.append(device)
-                if step is None:
-                    self._wait(task)
-                    continue
-                self.held.append(task)
-                yield task, step
-            self._release()
+                if step is not None:
+                    self.held.append(task)
+                    yield task, step
 
     @property
     def rounds(self) -> int:
@@ -87,24 +80,20 @@ class Dispatcher:
         return min((task.rounds for task in self.tasks if not task.failure), default=0)
 
     def _release(self) -> None:
-        """Start the next minibatch of tasks that are not too far ahead. Advance shared data only when every model has
-        used the batch: the end of the data is the end of the training."""
+        """Start the next minibatch of tasks that are not too far ahead; let all that have a unit wait for a device.
+        Advance shared data only when every model has used the batch: the end of the data is the end of the training."""
         slowest = self.rounds
         for task in list(self.held):
             may_ask = task.batches_left > 0 or math.isinf(self.most_ahead)
             if task.rounds - slowest <= (self.most_ahead if may_ask else 0):
                 self.held.remove(task)
                 task.start()
-                self._wait(task)
+        running = [task for task, *_ in self.running.values()]
         for task in self.tasks:
             if task.failure:
                 self.waiting.pop(task, None)
-            elif task.wakes():
-                self._wait(task)
-
-    def _wait(self, task: Task) -> None:
-        if task.next_unit is not None:
-            self.waiting[task] = (next(self.arrivals), self.draw())
+            elif task.next_unit is not None and task not in self.waiting and task not in running:
+                self.waiting[task] = (next(self.arrivals), self.draw())
 
     def _first(self, device: Any, shunned: Sequence[Task] = ()) -> Task | None:
         fit = [task for task in self.waiting if task.device in (None, device) and task not in shunned]
@@ -119,7 +108,7 @@ class Dispatcher:
         del self.waiting[task]
         self.hints.pop(device, None)
         other = self._first(device, [*self.hints.values()])
-        following = task.following()
+        following = task.hint(ahead=1)
         if other is not None:
             following, self.hints[device] = other.hint(), other
         if unit.kind == FORWARD and task.keeps_graphs:
@@ -150,7 +139,8 @@ class Dispatcher:
         self.chains.setdefault(task, []).append(now - started)
         if not isinstance(left, Failure):
             step = task.advance(left, seconds)
-            self._fit(task)
+            if task.can_split:
+                self._fit(task)
             return step
         if not (left.is_memory and self._halve(task, unit)):
             task.fail(left.text)
@@ -161,10 +151,8 @@ class Dispatcher:
         """After a unit ran out of memory: halve its shard, and all shards that keep the slots large; those of running
         models when their units are done. Returns False if no shard can be halved."""
         tasks = [each for each in self.tasks if each.can_split and not each.failure]
-        sizes = [shard.slot_bytes for each in tasks for shard in each.shards if len(shard.layers) > 1]
-        if task not in tasks or not sizes:
+        if task not in tasks or not self._lower_room(tasks):
             return False
-        self.room = max(sizes) // 2
         if len(task.shards[unit.shard].layers) > 1:
             self._split(task, unit.shard)
         running = [each for each, *_ in self.running.values()]
@@ -173,25 +161,27 @@ class Dispatcher:
                 self._fit(each)
         return True
 
+    def halve_all(self) -> bool:
+        """Between two runs: halve the largest shards of all models. Returns False if no shard can be halved."""
+        able = self._lower_room(self.tasks)
+        for task in self.tasks:
+            self._fit(task)
+        return able
+
+    def _lower_room(self, tasks: Sequence[Task]) -> bool:
+        """Lower `room` to half of the largest shard that can be halved; False if there is none."""
+        sizes = [shard.slot_bytes for task in tasks for shard in task.shards if len(shard.layers) > 1]
+        self.room = max(sizes, default=0) // 2
+        return bool(sizes)
+
     def _fit(self, task: Task) -> None:
         """Halve the task's shards that exceed `room`, as far as they can be halved."""
         index = 0
-        while index < len(task.shards) and self.room < math.inf and task.can_split and not task.failure:
+        while index < len(task.shards) and self.room < math.inf:
             if task.shards[index].slot_bytes > self.room and len(task.shards[index].layers) > 1:
                 self._split(task, index)
             else:
                 index += 1
-
-    def halve_all(self) -> bool:
-        """Between two runs: halve the largest shards of all models. Returns False if no shard can be halved."""
-        able = [shard for task in self.tasks for shard in task.shards if len(shard.layers) > 1]
-        room = max((shard.slot_bytes for shard in able), default=0) // 2
-        for task in self.tasks:
-            for index in reversed(range(len(task.shards))):
-                if task.shards[index].slot_bytes > room and len(task.shards[index].layers) > 1:
-                    split(task.shards, index)
-                    self.splits.append((task.model, index))
-        return bool(able)
 
     def _split(self, task: Task, index: int) -> None:
         task.split(index)

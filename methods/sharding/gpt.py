@@ -10,46 +10,42 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from harness.core.gpt import DTYPES, Ends, Layer, adamw, initialize
+from harness.core.gpt import DTYPES, GPT, Ends, Layer, adamw, initialize
 from harness.core.job import Workload
 from harness.core.method import OtherModel, Step, TensorState, Unavailable
 from harness.devices.streams import Device
 from methods.sharding.optimizer import MASTER
-from methods.sharding.shard import NamedLayer, Shard, cut, settle_shared
+from methods.sharding.shard import NamedLayer, Shard, cut, settle
 from methods.sharding.task import Task
 
 
-class Embedding(nn.Module):
+class Embedding(Ends):
     """(B, T) token ids to (B, T, D)."""
 
     def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.ends = Ends(workload)
-        del self.ends.lnf
+        super().__init__(workload)
+        del self.lnf
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.ends.embed(inputs)
+    forward = Ends.embed
 
 
-class Head(nn.Module):
+class Head(Ends):
     """(B, T, D) and (B, T) token ids to the mean loss."""
 
     def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.ends = Ends(workload)
-        del self.ends.wpe
+        super().__init__(workload)
+        del self.wpe
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return self.ends.loss(x, targets)
+    forward = Ends.loss
 
 
 def layers(workload: Workload) -> list[NamedLayer]:
     """The model's layers, without memory: a shard gives them some."""
     with torch.device("meta"):
         modules = [Embedding(workload), *(Layer(workload) for _ in range(workload.num_layers)), Head(workload)]
-    prefixes = ["", *(f"layers.{index}." for index in range(workload.num_layers)), ""]
+    prefixes = ["ends.", *(f"layers.{index}." for index in range(workload.num_layers)), "ends."]
     pairs = zip(modules, prefixes, strict=True)
     dtype = DTYPES[workload.dtype]
     return [NamedLayer(m.to(dtype), {name: prefix + name for name, _ in m.named_parameters()}) for m, prefix in pairs]
@@ -58,10 +54,7 @@ def layers(workload: Workload) -> list[NamedLayer]:
 def names(workload: Workload) -> list[str]:
     """All parameters in the model's order, in which the reference sums the global norm."""
     with torch.device("meta"):
-        ends, layer = Ends(workload), Layer(workload)
-    found = [f"ends.{name}" for name, _ in ends.named_parameters()]
-    inner = [name for name, _ in layer.named_parameters()]
-    return found + [f"layers.{index}.{name}" for index in range(workload.num_layers) for name in inner]
+        return [name for name, _ in GPT(workload).named_parameters()]
 
 
 def at_home(
@@ -69,17 +62,13 @@ def at_home(
 ) -> list[Shard]:
     """The seeded model on the host, cut into shards of so many layers each. `is_shared`: memory shared by processes."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
-    if is_shared:
-        settle_shared(shards, in_halves=in_halves)
-    for shard in () if is_shared else shards:
-        shard.settle(lambda num_bytes: device.room(num_bytes, torch.uint8, host=True))
+    settle(shards, None if is_shared else lambda size: device.room(size, torch.uint8, host=True), in_halves=in_halves)
     for shard in shards:
-        weights = [shard.at_home(name) for name in shard.own]
-        masters = [shard.states(shard.slabs["states"], name).get(MASTER) for name in shard.own]
-        drawn = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
-        initialize(zip(shard.own, drawn, strict=True), workload)
-        for weight, start in zip(weights, drawn, strict=True):
-            weight.copy_(start)
+        weights = {name: shard.at_home(name) for name in shard.own}
+        starts = {name: shard.states(shard.slabs["states"], name).get(MASTER, weights[name]) for name in shard.own}
+        initialize(starts.items(), workload)
+        for name, weight in weights.items():
+            weight.copy_(starts[name])
     return shards
 
 

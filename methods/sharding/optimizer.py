@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,57 +12,51 @@ States = dict[str, Tensor]  # the tensors that an optimizer keeps for a paramete
 MASTER = "master"  # the fp32 weights of mixed precision, which travel as a state
 
 
-def state_tensors(make_optimizer: MakeOptimizer, weights: list[Tensor], *, mixed: bool) -> list[States]:
+def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool) -> dict[str, States]:
     """The states of each weight as tensors without memory, in mixed precision with an fp32 master: those that the
     optimizer makes in a step on the meta device. Raises ValueError for an optimizer that keeps anything but tensors."""
     if not weights:
-        return []
-    parameters = []
-    for weight in weights:
+        return {}
+    parameters = {}
+    for name, weight in weights.items():
         dtype = torch.float32 if mixed else weight.dtype
-        parameters.append(nn.Parameter(torch.empty(weight.shape, dtype=dtype, device="meta")))
-        parameters[-1].grad = torch.empty_like(parameters[-1])
-    optimizer = make_optimizer(parameters)
+        parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device="meta"))
+        parameters[name].grad = torch.empty_like(parameters[name])
+    optimizer = make_optimizer(list(parameters.values()))
     for group in optimizer.param_groups:  # these variants refuse the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
     optimizer.step()
-    found = []
-    for parameter in parameters:
-        states = {MASTER: parameter.detach()} if mixed else {}
-        for key, value in optimizer.state[parameter].items():
+    found = {}
+    for name, parameter in parameters.items():
+        found[name] = ({MASTER: parameter.detach()} if mixed else {}) | optimizer.state[parameter]
+        for key, value in found[name].items():
             if not isinstance(value, Tensor):
                 raise ValueError(f"{type(optimizer).__name__} keeps {key}, which is no tensor and cannot travel")
-            states[key] = value
-        found.append(states)
     return found
 
 
 def step(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], states: list[States], *, is_first: bool
 ) -> None:
-    """One step with the states in a slot."""
-    if not is_first:
-        optimizer.state.update((parameter, dict(each)) for parameter, each in zip(parameters, states, strict=True))
-        optimizer.step()
-        for parameter, each in zip(parameters, states, strict=True):
-            _keep(optimizer, parameter, each)
-        return
-    # The optimizer makes its states itself, beside the slot: one parameter at a time, so that they are few.
-    grads = [parameter.grad for parameter in parameters]
+    """One step with the states in a slot. In the first the optimizer makes its states itself, beside the slot: one
+    parameter at a time, so that they are few."""
+    rows = [(parameter, parameter.grad, each) for parameter, each in zip(parameters, states, strict=True)]
     for parameter in parameters:
-        parameter.grad = None
-    for parameter, grad, each in zip(parameters, grads, states, strict=True):
-        parameter.grad = grad
+        parameter.grad = None  # what has none is left out of a step
+    for together in [[row] for row in rows] if is_first else [rows]:
+        for parameter, grad, each in together:
+            parameter.grad = grad
+            if not is_first:
+                optimizer.state[parameter] = dict(each)
         optimizer.step()
-        _keep(optimizer, parameter, each)
-        parameter.grad = None
-    for parameter, grad in zip(parameters, grads, strict=True):
-        parameter.grad = grad
+        for parameter, _, each in together:
+            parameter.grad = None
+            _keep(optimizer.state.pop(parameter, {}), each)
 
 
-def _keep(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, states: States) -> None:
-    """Move a parameter's states from the optimizer into the slot, unless they lie there already."""
+def _keep(made: States, states: States) -> None:
+    """Move a parameter's states into the slot, unless they lie there already; nothing refers to them afterwards."""
     with torch.no_grad():
-        for key, value in optimizer.state.pop(parameter, {}).items():
+        for key, value in made.items():
             if value is not states[key]:
                 states[key].copy_(value)

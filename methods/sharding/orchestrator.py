@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,11 +25,11 @@ from torch import Tensor, nn
 
 from harness.core.job import gib
 from harness.devices.streams import Device
-from methods.sharding.device_process import Elsewhere, Here, all_ready, make_worker
+from methods.sharding.device_process import Here, start_processes
 from methods.sharding.device_worker import Worker
 from methods.sharding.dispatch import Dispatcher, Turned
-from methods.sharding.partition import Sizes, longest_runs, run_sizes
-from methods.sharding.rehearsal import foretold_bytes, rehearse, rehearsing
+from methods.sharding.partition import longest_runs, run_sizes
+from methods.sharding.rehearsal import foretold_bytes, rehearse
 from methods.sharding.scheduler import key_of
 from methods.sharding.shard import Shard, cut
 from methods.sharding.task import Task
@@ -39,10 +40,7 @@ from methods.sharding.user_model import bring_home, named_layers, ordered_layers
 
 @dataclass(eq=False)
 class ModelTask:
-    """A model, its data, and how to train it.
-
-    Raises ValueError for a model without ordered layers, or invalid arguments.
-    """
+    """A model, its data, and how to train it. Raises ValueError for a model without ordered layers or bad arguments."""
 
     name: str
     model: nn.Module
@@ -86,6 +84,10 @@ class ModelTask:
             yield from itertools.chain(first, rest)
 
     @property
+    def num_batches(self) -> int:
+        return self.epochs * len(self.dataloader)
+
+    @property
     def update(self) -> str:
         return "now" if not self.max_norm else "later" if self.clipping == "global" else "clipped"
 
@@ -120,20 +122,18 @@ class ModelOrchestrator:
         if intermediates not in INTERMEDIATES:
             raise ValueError(f"intermediates are {' or '.join(INTERMEDIATES)}, not {intermediates!r}")
         key_of(policy)
-        self.tasks, self.devices, self.policy = list(tasks), list(devices), policy
-        self.device_memory, self.double_buffer, self.intermediates = device_memory, double_buffer, intermediates
+        self.tasks, self.devices, self.policy, self.hybrid = list(tasks), list(devices), policy, hybrid
+        self.device_memory, self.num_slots = device_memory, 1 + double_buffer
         self.models: list[list[Shard]] = []
-        self.hybrid = hybrid
+        # Arguments of workers, and of each model's task.
+        self.options: dict[str, Any] = {"double_buffer": double_buffer, "intermediates": intermediates}
+        self.options["max_norms"], saves = [task.max_norm for task in tasks], intermediates == "saved"
+        self.words = [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in tasks]
 
     def generate(self) -> list[dict[str, Any]]:
-        """Cut every model into shards and bring it home; returns name, layers of each shard, and bytes at home.
-
-        Raises ValueError if the device is too small for a layer, naming the layer and the smallest feasible memory.
-        """
-        self.models, found = [], []
-        for task, lengths in zip(self.tasks, self._lengths(), strict=True):
-            shards = self._cut(task, lengths)
-            self.models.append(shards)
+        """Cut every model into shards and bring it home; returns name, layers of each shard, and bytes at home. Raises
+        ValueError if the device is too small for a layer, naming the layer and the smallest feasible memory."""
+        self.models, found = self._cut(self._lengths()), []
         self.halved = self._longest()
         for number, (task, shards) in enumerate(zip(self.tasks, self.models, strict=True)):
             bring_home(task, shards, in_halves=number == self.halved)
@@ -148,108 +148,88 @@ class ModelOrchestrator:
             return None
         able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
         lengths = [sum(shard.num_bytes("weights") for shard in shards) for shards in self.models]
-        steps = [task.epochs * len(task.dataloader) for task in self.tasks]
-        return max(able, key=lambda number: lengths[number] * steps[number], default=None)
+        return max(able, key=lambda number: lengths[number] * self.tasks[number].num_batches, default=None)
 
-    def _cut(self, task: ModelTask, lengths: Sequence[int]) -> list[Shard]:
-        return cut(named_layers(task), lengths, functools.partial(make, task.optimizer, task.lr), mixed=False)
+    def _cut(self, lengths: Sequence[Sequence[int]]) -> list[list[Shard]]:
+        """Each model in shards of so many layers each."""
+        return [
+            cut(named_layers(task), each, functools.partial(task.optimizer, lr=task.lr), mixed=False)
+            for task, each in zip(self.tasks, lengths, strict=True)
+        ]
 
     def _lengths(self) -> list[list[int]]:
         """Layers of each model's shards: as given, else the longest runs with which the predicted peak is within the
         device's memory. All shards of all models have the same room."""
-        alone = [[shard_sizes(shard) for shard in self._cut(task, [1] * len(task.layers))] for task in self.tasks]
+        singles = self._cut([[1] * len(task.layers) for task in self.tasks])
+        alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
+
+        def runs(*rooms: int) -> list[list[int]]:
+            """With room for each model's shards."""
+            rows = zip(self.tasks, alone, rooms, strict=True)
+            return [list(task.shards) if task.shards else longest_runs(layers, room) for task, layers, room in rows]
+
         if self.device_memory is None:
-            rooms = [max(sum(sizes.values()) for sizes in layers) for layers in alone]
-            return [self._runs(alone[number : number + 1], room, number)[0] for number, room in enumerate(rooms)]
+            return runs(*(max(sum(sizes.values()) for sizes in layers) for layers in alone))
         names = [f"{task.name}: layer {index}" for task in self.tasks for index in range(len(task.layers))]
-        sizes = [sum(layer.values()) for layers in alone for layer in layers]
-        least, name = max(zip(sizes, names, strict=True))
-        room, num_slots = self.device_memory, 1 + self.double_buffer
-        peak = self._foretold(self._runs(alone, least))
+        least, name = max(zip((sum(sizes.values()) for layers in alone for sizes in layers), names, strict=True))
+        memory, together = self.device_memory, lambda room: runs(*[room] * len(self.tasks))
+        peak, needs = self._foretold(together(least)), f"{name} needs {gib(least)} ({least} bytes) by itself"
         if peak is None:  # unknown: the code does not run without memory
-            if least <= room // num_slots:
-                return self._runs(alone, room // num_slots)
-            raise ValueError(f"{name} needs {gib(least)} ({least} bytes) by itself, a shard has room for {gib(room)}")
-        if peak > room:
+            room = memory // self.num_slots
+            if least <= room:
+                return together(room)
+            raise ValueError(f"{needs}, a shard has room for {gib(memory)}")
+        if peak > memory:
             raise ValueError(
-                f"{name} needs {gib(least)} ({least} bytes) by itself in each of {num_slots} slots: with what units"
-                f" compute with, the smallest feasible device_memory is {peak} bytes ({gib(peak)}), not {room}"
+                f"{needs} in each of {self.num_slots} slots: with what units compute with, the smallest feasible"
+                f" device_memory is {peak} bytes ({gib(peak)}), not {memory}"
             )
         rooms = sorted({least, *(size for layers in alone for size in run_sizes(layers) if size > least)})
-        fits = lambda number: (self._foretold(self._runs(alone, rooms[number])) or room + 1) <= room  # noqa: E731
-        low, high = 0, len(rooms)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return self._runs(alone, rooms[low])
-
-    def _runs(self, alone: Sequence[Sequence[Sizes]], room: int, first: int = 0) -> list[list[int]]:
-        pairs = zip(self.tasks[first:], alone, strict=False)
-        return [list(task.shards) if task.shards is not None else longest_runs(layers, room) for task, layers in pairs]
+        exceeds = lambda room: (self._foretold(together(room)) or memory + 1) > memory  # noqa: E731
+        return together(rooms[bisect_right(rooms, False, lo=1, key=exceeds) - 1])
 
     def _foretold(self, lengths: list[list[int]]) -> int | None:
-        return foretold_bytes(
-            lambda: [self._cut(task, each) for task, each in zip(self.tasks, lengths, strict=True)],
-            [task.first_batch() for task in self.tasks], self._words(), **self._options(),
-        )  # fmt: skip
-
-    def _words(self) -> list[dict[str, Any]]:
-        saves = self.intermediates == "saved"
-        return [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in self.tasks]
-
-    def _options(self) -> dict[str, Any]:
-        """Arguments of a worker."""
-        norms = [task.max_norm for task in self.tasks]
-        return {"double_buffer": self.double_buffer, "intermediates": self.intermediates, "max_norms": norms}
+        batches = [task.first_batch() for task in self.tasks]
+        return foretold_bytes(self._cut(lengths), batches, self.words, **self.options)
 
     def train_models(self) -> Report:
-        """Train every model to its end, with the weights and losses of training it alone; a failure ends one model.
-
-        On devices with their own memory shards are rehearsed first, and halved if they do not fit; raises
-        torch.OutOfMemoryError if single layers do not fit.
-        """
+        """Train every model to its end, with the weights and losses of training it alone; a failure ends one model. On
+        devices with their own memory shards are rehearsed first, and halved if they do not fit; raises
+        torch.OutOfMemoryError if single layers do not fit."""
         if not self.models:
             self.generate()
         with ExitStack() as stack:
             if len(self.devices) == 1:
                 device = stack.enter_context(Device(self.devices[0]))
-                devices: list[Any] = [Here(Worker(device, self.models, **self._options()), catches=True)]
+                devices: list[Any] = [Here(Worker(device, self.models, **self.options))]
             else:
-                started = [Elsewhere(make_worker, name, self.models, self._options()) for name in self.devices]
-                devices = all_ready(started, stack)
+                devices = start_processes(self.devices, self.models, self.options, stack)
             splits: list[tuple[int, int]] = []
             if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
-                devices = rehearse(self._rehearsal, devices, splits)
-            tasks = [self._task(number, task) for number, task in enumerate(self.tasks)]
-            seconds = [task.second for task in tasks if isinstance(task, First)]
-            dispatcher = Dispatcher([*tasks, *seconds], devices, self.policy, splits=splits)
+                batches = [task.first_batch() for task in self.tasks]
+                devices, splits = rehearse(self.models, batches, self.words, devices)
+            chains = list(map(self._chain, range(len(self.tasks))))
+            dispatcher = Dispatcher(chains, devices, self.policy, splits=splits)
             for chain, step in dispatcher.run():
                 self.tasks[chain.model].losses.append(step.loss.item())
-        for task, chain in zip(self.tasks, tasks, strict=True):
+        for task, chain in zip(self.tasks, chains, strict=True):
             task.failure = chain.failure
             if task.failure:
                 print(f"{task.name} ended early: {task.failure.strip().splitlines()[-1]}", file=sys.stderr)
         failures = {task.name: task.failure for task in self.tasks if task.failure}
         return Report(dispatcher.summary(), dispatcher.timeline, failures)
 
-    def _rehearsal(self) -> list[Task]:
-        rows = zip(self.tasks, self.models, self._words(), strict=True)
-        return [rehearsing(n, shards, task.first_batch(), **words) for n, (task, shards, words) in enumerate(rows)]
-
-    def _task(self, number: int, task: ModelTask) -> Task:
-        shards = self.models[number]
+    def _chain(self, number: int) -> Task:
+        """The units of a model."""
+        task, shards = self.tasks[number], self.models[number]
         names = [name for shard in shards for name in shard.trained]
-        words = {**self._words()[number], "learning_rate_at": task.schedule, "random_state": self._random(task.seed)}
-        given = (number, shards, names, task.batches(), task.epochs * len(task.dataloader))
+        words = {**self.words[number], "learning_rate_at": task.schedule, "random_state": self._random(task.seed)}
+        given = (number, shards, names, task.batches(), task.num_batches)
         if number == self.halved:
-            return First(*given, second_random=self._random(task.seed + 1), **{**words, "update": "later"})
+            return First(*given, second_random=self._random(task.seed + 1), **words)
         return Task(*given, **words)
 
     def _random(self, seed: int) -> Any:
         """A model's random state: the CPU's and, with GPUs, the GPU's."""
         names = ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
         return (*(torch.Generator(name).manual_seed(seed).get_state() for name in names), None)[:2]
-
-
-def make(optimizer: Callable[..., torch.optim.Optimizer], lr: float, parameters: Any) -> torch.optim.Optimizer:
-    return optimizer(parameters, lr=lr)

@@ -7,42 +7,40 @@ by the parameter's name: a parameter that several layers of a run share is count
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import or_
 from typing import NamedTuple
 
-from harness.core.job import Workload, gib
+from harness.core.job import Workload
 from methods.shared.memory_needs import ALIGNMENT, aligned
 
 Sizes = dict[str, int]
 MOMENTS = 2  # of AdamW, fp32
 
 
-def longest_runs(layers: Sequence[Sizes], room: int, names: Sequence[str] = ()) -> list[int]:
-    """Number of layers of each shard, none larger than `room`. Raises ValueError naming the first layer that is."""
+def longest_runs(layers: Sequence[Sizes], room: int) -> list[int]:
+    """Number of layers of each shard, none larger than `room`, which every layer fits."""
     lengths: list[int] = []
     held: Sizes = {}
-    for index, sizes in enumerate(layers):
-        alone = sum(sizes.values())
-        if alone > room:
-            name = names[index] if names else f"layer {index}"
-            raise ValueError(f"{name} needs {gib(alone)} ({alone} bytes) by itself, a shard has room for {gib(room)}")
-        if lengths and sum({**held, **sizes}.values()) <= room:
+    for sizes in layers:
+        held = {**held, **sizes}
+        if lengths and sum(held.values()) <= room:
             lengths[-1] += 1
-            held |= sizes
         else:
             lengths.append(1)
-            held = dict(sizes)
+            held = sizes
     return lengths
 
 
 def run_sizes(layers: Sequence[Sizes]) -> set[int]:
     """Sizes of all runs of layers."""
-    found = set()
-    for start in range(len(layers)):
-        held: Sizes = {}
-        for sizes in layers[start:]:
-            held |= sizes
-            found.add(sum(held.values()))
-    return found
+    return {sum(held.values()) for start in range(len(layers)) for held in accumulate(layers[start:], or_)}
+
+
+def adamw_bytes(numel: int, weight_bytes: int) -> int:
+    """A parameter in a slot: weight, gradient, moments, step count; in mixed precision an fp32 master."""
+    states = (MOMENTS + (weight_bytes < 4)) * aligned(4 * numel) + ALIGNMENT
+    return 2 * aligned(weight_bytes * numel) + states
 
 
 class GptShard(NamedTuple):
@@ -57,19 +55,20 @@ class GptShard(NamedTuple):
         """The ends counted as layers."""
         return self.has_embedding + self.num_blocks + self.has_head
 
-    def num_bytes(self, workload: Workload, bytes_of: Callable[[int], int]) -> int:
-        """`bytes_of`: bytes of a parameter by its number of elements."""
+    def num_bytes(self, workload: Workload, bytes_of: Callable[[int, int], int] = adamw_bytes) -> int:
+        """`bytes_of`: bytes of a parameter by its number of elements and the bytes of a weight."""
         embedding, block, head = gpt_tensors(workload)
         ends = (embedding if self.has_embedding else {}) | (head if self.has_head else {})
-        blocks = self.num_blocks * sum(map(bytes_of, block.values())) if self.num_blocks else 0
-        return blocks + sum(map(bytes_of, ends.values()))
+        size = workload.weight_bytes
+        blocks = self.num_blocks * sum(bytes_of(numel, size) for numel in block.values())
+        return blocks + sum(bytes_of(numel, size) for numel in ends.values())
 
 
-def gpt_shards(workload: Workload, num_blocks: int, bytes_of: Callable[[int], int]) -> list[tuple[int, GptShard]]:
+def gpt_shards(workload: Workload, num_blocks: int) -> list[tuple[int, GptShard]]:
     """longest_runs() of the harness's GPT by arithmetic: the number of each kind of shard, in order. A shard has room
     for `num_blocks` blocks, and for either end."""
-    block = GptShard(False, 1, False).num_bytes(workload, bytes_of)
-    ends = [GptShard(*kind).num_bytes(workload, bytes_of) for kind in ((True, 0, False), (False, 0, True))]
+    block = GptShard(False, 1, False).num_bytes(workload)
+    ends = [GptShard(*kind).num_bytes(workload) for kind in ((True, 0, False), (False, 0, True))]
     room = max(num_blocks * block, *ends)
     first = min(workload.num_layers, (room - ends[0]) // block)
     num_whole, rest = divmod(workload.num_layers - first, room // block)
@@ -77,7 +76,7 @@ def gpt_shards(workload: Workload, num_blocks: int, bytes_of: Callable[[int], in
     found = [(count, shard) for count, shard in (*found, (1, GptShard(False, rest, False))) if count * shard.num_layers]
     count, last = found.pop()
     joined = last._replace(has_head=True)
-    if joined.num_bytes(workload, bytes_of) > room:
+    if joined.num_bytes(workload) > room:
         return [*found, (count, last), (1, GptShard(False, 0, True))]
     return [*found, *([(count - 1, last)] if count > 1 else []), (1, joined)]
 
@@ -92,9 +91,3 @@ def gpt_tensors(workload: Workload) -> tuple[dict[str, int], dict[str, int], dic
     embedding = {"ends.wte.weight": vocab * size, "ends.wpe.weight": workload.seq_len * size}
     head = {"ends.wte.weight": vocab * size, "ends.lnf.weight": size, "ends.lnf.bias": size}
     return embedding, block, head
-
-
-def adamw_bytes(numel: int, weight_bytes: int) -> int:
-    """A parameter in a slot: weight, gradient, moments, step count; in mixed precision an fp32 master."""
-    states = (MOMENTS + (weight_bytes < 4)) * aligned(4 * numel) + ALIGNMENT
-    return 2 * aligned(weight_bytes * numel) + states

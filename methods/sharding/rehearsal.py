@@ -6,80 +6,72 @@ and the rehearsal is repeated. On tensors without memory the same rehearsal pred
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.devices.memory_rehearsal import without_memory
 from harness.devices.streams import Device
 from methods.sharding.device_process import Here
 from methods.sharding.device_worker import Worker
 from methods.sharding.dispatch import Dispatcher
-from methods.sharding.shard import Shard
+from methods.sharding.shard import Shard, settle
 from methods.sharding.task import Task
+from methods.sharding.unit import map_tensors
 
 NUM_MINIBATCHES = 2
+Words = Sequence[dict[str, Any]]  # arguments of each model's task
 
 
-def rehearse(make_tasks: Callable[[], list[Task]], devices: Sequence[Any], splits: list[tuple[int, int]]) -> list[Any]:
-    """Run rehearsing tasks, halving shards, until all fit; returns the devices that still live.
-
-    Raises torch.OutOfMemoryError if shards of one layer do not fit. Any other failure is left for training to report.
-    """
+def rehearse(
+    models: Sequence[list[Shard]], batches: Sequence[Any], words: Words, devices: list[Any]
+) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Train on a batch of each model, halving shards, until all fit; returns the devices that still live and the halved
+    shards. Raises torch.OutOfMemoryError if shards of one layer do not fit; any other failure is left for training to
+    report."""
+    splits: list[tuple[int, int]] = []
     while True:
-        tasks = make_tasks()
-        dispatcher = Dispatcher(tasks, devices, splits=splits)
+        dispatcher = Dispatcher(_tasks(models, batches, words), devices, splits=splits)
         for _ in dispatcher.run():
             pass
-        lacking = [task for task in tasks if task.lacks_memory]
+        lacking = [task for task in dispatcher.tasks if task.lacks_memory]
         if not lacking:
-            return dispatcher.devices
+            return dispatcher.devices, dispatcher.splits
         if not dispatcher.halve_all():
             raise torch.OutOfMemoryError(f"with shards of one layer: {lacking[0].failure.strip().splitlines()[-1]}")
-        devices = dispatcher.devices
+        devices, splits = dispatcher.devices, dispatcher.splits
 
 
-def rehearsing(number: int, shards: list[Shard], batch: tuple[Any, Any], **words: Any) -> Task:
-    """A task that trains on one batch and sends nothing home."""
-    return Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearses=True, **words)
+def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) -> list[Task]:
+    """Tasks that train on one batch and send nothing home."""
+    return [
+        Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearses=True, **given)
+        for number, (shards, batch, given) in enumerate(zip(models, batches, words, strict=True))
+    ]
 
 
-def foretold_bytes(
-    make_models: Callable[[], list[list[Shard]]],
-    batches: Sequence[tuple[Any, Any]],
-    words: Sequence[dict[str, Any]],
-    **options: Any,
-) -> int | None:
-    """Peak bytes of a device that trains these models by turns; None if their code does not run without memory.
-
-    `make_models` cuts them anew; `words`: arguments of each model's task; `options`: arguments of the worker.
-    """  # fmt: skip
-    models = make_models()
+def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Words, **options: Any) -> int | None:
+    """Peak bytes of a device that trains these models, which have no memory yet, by turns; None if their code does not
+    run without memory. `options`: arguments of the worker."""
     try:
         with without_memory() as tracker, Device("sim") as device:
-            for shard in (shard for shards in models for shard in shards):
-                shard.settle(lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
-            for module in (each for shards in models for shard in shards for each in shard.layers):
-                _forget_buffers(module)
+            every = [shard for shards in models for shard in shards]
+            settle(every, lambda size: torch.zeros(size, dtype=torch.uint8))
+            for shard in every:
+                for module in (module for layer in shard.layers for module in layer.modules()):
+                    for name, buffer in module.named_buffers(recurse=False):
+                        setattr(module, name, _without_memory(buffer))
             worker = Worker(device, models, keeps_random=False, **options)
-            tasks = [
-                rehearsing(number, shards, (_without_memory(batch[0]), _without_memory(batch[1])), **given)
-                for number, (shards, batch, given) in enumerate(zip(models, batches, words, strict=True))
-            ]
-            for _ in Dispatcher(tasks, [Here(worker)]).run():
+            empty = [map_tensors(_without_memory, batch) for batch in batches]
+            dispatcher = Dispatcher(_tasks(models, empty, words), [Here(worker)])
+            for _ in dispatcher.run():
                 pass
-            return tracker.stats()["device_peak"]
+            return None if any(task.failure for task in dispatcher.tasks) else tracker.stats()["device_peak"]
     except Exception:  # users' code may read numbers that are not there
         return None
 
 
-def _forget_buffers(module: nn.Module) -> None:
-    for each in module.modules():
-        for name, buffer in each.named_buffers(recurse=False):
-            setattr(each, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
-
-
-def _without_memory(value: Any) -> Any:
-    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)

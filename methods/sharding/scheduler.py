@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
 
-
 # From a waiting model's remaining time, its place in the order of arrival, and a number drawn from [0, 1) on arrival.
 Key = Callable[[float, int, float], float]
 
@@ -40,20 +39,13 @@ def key_of(policy: str) -> Key:
 
 
 class Schedule(NamedTuple):
-    """Each unit's model, device, start and end, in the order of starts."""
-
     makespan: float
-    models: list[int]
-    devices: list[int]
-    starts: list[float]
-    ends: list[float]
+    units: list[tuple[int, int, float, float]]  # model, device, start and end, in the order of starts
 
 
 def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> Schedule:
-    """The policy's schedule under a virtual clock. `seed`: of the random policy.
-
-    Raises ValueError for an unknown policy, no device, or a time that is not positive.
-    """
+    """The policy's schedule under a virtual clock. `seed`: of the random policy. Raises ValueError for an unknown
+    policy, no device, or a time that is not positive."""
     _check(chains, num_devices)
     key, draw = key_of(policy), random.Random(seed).random
     remaining = [float(sum(chain)) for chain in chains]
@@ -62,9 +54,7 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
     arrival, now = len(waiting), 0.0
     heapify(waiting)
     running: list[tuple[float, int, int]] = []  # end, device, model
-    schedule = Schedule(0.0, [], [], [], [])
-    _, models, devices, starts, ends = schedule
-    free = list(reversed(range(num_devices)))
+    units, free = [], list(reversed(range(num_devices)))
     while waiting or running:
         while waiting and free:
             model, device = heappop(waiting)[2], free.pop()
@@ -72,10 +62,7 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
             next_unit[model] += 1
             remaining[model] -= seconds
             heappush(running, (now + seconds, device, model))
-            models.append(model)
-            devices.append(device)
-            starts.append(now)
-            ends.append(now + seconds)
+            units.append((model, device, now, now + seconds))
         now = running[0][0]
         while running and running[0][0] == now:  # all that end now arrive before any device is given away
             _, device, model = heappop(running)
@@ -83,7 +70,7 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
             if next_unit[model] < len(chains[model]):
                 heappush(waiting, (key(remaining[model], arrival, draw()), arrival, model))
                 arrival += 1
-    return schedule._replace(makespan=now)
+    return Schedule(now, units)
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:
@@ -91,13 +78,6 @@ def lower_bound(chains: Chains, num_devices: int) -> float:
     _check(chains, num_devices)
     times = [sum(chain) for chain in chains]
     return max(sum(times) / num_devices, max(times))
-
-
-def graham_bound(chains: Chains, num_devices: int) -> float:
-    """No list schedule is longer: while the chain that ends last waits, all devices are busy."""
-    _check(chains, num_devices)
-    times = [sum(chain) for chain in chains]
-    return sum(times) / num_devices + (1 - 1 / num_devices) * max(times)
 
 
 def whole_models(chains: Chains) -> list[list[float]]:

@@ -23,8 +23,6 @@ from methods.shared.memory_needs import ALIGNMENT
 
 PARTS = ("weights", "grads", "states")  # a shard's own; "borrowed" are weights that live in other shards
 
-Room = Callable[[int], Tensor]  # a zeroed slab of so many bytes at home
-
 
 class Version(NamedTuple):
     """Number of updates of a shard's own weights, and of those that it borrows."""
@@ -61,13 +59,11 @@ class Shard:
         # Borrowed weights come last: the shard's own travel in one piece.
         columns = [(name, found[name].shape, found[name].dtype) for name in (*self.own, *lenders)]
         self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.own)]).numel
-        kept = state_tensors(make_optimizer, [found[name] for name in self.trained], mixed=mixed)
-        self.states_of = {name: list(states) for name, states in zip(self.trained, kept, strict=True)}
-        self.states_at = Layout(
-            (f"{name} {key}", state.shape, state.dtype)
-            for name, states in zip(self.trained, kept, strict=True)
-            for key, state in states.items()
-        )
+        kept = state_tensors(make_optimizer, {name: found[name] for name in self.trained}, mixed=mixed)
+        self.states_of = {name: list(states) for name, states in kept.items()}
+        columns = [(f"{name} {key}", each.shape, each.dtype) for name in kept for key, each in kept[name].items()]
+        self.states_at = Layout(columns)
+        self.slabs: dict[str, Tensor] = {}  # at home, one for each part
         self.sums: set[str] = set()  # names of which later shards have sent home a share of the gradient
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
@@ -86,11 +82,6 @@ class Shard:
     @property
     def slot_bytes(self) -> int:
         return sum(map(self.num_bytes, PARTS))
-
-    def settle(self, room: Room, *, in_halves: bool = False) -> None:
-        """Take memory at home; for batches in halves also for a second gradient."""
-        parts = {part: part for part in PARTS} | ({"seconds": "grads"} if in_halves else {})
-        self.slabs = {name: room(max(ALIGNMENT, self.own_size(part))) for name, part in parts.items()}
 
     def at_home(self, name: str, part: str = "weights") -> Tensor:
         """A parameter's weight or gradient at home, in this shard or its lender."""
@@ -123,9 +114,7 @@ class Shard:
 
     def step(self, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool) -> None:
         """One optimizer step of the shard bound to its slot, by its gradients times the factor; `slab`: its states.
-
-        torch's own optimizer steps on parameters shaped as the model's, to the same bits.
-        """
+        torch's own optimizer steps on parameters shaped as the model's, to the same bits."""
         states = [self.states(slab, name) for name in self.trained]
         weights = [self.parameters[name] for name in self.trained]
         stepped = weights
@@ -145,8 +134,6 @@ class Shard:
         if self.mixed:
             with torch.no_grad():
                 torch._foreach_copy_([*weights], [*stepped])
-                for parameter in stepped:
-                    parameter.grad = None
 
 
 def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool) -> list:
@@ -194,24 +181,19 @@ def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> 
     names = {name for layer in layers for name in layer.names.values()}
     lenders = {name: lender for name, lender in {**whole.lenders, **lenders}.items() if name in names}
     part = Shard(layers, lenders, whole.make_optimizer, mixed=whole.mixed)
-    part.landed, part.fetched, part.slabs = whole.landed, whole.fetched, {}
+    part.landed, part.fetched = whole.landed, whole.fetched
     return part
 
 
-def settle_shared(shards: Sequence[Shard], *, in_halves: bool = False) -> None:
-    """Take memory at home that processes share: one piece for all."""
+def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False) -> None:
+    """Take memory at home, for batches in halves also for a second gradient. `room`: makes a zeroed slab of so many
+    bytes; None: one piece of memory for all, which processes share."""
     parts = (*PARTS, "seconds") if in_halves else PARTS
     sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
-    arena = torch.zeros(sum(sizes), dtype=torch.uint8).share_memory_()
-    start = 0
-
-    def room(num_bytes: int) -> Tensor:
-        nonlocal start
-        start += num_bytes
-        return arena[start - num_bytes : start]
-
+    shared = torch.zeros(sum(sizes), dtype=torch.uint8).share_memory_().split(sizes) if room is None else ()
+    slabs = map(room, sizes) if room else iter(shared)
     for shard in shards:
-        shard.settle(room, in_halves=in_halves)
+        shard.slabs = {part: next(slabs) for part in parts}
 
 
 class ShardSlot:

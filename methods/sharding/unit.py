@@ -10,6 +10,7 @@ Boundaries between layers are tuples of tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -65,5 +66,6 @@ def parts_of(unit: Unit) -> set[str]:
     return computes if unit.kind == FORWARD or unit.update == "later" else computes | {"states"}
 
 
-def map_tensor(value: Any, function: Any) -> Any:
-    return function(value) if isinstance(value, Tensor) else value
+def map_tensors(function: Callable[[Tensor], Any], values: Iterable[Any]) -> Tensors:
+    """Other values than tensors stay as they are."""
+    return tuple(function(value) if isinstance(value, Tensor) else value for value in values)

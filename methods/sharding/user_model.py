@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from methods.sharding.shard import NamedLayer, Shard, settle_shared
+from methods.sharding.shard import NamedLayer, Shard, settle
 from methods.shared.memory_needs import aligned
 
 
@@ -63,16 +63,13 @@ def named_layers(task: Any) -> list[NamedLayer]:
 
 def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
     """Move a model's weights into slabs that processes share; the model's parameters become views of them."""
-    settle_shared(shards, in_halves=in_halves)
+    settle(shards, in_halves=in_halves)
     home = {name: shard for shard in shards for name in shard.own}
     for index, layer in enumerate(task.layers):
         for local, parameter in layer.named_parameters():
             name = f"{index}.{local}"
             if name in home:
-                view = home[name].at_home(name)
-                with torch.no_grad():
-                    view.copy_(parameter)
-                parameter.data = view
+                parameter.data = home[name].at_home(name).copy_(parameter.data)
 
 
 def shard_sizes(shard: Shard) -> dict[str, int]:

@@ -57,32 +57,20 @@ def resident_plan(workload: Workload) -> Plan:
         (4 * params, 0),  # the update
     )
     gradients, activations = max(moments, key=sum)
-    return Plan(
-        device={
-            "weights": size * params,
-            "gradients": gradients,
-            "optimizer": (8 if size == 4 else 12) * params,
-            "activations": activations,
-        }
-    )
-
-
-def precision(workload: Workload) -> str:
-    """Dtypes of weights, master and moments, for the fairness table."""
-    if workload.dtype == "fp32":
-        return "weights fp32"
-    scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
-    return f"weights {workload.dtype}, master and moments fp32{scaled}"
+    states = {"weights": size * params, "gradients": gradients, "optimizer": (8 if size == 4 else 12) * params}
+    return Plan({**states, "activations": activations})
 
 
 def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
     """The row of a method that trains the layers of harness/core/gpt.py by torch."""
+    scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
+    kept = "" if workload.dtype == "fp32" else f", master and moments fp32{scaled}"
     return {
         "implementation": implementation,
         "model": "harness/core/gpt.py",
         "attention": "torch scaled_dot_product_attention",
         "optimizer": optimizer,
-        "precision": precision(workload),
+        "precision": f"weights {workload.dtype}{kept}",
         "recompute": "every layer, torch checkpoint",
         "clipping": "exact global norm",
     }

@@ -24,7 +24,8 @@ import torch
 from harness.core.gpt import DTYPES
 from harness.core.job import Workload
 from harness.core.rates import ADAM_BYTES, Rates
-from harness.devices.machine import facts, forward_flops
+from harness.devices.budgets import context_since
+from harness.devices.machine import facts, forward_flops, gpu_free_bytes
 from harness.devices.streams import Device
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
@@ -42,22 +43,25 @@ ENOUGH_SECONDS = 1.0  # for one number
 
 def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
     """Everything, by name; seconds and bytes a second, parameters a second for updates."""
+    free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
-        found: dict[str, Any] = {"compute": compute(workload, device), "copies": copies(device)}
-    found["updates"] = updates(workload, device_name)
-    found["disk"] = disk(folder)
-    return found
+        found = {"compute": compute(workload, device), "copies": copies(device)}
+    found |= {"updates": updates(workload, device_name), "disk": disk(folder)}
+    # Last: by now the libraries have loaded the kernels that a training uses.
+    context = context_since(free_bytes) if device_name == "cuda" else None
+    return found if context is None else {**found, "context_bytes": context}
 
 
 def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
     """The rates of what measure() found; `workload` is the one that was computed."""
     layer, head_seconds = found["compute"]["layer"], found["compute"]["head_seconds"]
-    layer_seconds = layer["forward_seconds"] + layer["backward_seconds"]
-    layer_flops = (workload.flops_per_step - workload.head_flops_per_step) / workload.num_layers
     updates, copied, adam_bytes = found["updates"], found["copies"], ADAM_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
     inbound, outbound = copied["inbound_page_locked"], copied["outbound_page_locked"]
     read, written = found["disk"]["read"], found["disk"]["write"]
+    layer_seconds = layer["forward_seconds"] + layer["backward_seconds"]
+    layer_flops = (workload.flops_per_step - workload.head_flops_per_step) / workload.num_layers
+    under_copies = adam_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
     return Rates(
         device_flops_per_second=layer_flops / layer_seconds,
         forward_share=layer["forward_seconds"] / layer_seconds,
@@ -66,10 +70,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
         inbound_bytes_per_second=inbound,
         outbound_bytes_per_second=outbound,
         duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
-        # The most that was seen to pass through the host's memory at once.
-        host_bytes_per_second=max(
-            adam_bytes * alone, adam_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
-        ),
+        host_bytes_per_second=max(adam_bytes * alone, under_copies),  # the most that was seen to pass through at once
         host_adam_params_per_second=alone,
         ahead_cost=max(1.0, updates["alone"][str(loaded["threads"])] / updates["ahead"]),
         disk_read_bytes_per_second=read,
@@ -81,10 +82,9 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
 
 def computable(workload: Workload, device: str) -> Workload:
     """The workload itself, or on a CPU fewer tokens of it: as fast, a token, and done in time."""
-    while device != "cuda" and forward_flops(workload) > CPU_LAYER_FLOPS and workload.batch_size > 1:
-        workload = dataclasses.replace(workload, batch_size=workload.batch_size // 2)
-    while device != "cuda" and forward_flops(workload) > CPU_LAYER_FLOPS and workload.seq_len > 64:
-        workload = dataclasses.replace(workload, seq_len=workload.seq_len // 2)
+    for size, least in (("batch_size", 1), ("seq_len", 64)):
+        while device != "cuda" and forward_flops(workload) > CPU_LAYER_FLOPS and getattr(workload, size) > least:
+            workload = dataclasses.replace(workload, **{size: getattr(workload, size) // 2})
     return workload
 
 
@@ -106,31 +106,32 @@ def copies(device: Device) -> dict[str, float]:
     """Bytes a second: within the device (read and written), each way over the link by page-locked and by pageable
     memory, both ways at once. On a CPU all of them are copies in memory."""
     num_bytes = COPY_BYTES[device.name.type]
-    home, other_home = (device.room(num_bytes // 4, torch.float32, host=True) for _ in range(2))
-    there, other = (device.room(num_bytes // 4, torch.float32, host=False) for _ in range(2))
+    home, other_home, there, other = rooms(device, num_bytes)
     pageable = torch.zeros(num_bytes // 4)
 
-    def inbound(source: torch.Tensor = home) -> None:
-        with device.streams.use(device.inbound):
-            there.copy_(source, non_blocking=True)
-
-    def outbound(target: torch.Tensor = other_home) -> None:
-        with device.streams.use(device.outbound):
-            target.copy_(other, non_blocking=True)
+    def copy(stream: Any, to: torch.Tensor, source: torch.Tensor) -> None:
+        with device.streams.use(stream):
+            to.copy_(source, non_blocking=True)
 
     def both() -> None:
-        queued = device.copier.submit(inbound)
-        outbound()
+        queued = device.copier.submit(copy, device.inbound, there, home)
+        copy(device.outbound, other_home, other)
         queued.result()
 
-    return {
-        "within_device": 2 * num_bytes / median_seconds(device, lambda: there.copy_(other)),
-        "inbound_page_locked": num_bytes / median_seconds(device, inbound),
-        "outbound_page_locked": num_bytes / median_seconds(device, outbound),
-        "inbound_pageable": num_bytes / median_seconds(device, lambda: inbound(pageable)),
-        "outbound_pageable": num_bytes / median_seconds(device, lambda: outbound(pageable)),
-        "both_ways": 2 * num_bytes / median_seconds(device, both),
+    moved: dict[str, tuple[int, Callable[[], Any]]] = {
+        "within_device": (2, lambda: there.copy_(other)),
+        "inbound_page_locked": (1, lambda: copy(device.inbound, there, home)),
+        "outbound_page_locked": (1, lambda: copy(device.outbound, other_home, other)),
+        "inbound_pageable": (1, lambda: copy(device.inbound, there, pageable)),
+        "outbound_pageable": (1, lambda: copy(device.outbound, pageable, other)),
+        "both_ways": (2, both),
     }
+    return {name: times * num_bytes / median_seconds(device, work) for name, (times, work) in moved.items()}
+
+
+def rooms(device: Device, num_bytes: int) -> list[torch.Tensor]:
+    """Two on the host, two on the device."""
+    return [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, True, False, False)]
 
 
 def updates(workload: Workload, device_name: str) -> dict[str, Any]:
@@ -176,16 +177,16 @@ def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
 def under_copies(device: Device, layers: list[LayerState], layer_params: int) -> dict[str, float]:
     """Both at once, for as long as so many updates take."""
     num_bytes = COPY_BYTES[device.name.type] // 4
-    slabs = [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, False, True, False)]
+    home, other_home, there, other = rooms(device, num_bytes)
     copied, rounds, started = 0, 8, time.perf_counter()
     for _ in range(rounds):
         for layer in layers:
             layer.update_when_landed(1e-4, Clip(device, 0.0))
         while not all(layer.updated.done() for layer in layers):
             with device.streams.use(device.inbound):
-                slabs[1].copy_(slabs[0], non_blocking=True)
+                there.copy_(home, non_blocking=True)
             with device.streams.use(device.outbound):
-                slabs[2].copy_(slabs[3], non_blocking=True)
+                other_home.copy_(other, non_blocking=True)
             device.synchronize()
             copied += 2 * num_bytes
     seconds = time.perf_counter() - started

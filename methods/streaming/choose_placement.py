@@ -69,12 +69,11 @@ class Choice:
         def plan_of(load: Workload, counts: Counts) -> Plan:
             return self._placed(arranged(counts), window, clipping, load)
 
-        room = budget
         if budget.host_bytes and (clipping, self.clipping) == ("speculate", None):
-            room = replace(budget, host_bytes=int(budget.host_bytes / SPARE_ROOM))
-        counts = choose(workload, room, plan_of, "RPWS", clipping)
+            budget = replace(budget, host_bytes=int(budget.host_bytes / SPARE_ROOM))
+        counts = choose(workload, budget, plan_of, "RPWS", clipping)
         if counts is None and self.disk and clipping != "speculate":  # no disk while the host can hold it all
-            counts = choose(workload, room, plan_of, "RPWSD", clipping)
+            counts = choose(workload, budget, plan_of, "RPWSD", clipping)
         if counts is None:
             return None
         return with_forecast(plan_of(workload, counts), workload, budget, counts, clipping)
@@ -106,35 +105,28 @@ class Choice:
             return kinds
         if resident is None:
             resident = self._num_resident(window)
-        kinds = _bottom_resident(resident, num_layers)
-        while self.disk and "W" in kinds and not self._fits_host(kinds, window):
+        kinds = ("R" * resident).ljust(num_layers, "W")
+        room = self.budget.host_bytes
+        while self.disk and room and "W" in kinds and placed_plan(self.workload, kinds, window).host_bytes > room:
             kinds = "D".join(kinds.rsplit("W", 1))  # from the top: what is needed last has the longest time
         return kinds
 
     def _num_resident(self, window: int) -> int:
         """Bottom layers that fit the device budget beside the window; none where no budget is known."""
-        room, num_layers = self.budget.device_bytes, self.workload.num_layers
+        room, num_layers = self.budget.device_bytes or 0, self.workload.num_layers
 
         def fits(resident: int) -> bool:
-            if room is None or resident > num_layers:
-                return False
-            return placed_plan(self.workload, _bottom_resident(resident, num_layers), window).device_bytes <= room
+            kinds = ("R" * resident).ljust(num_layers, "W")
+            return resident <= num_layers and placed_plan(self.workload, kinds, window).device_bytes <= room
 
         return largest_depth(fits)
-
-    def _fits_host(self, kinds: str, window: int) -> bool:
-        room = self.budget.host_bytes
-        return not room or placed_plan(self.workload, kinds, window).host_bytes <= room
 
     def _placed(self, kinds: str, window: int, clipping: str | None, workload: Workload | None = None) -> Plan:
         workload = workload or self.workload
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
         if "D" in kinds:
             options["disk"] = str(writable(self.disk))
-        if not workload.waits_for_norm:
-            return placed_plan(workload, kinds, window, clipping=None, options=options)
-        return placed_plan(workload, kinds, window, clipping, {**options, "clipping": clipping})
-
-
-def _bottom_resident(resident: int, num_layers: int) -> str:
-    return "R" * resident + "W" * (num_layers - resident)
+        if workload.waits_for_norm:
+            options["clipping"] = clipping
+        plan = placed_plan(workload, kinds, window, clipping if workload.waits_for_norm else None)
+        return replace(plan, options=options)

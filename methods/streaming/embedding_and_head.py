@@ -11,7 +11,6 @@ from torch import Tensor
 from harness.core.gpt import Ends
 from harness.core.job import Workload
 from harness.devices.streams import Device
-from methods.offload.clip import Clip
 from methods.streaming.layer_state import LayerState
 
 
@@ -51,9 +50,3 @@ class ResidentEnds:
             for x, dx in zip(self.embedded, dxs, strict=True):
                 x.backward(dx)
         del self.embedded
-
-    def norms(self) -> list[Tensor]:
-        return self.state.norms(self.state.grads)
-
-    def update(self, learning_rate: float, clip: Clip) -> None:
-        self.state.update(learning_rate, clip.factor)

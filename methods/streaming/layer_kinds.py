@@ -1,7 +1,7 @@
 """What a layer does in a step, by its kind: R, P, W, S and D of placement.py as objects with the same verbs.
 
     fetch, fetch_state  queue the copy of its weights, or of the rest of its state, into its slot
-    forward, backward   compute, after what was fetched has arrived; its norms() are then those of its gradient
+    forward, backward   compute, after what was fetched has arrived
     send_gradient       queue the copy of its gradient home: the update waits for the global norm
     update_now          start the update: nothing is clipped, no norm is waited for
     update_ahead        the same into the spare state, as if nothing were clipped, and send the gradient home
@@ -49,9 +49,6 @@ class Resident:
     def backward(self, dxs: list[Tensor]) -> list[Tensor]:
         return self.state.backward(dxs, self.state.grads)
 
-    def norms(self) -> list[Tensor]:
-        return self.state.norms(self.state.grads)
-
     def update(self, learning_rate: float, clip: Clip) -> None:
         self.state.update(learning_rate, clip.factor)
 
@@ -81,9 +78,6 @@ class Hosted:
         self.slot.arrive()
         self.gradients = next(self.rooms)
         return self.gradients.backward(self.state, dxs)
-
-    def norms(self) -> list[Tensor]:
-        return self.state.norms(self.gradients.slab)
 
     def send_gradient(self) -> None:
         self.gradients.send_home(self.state)
@@ -145,9 +139,6 @@ class Streamed:
         self.gradients = next(self.rooms)
         return self.gradients.backward(self.state, dxs)
 
-    def norms(self) -> list[Tensor]:
-        return self.state.norms(self.gradients.slab)
-
     def send_gradient(self) -> None:
         self.gradients.send_home(self.state)
 
@@ -164,9 +155,9 @@ class Streamed:
         if self.has_state and clip.is_one():
             self.has_state = False
             self.state.commit()
-            return
-        self.drop()
-        self.due = self.state.next_step(learning_rate), clip.factor
+        else:
+            self.drop()
+            self.due = self.state.next_step(learning_rate), clip.factor
 
     def drop(self) -> None:
         self.state.num_updates -= self.has_state
@@ -180,8 +171,7 @@ def new_layers(
     device: Device, workload: Workload, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
     """The layers of a placement, bottom first. Raises OSError where the disk has no room."""
-    on_disk = shelves(device, kinds.count("D"), disk, workload)
-    states = []
+    on_disk, states = shelves(device, kinds.count("D"), disk, workload), []
     for i, kind in enumerate(kinds):
         spare, shelf = speculates and kind in "PWS", next(on_disk) if kind == "D" else None
         place: dict[str, Any] = {"host": kind != "R", "spare": spare, "streamed": kind == "S", "shelf": shelf}

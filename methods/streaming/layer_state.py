@@ -45,17 +45,9 @@ class LayerState:
     """
 
     def __init__(
-        self,
-        device: Device,
-        module: nn.Module,
-        prefix: str,
-        workload: Workload,
-        *,
-        host: bool,
-        spare: bool = False,
-        streamed: bool = False,
-        shelf: Shelf | None = None,
-    ) -> None:
+        self, device: Device, module: nn.Module, prefix: str, workload: Workload, *, host: bool, spare: bool = False,
+        streamed: bool = False, shelf: Shelf | None = None,
+    ) -> None:  # fmt: skip
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
         self.updater = "update" if host else "compute"  # the track of update() in a trace
         self.has_dropout = workload.dropout > 0
@@ -140,10 +132,10 @@ class LayerState:
         for name in self.layout.names:
             self.module.get_parameter(name).grad = None
 
-    def norms(self, grads: Tensor) -> list[Tensor]:
-        """The norm of each parameter's gradient in this slab, fp32, on the device."""
+    def norms(self) -> list[Tensor]:
+        """The norm of each parameter's gradient of the last backward pass, fp32, on the device."""
         with self.device.span("compute", "norm", self.prefix):
-            return norms_of(self.layout.views(grads))
+            return norms_of([*self._rooms.values()])
 
     def update(self, learning_rate: float, factor: Factor) -> None:
         """Update in place by the gradient here, scaled by the clip factor."""

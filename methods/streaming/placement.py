@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from harness.core.job import Plan, Workload
 from methods.shared.memory_needs import BLOCK, CHUNK, NUM_BUFFERS, state_bytes, stored_numel
@@ -99,13 +99,7 @@ def num_gradients(kinds: str, window_size: int) -> int:
     return min(window_size, 2, len(kinds) - kinds.count("R"))
 
 
-def placed_plan(
-    workload: Workload,
-    kinds: str,
-    window_size: int,
-    clipping: str | None = "deferred",
-    options: dict[str, Any] | None = None,
-) -> Plan:
+def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str | None = "deferred") -> Plan:
     """Both ends on the device, each layer as placed; `clipping` None updates without waiting for the norm.
 
     A travelling layer's weights come in twice a step, but for those that stay where they are when the forward pass
@@ -122,14 +116,16 @@ def placed_plan(
     slots = size * (windowed.num_slots + num_gradients(kinds, window_size))
     slots += (states + (size if clipping else 0)) * streamed.num_slots
     device["buffers"] = slots * layer
-    # Beside the loss, of all micro-batches but the one at work the outputs and their gradients are kept.
-    others = 2 * (workload.boundary_bytes - workload.boundary_bytes // workload.micro_batches)
-    working = max(workload.head_bytes + others, workload.working_bytes)
-    device["activations"] = workload.num_layers * workload.boundary_bytes + working
+    # Of micro-batches other than the one at work: beside the loss outputs and their gradients wait; beside the top
+    # layers also their inputs and the gradients of these.
+    boundary = workload.boundary_bytes
+    others = boundary - boundary // workload.micro_batches
+    at_head = workload.num_layers * boundary + workload.head_bytes + 2 * others
+    at_layer = (workload.num_layers - 1) * boundary + workload.layer_bytes + 4 * others
     # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
     # and what attention keeps.
-    device["activations"] += 512 * (12 * workload.num_layers + 32)
-    device["activations"] += 8 * workload.batch_size * workload.num_heads * workload.seq_len
+    small = 512 * (12 * workload.num_layers + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
+    device["activations"] = max(at_head, at_layer) + small
 
     host = {kind: each * hosted * layer for kind, each in at_home.items()}
     on_disk = at_home["optimizer"] * stored_numel(layer)
@@ -140,14 +136,17 @@ def placed_plan(
     if clipping == "speculate":
         host["optimizer"] += states * (hosted - count["D"]) * layer
     if workload.dtype != "fp32":
-        # What an update makes fp32: on the device when activations are gone; on the host without the compiled kernel. A
+        # What an update makes fp32, beside boundaries: on the device; on the host without the compiled kernel. A
         # gradient; where the master is in two halves, that, too.
         each = 17 if workload.dtype == "bf16" else 4
-        updated = 4 * min(BLOCK, max(workload.end_params, layer if count["R"] else 0))
-        updated = max(updated, each * min(BLOCK, layer) if count["S"] else 0)
-        if updated > device["activations"]:
+        updates = [(4 * min(BLOCK, max(workload.end_params, layer if count["R"] else 0)), boundary)]
+        if count["S"]:  # in the forward pass, or, ahead of the norm, in the backward pass
+            below = kinds.rindex("S")
+            updates.append((each * min(BLOCK, layer), boundary * (below + (1 if clipping == "deferred" else 3))))
+        updated, kept = max(updates, key=sum)
+        if updated + kept + small > device["activations"]:
             device["gradients"] += updated
-            device["activations"] = 0
+            device["activations"] = kept + small
         host["gradients"] += each * min(CHUNK, layer) if hosted - count["S"] else 0
 
     if hosted:
@@ -155,10 +154,5 @@ def placed_plan(
     waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient, out and in again
     moved = size * (2 * count["P"] + 3 * len(windowed.layers) - windowed.num_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed.num_slots
-    return Plan(
-        device=device,
-        host=host,
-        disk={"optimizer": count["D"] * on_disk} if count["D"] else {},
-        moved_bytes=moved * layer,
-        options=options or {},
-    )
+    disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}
+    return Plan(device=device, host=host, disk=disk, moved_bytes=moved * layer)

@@ -32,7 +32,7 @@ KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
 SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
 MEMORIES = ("device", "host", "disk")
-Counts = Mapping[str, float]  # layers of each kind
+Counts = Mapping[str, float]  # of each kind or memory: layers, bytes
 PlanOf = Callable[[Workload, dict[str, int]], Plan]  # the needs of these numbers of layers of each kind
 
 
@@ -67,25 +67,18 @@ def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
     the device fetches the gradient again."""
     at_home = state_bytes(workload, host=True)
     size, rest = at_home["weights"], at_home["optimizer"]
-    states = size + rest
-    kept = size if clipping else 0
-    if clipping != "deferred":
-        return {
-            "R": Carried((0, 0), (0, 0)),
-            "P": Carried((size, 0), (size, 0)),
-            "W": Carried((2 * size, 0), (size, 0)),
-            "S": Carried((size + states, 0), (states + kept, 0)),
-            "Q": Carried((rest, 0), (rest + kept, 0)),
-            "D": Carried((2 * size, 0), (size, 0)),
-        }
-    return {
+    sent, fetched = size if clipping else 0, size if clipping == "deferred" else 0
+    found = {
         "R": Carried((0, 0), (0, 0)),
         "P": Carried((0, size), (size, 0)),
         "W": Carried((size, size), (size, 0)),
-        "S": Carried((size, states + size), (size, states)),
-        "Q": Carried((0, rest + size), (size, rest)),
+        "S": Carried((size, size + rest + fetched), (sent, size + rest)),
+        "Q": Carried((0, rest + fetched), (sent, rest)),
         "D": Carried((size, size), (size, 0)),
     }
+    if clipping == "deferred":
+        return found
+    return {kind: Carried((sum(each.inbound), 0), (sum(each.outbound), 0)) for kind, each in found.items()}
 
 
 def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
@@ -98,15 +91,15 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     on_host = ahead * params / rates.host_adam_params_per_second
     ends = workload.end_params * adam / rates.device_bytes_per_second
     updates = dict.fromkeys("RSQ", on_device) | (dict.fromkeys("PWD", on_host) if rates.is_host else {})
-    last = FORWARD if deferred else BACKWARD
-    found = [Row("compute", last, forward + (0.0 if deferred else backward) + ends, updates)]
-    if deferred:
-        found.append(Row("compute", BACKWARD, backward, {}))
-    found.append(Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)))
-    stored = stored_bytes(workload)
-    found.append(Row("disk reads", last, 0.0, {"D": stored / rates.disk_read_bytes_per_second}))
-    found.append(Row("disk writes", last, 0.0, {"D": stored / rates.disk_write_bytes_per_second}))
-    found.append(Row("disk both ways", last, 0.0, {"D": 2 * stored / rates.disk_duplex_bytes_per_second}))
+    stored, last = stored_bytes(workload), FORWARD if deferred else BACKWARD
+    found = [
+        Row("compute", last, forward + (0.0 if deferred else backward) + ends, updates),
+        *([Row("compute", BACKWARD, backward, {})] if deferred else []),
+        Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)),
+        Row("disk reads", last, 0.0, {"D": stored / rates.disk_read_bytes_per_second}),
+        Row("disk writes", last, 0.0, {"D": stored / rates.disk_write_bytes_per_second}),
+        Row("disk both ways", last, 0.0, {"D": 2 * stored / rates.disk_duplex_bytes_per_second}),
+    ]
     for pool in range(last + 1):
         found += _link_rows(workload, rates, clipping, pool, ahead * adam if pool == last else 0.0)
     return found
@@ -118,22 +111,20 @@ def stored_bytes(workload: Workload) -> int:
 
 
 def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, adam: float) -> list[Row]:
-    table = carried(workload, clipping)
-    inbound = {kind: workload.layer_params * table[kind].inbound[pool] for kind in KINDS}
-    outbound = {kind: workload.layer_params * table[kind].outbound[pool] for kind in KINDS}
-    both = {kind: inbound[kind] + outbound[kind] for kind in KINDS}
-    updated = dict.fromkeys("PWD", workload.layer_params * adam)
+    table, params = carried(workload, clipping), workload.layer_params
+    inbound = {kind: params * each.inbound[pool] for kind, each in table.items()}
+    outbound = {kind: params * each.outbound[pool] for kind, each in table.items()}
+    both = {kind: inbound[kind] + outbound[kind] for kind in table}
+    updated = dict.fromkeys("PWD", params * adam)
     updated["D"] += 2 * stored_bytes(workload) if adam else 0
-    touched = {kind: both[kind] + updated.get(kind, 0) for kind in KINDS}
-    return [
-        Row(name, pool, 0.0, {kind: size / rate for kind, size in sizes.items()})
-        for name, sizes, rate in (
-            ("link inbound", inbound, rates.inbound_bytes_per_second),
-            ("link outbound", outbound, rates.outbound_bytes_per_second),
-            ("link both ways", both, rates.duplex_bytes_per_second),
-            ("host memory", touched, rates.host_bytes_per_second),
-        )
-    ]
+    touched = {kind: size + updated.get(kind, 0) for kind, size in both.items()}
+    amounts = (
+        ("link inbound", inbound, rates.inbound_bytes_per_second),
+        ("link outbound", outbound, rates.outbound_bytes_per_second),
+        ("link both ways", both, rates.duplex_bytes_per_second),
+        ("host memory", touched, rates.host_bytes_per_second),
+    )
+    return [Row(name, pool, 0.0, {kind: size / rate for kind, size in sizes.items()}) for name, sizes, rate in amounts]
 
 
 def forecast(found: list[Row], counts: Counts) -> Forecast:
@@ -145,13 +136,7 @@ def forecast(found: list[Row], counts: Counts) -> Forecast:
 
 
 def least_seconds(
-    workload: Workload,
-    rates: Rates,
-    needs: Mapping[str, Mapping[str, float]],
-    room: Mapping[str, float],
-    *,
-    clipping: str | None,
-    kinds: str = KINDS,
+    workload: Workload, rates: Rates, needs: Mapping[str, Counts], room: Counts, *, clipping: str | None, kinds: str
 ) -> tuple[float, dict[str, float]] | None:
     """The bound over all placements, and the layers of each kind in the placement that carries least among those
     within SLACK of it; None if no placement fits or scipy is missing. `needs`: bytes a layer by memory and kind;
@@ -161,32 +146,28 @@ def least_seconds(
     except ImportError:
         return None
 
-    found = rows(workload, rates, clipping)
-    num_pools = 2 if clipping == "deferred" else 1
-    upper = [[row.per_layer.get(kind, 0.0) for kind in kinds] + _pools(row.pool, num_pools) for row in found]
-    limits = [-row.seconds for row in found]
+    pools = range(2 if clipping == "deferred" else 1)
+    upper, limits = [], []
+    for row in rows(workload, rates, clipping):
+        per_pool = [-1.0 if row.pool == pool else 0.0 for pool in pools]
+        upper.append([row.per_layer.get(kind, 0.0) for kind in kinds] + per_pool)
+        limits.append(-row.seconds)
     for memory, size in room.items():
-        upper.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0] * num_pools)
+        upper.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0 for _ in pools])
         limits.append(size / 2**30)
-    whole = [[1.0] * len(kinds) + [0.0] * num_pools]
-    time = [0.0] * len(kinds) + [1.0] * num_pools
-    fastest = linprog(time, A_ub=upper, b_ub=limits, A_eq=whole, b_eq=[workload.num_layers])
+    whole = {"A_eq": [[1.0] * len(kinds) + [0.0 for _ in pools]], "b_eq": [workload.num_layers]}
+    time = [0.0] * len(kinds) + [1.0 for _ in pools]
+    fastest = linprog(time, A_ub=upper, b_ub=limits, **whole)
     if fastest.status:
         return None
     table = carried(workload, clipping)
     moved = {kind: float(sum(table[kind].inbound) + sum(table[kind].outbound)) for kind in kinds}
     if "D" in kinds:
         moved["D"] += 2 * stored_bytes(workload) / workload.layer_params
-    carries = [*moved.values()] + [0.0] * num_pools
-    least = linprog(
-        carries, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], A_eq=whole, b_eq=[workload.num_layers]
-    )
+    carries = [*moved.values()] + [0.0 for _ in pools]
+    least = linprog(carries, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], **whole)
     chosen = (fastest if least.status else least).x
     return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
-
-
-def _pools(pool: int, num_pools: int) -> list[float]:
-    return [-1.0 if number == pool else 0.0 for number in range(num_pools)]
 
 
 def choose(
@@ -198,13 +179,13 @@ def choose(
     found = rows(workload, budget.rates, clipping)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
     optional = kinds.replace("R", "")  # a kind's buffers cost memory however few its layers
-    for number in range(len(optional) + 1):
-        for used in itertools.combinations(optional, number):
-            for counts in _whole(workload, budget, plan_of, "R" + "".join(used), clipping):
-                plan = plan_of(workload, dict.fromkeys(kinds, 0) | counts)
-                if plan.shortfall(budget) is None:
-                    key = tuple(counts.get(kind, 0) for kind in kinds)
-                    candidates[key] = (forecast(found, counts).seconds, plan.moved_bytes + 2 * plan.disk_bytes)
+    for used in itertools.chain.from_iterable(itertools.combinations(optional, n) for n in range(len(optional) + 1)):
+        for some in _whole(workload, budget, plan_of, "R" + "".join(used), clipping):
+            counts = dict.fromkeys(kinds, 0) | some
+            plan = plan_of(workload, counts)
+            if plan.shortfall(budget) is None:
+                seconds = forecast(found, counts).seconds
+                candidates[tuple(counts.values())] = (seconds, plan.moved_bytes + 2 * plan.disk_bytes)
     if not candidates:
         return None
     least = min(seconds for seconds, _ in candidates.values())
@@ -220,9 +201,7 @@ def _whole(
     assert budget.rates is not None
     needs, room = _linear(workload, budget, plan_of, kinds)
     solution = least_seconds(workload, budget.rates, needs, room, clipping=clipping, kinds=kinds)
-    if solution is None:
-        return
-    ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()]
+    ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()] if solution else []
     for counts in itertools.product(*ranges):
         if sum(counts) == workload.num_layers:
             yield dict(zip(kinds, counts, strict=True))
@@ -234,15 +213,13 @@ def _linear(
     """Bytes of one more layer of each kind, by memory, and the room for layers beside all else."""
     several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more than there are slots
     deep = workload.at_depth(sum(several.values()))
-    deeper = workload.at_depth(deep.num_layers + 1)
     base = plan_of(deep, several)
-    more = {kind: plan_of(deeper, {**several, kind: 5}) for kind in kinds}
+    more = {kind: plan_of(workload.at_depth(deep.num_layers + 1), {**several, kind: 5}) for kind in kinds}
     needs, room = {}, {}
-    for memory in (name for name in MEMORIES if getattr(budget, f"{name}_bytes") is not None):
-        size = f"{memory}_bytes"
-        needs[memory] = {kind: float(getattr(plan, size) - getattr(base, size)) for kind, plan in more.items()}
-        fixed = getattr(base, size) - 4 * sum(needs[memory].values())
-        room[memory] = float(getattr(budget, size) - fixed)
+    for size in (f"{memory}_bytes" for memory in MEMORIES):
+        if (limit := getattr(budget, size)) is not None:
+            needs[size] = {kind: float(getattr(plan, size) - getattr(base, size)) for kind, plan in more.items()}
+            room[size] = float(limit - (getattr(base, size) - 4 * sum(needs[size].values())))
     return needs, room
 
 

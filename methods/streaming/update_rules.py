@@ -1,15 +1,16 @@
 """When a layer's update happens, and with what clip factor and loss scale.
 
-Without clipping it starts as soon as the layer's gradient has landed (Immediate). Clipping is exact, so an update needs
-the norm of the whole gradient: it starts when that is known, and runs under the next forward pass (Deferred); or it is
+Without clipping it starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so an update needs
+the norm of the whole gradient: it starts when that is known, and runs under the next forward pass (DEFERRED); or it is
 made during the backward pass as if nothing were clipped, into a spare state, which is committed if the norm turns out
-to be within the limit, and stops as soon as the norm so far is not (Speculative). In fp16 a step whose norm is not
+to be within the limit, and stops as soon as the norm so far is not (SPECULATIVE). In fp16 a step whose norm is not
 finite is skipped, so updates wait for the norm, or are made ahead of it, clipping or not.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,38 +23,21 @@ from methods.streaming.embedding_and_head import ResidentEnds
 from methods.streaming.layer_kinds import Hosted, Layer, Resident, Streamed
 
 
-class Immediate:
-    is_ahead = True  # streamed layers bring their states along for the backward pass
-    late: tuple[type, ...] = (Resident,)  # kinds whose update starts after the backward pass
-    by_factor: tuple[type, ...] = ()  # kinds for which the host needs the clip factor
+class Timing(NamedTuple):
+    """What starts when a layer's gradient is known, by layer, learning rate and clip; kinds whose update starts after
+    the backward pass; kinds for which the host needs the clip factor."""
 
-    def gradient_ready(self, layer: Layer, learning_rate: float, clip: Clip) -> None:
-        layer.update_now(learning_rate, clip)
-
-    def step_ended(self, layers: list[Layer], clip: Clip) -> None: ...
+    gradient_ready: Callable[[Layer, float, Clip], None]
+    late: tuple[type, ...]
+    by_factor: tuple[type, ...]
 
 
-class Deferred:
-    is_ahead = False
-    late = (Resident, Hosted, Streamed)
-    by_factor = (Hosted,)
-
-    def gradient_ready(self, layer: Layer, learning_rate: float, clip: Clip) -> None:
-        layer.send_gradient()
-
-    def step_ended(self, layers: list[Layer], clip: Clip) -> None: ...
-
-
-class Speculative:
-    is_ahead = False  # in the first step, and after one that was clipped
-    late = (Resident, Hosted, Streamed)
-    by_factor = (Hosted, Streamed)
-
-    def gradient_ready(self, layer: Layer, learning_rate: float, clip: Clip) -> None:
-        layer.update_ahead(learning_rate, clip)
-
-    def step_ended(self, layers: list[Layer], clip: Clip) -> None:
-        self.is_ahead = any(isinstance(layer, Streamed) for layer in layers) and clip.is_one()
+IMMEDIATE = Timing(lambda layer, rate, clip: layer.update_now(rate, clip), (Resident,), ())
+DEFERRED = Timing(lambda layer, rate, clip: layer.send_gradient(), (Resident, Hosted, Streamed), (Hosted,))
+SPECULATIVE = Timing(
+    lambda layer, rate, clip: layer.update_ahead(rate, clip), (Resident, Hosted, Streamed), (Hosted, Streamed)
+)
+TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 
 
 class UpdateRule:
@@ -63,8 +47,10 @@ class UpdateRule:
         self, device: Device, workload: Workload, ends: ResidentEnds, layers: list[Layer], clipping: str | None
     ) -> None:
         self.device, self.workload, self.ends, self.layers = device, workload, ends, layers
-        timings: dict[str | None, Any] = {None: Immediate, "deferred": Deferred, "speculate": Speculative}
-        self.timing = timings[clipping]()
+        self.timing = TIMINGS[clipping]
+        # Streamed layers bring their states along for the backward pass; to speculate, not in the first step, and not
+        # after one that was clipped.
+        self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(workload)
         self.sends_factor = self.scale.is_used or any(isinstance(layer, self.timing.by_factor) for layer in layers)
 
@@ -74,12 +60,12 @@ class UpdateRule:
 
     def gradient_ready(self, layer: Layer) -> None:
         """Count the gradient into the norm; send it home; update, or update ahead, where the rule allows it."""
-        self.clip.add(layer.norms())
+        self.clip.add(layer.state.norms())
         self.timing.gradient_ready(layer, self.learning_rate, self.clip)
 
     def finish(self) -> None:
         """Complete the norm and start the updates that have waited for it, or skip the step."""
-        self.clip.add(self.ends.norms())
+        self.clip.add(self.ends.state.norms())
         self.clip.finish()
         if self.sends_factor:
             self.clip.send_home()
@@ -88,12 +74,13 @@ class UpdateRule:
             for layer in self.layers:
                 layer.drop()
             return
-        self.ends.update(self.learning_rate, self.clip)
+        self.ends.state.update(self.learning_rate, self.clip.factor)
         for layer in self.layers:
             if isinstance(layer, self.timing.late):
                 layer.update(self.learning_rate, self.clip)
 
     def step(self, loss: Tensor) -> Step:
         """The step as the method yields it; the next one's loss scale is then set."""
-        self.timing.step_ended(self.layers, self.clip)
+        if self.timing is SPECULATIVE:
+            self.is_ahead = any(isinstance(layer, Streamed) for layer in self.layers) and self.clip.is_one()
         return self.scale.step(loss, self.clip.total, is_skipped=self.is_skipped)

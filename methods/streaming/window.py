@@ -33,14 +33,14 @@ class Window:
         """Leave the layer's slot to the next one above it; the topmost layers stay for the backward pass."""
         if layer in self.above:
             self._hand_over(layer, self.above[layer])
-        elif self.rule.timing.is_ahead:
+        elif self.rule.is_ahead:
             layer.fetch_state()
 
     def slide_down(self, layer: Layer) -> None:
         """Leave the layer's slot to the next one below it."""
         if layer in self.below:
             self._hand_over(layer, self.below[layer])
-            if self.rule.timing.is_ahead:
+            if self.rule.is_ahead:
                 self.below[layer].fetch_state()
 
     def settle(self) -> None:
