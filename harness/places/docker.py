@@ -170,7 +170,7 @@ class Running:
         self.socket._sock.sendall((json.dumps(order) + "\n").encode())
         frames: queue.Queue[tuple[int, bytes]] = queue.Queue()
         threading.Thread(target=self._read, args=(frames,), daemon=True).start()
-        deadline, stopping = time.time() + self.seconds + START_SECONDS, 0.0
+        deadline, stopping = time.monotonic() + self.seconds + START_SECONDS, 0.0
         while True:
             try:
                 stream, data = frames.get(timeout=POLL_SECONDS)
@@ -181,7 +181,7 @@ class Running:
                 else:
                     self.errors += data.decode(errors="replace")
             except queue.Empty:
-                now = time.time()
+                now = time.monotonic()
                 if stopping and now - stopping > 2 * GRACE_SECONDS:
                     return
                 if not stopping and now > deadline:
@@ -191,7 +191,7 @@ class Running:
                 self.stopped = "interrupt"
                 if stopping:
                     return
-                stopping = time.time()
+                stopping = time.monotonic()
                 self.kill(signal.SIGINT)
 
     def _read(self, frames: queue.Queue[tuple[int, bytes]]) -> None:

@@ -202,21 +202,21 @@ class Slurm:
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
         """Wait until all have ended; report each change of their states."""
-        told, deadline = "", time.time() + seconds
+        told, deadline = "", time.monotonic() + seconds
         while True:
             names = [state.name for state in states_of(ids).values()]
             text = ", ".join(f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names)))
             if text != told:
                 told = text
                 report({"event": "wait", "text": f"{len(ids)} jobs under Slurm: {text}"})
-            if time.time() > deadline or all(state.is_final for state in states_of(ids).values()):
+            if time.monotonic() > deadline or all(state.is_final for state in states_of(ids).values()):
                 return
             time.sleep(POLL_SECONDS)
 
     def _complete(self, job: Job, key: str, stem: Path, number: str, state: State, logs: Path) -> Path:
         path = Path(f"{stem}.json")
-        deadline = time.time() + (LATE_SECONDS if state.name == "COMPLETED" else 1.0)
-        while not path.exists() and time.time() < deadline:
+        deadline = time.monotonic() + (LATE_SECONDS if state.name == "COMPLETED" else 1.0)
+        while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         told = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
         stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]

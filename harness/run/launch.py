@@ -58,7 +58,7 @@ def launch(
                 watch.follow()
             finally:
                 watch.close()
-                record = watch.complete(Record.read(path) if path.exists() else watch.obituary())
+                record = watch.complete(watch.record or watch.obituary())
                 record.write(path)
                 told = record.status, record.phase, len(record.losses), record.reason
                 log.write(log_lines.end_line(job, *told) + "\n")
@@ -72,12 +72,15 @@ class Events:
         self.phase, self.report = phase, report
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
-        self._pending = b""
+        self._pending, self._unread = b"", list[bytes]()
 
     def feed(self, data: bytes) -> None:
-        """Take in a part of the stream of events, one JSON object a line."""
+        """Take in a part of the stream of events, one JSON object a line. Where `report` raises, the next call goes on
+        with the event after."""
         *lines, self._pending = (self._pending + data).split(b"\n")
-        for event in map(json.loads, lines):
+        self._unread += lines
+        while self._unread:
+            event = json.loads(self._unread.pop(0))
             if event["event"] == "phase":
                 self.phase = event["phase"]
             elif event["event"] == "step":
@@ -104,7 +107,9 @@ class Watch:
         self.listed = 0.0  # time of the last list of these
         self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
-        self.started = self.last_event = self.signalled = time.time()
+        self.record: Record | None = None  # the worker's, until complete() unfinished and on no disk
+        self.started = time.time()
+        self.began = self.last_event = self.signalled = time.monotonic()  # whatever is done to the clock meanwhile
         self.stopped = ""  # the reason for which this process ended the worker, as in failures.End
         self.interrupted = False
         self.broken: BrokenPipeError | None = None  # the report's reader is gone
@@ -173,6 +178,7 @@ class Watch:
             self.stopped = self.stopped or "interrupt"
         self._signal(signal.SIGKILL)
         self.process.wait()
+        self.events.feed(b"")
         ranks.end_all(self.trainers, GRACE_SECONDS)  # they have sessions of their own
         shutil.rmtree(ranks.folder_of(self.path), ignore_errors=True)
         self.end = self._end()
@@ -222,7 +228,10 @@ class Watch:
         )  # fmt: skip
 
     def _take(self, event: dict[str, Any]) -> None:
-        self.last_event = time.time()
+        self.last_event = time.monotonic()
+        if event["event"] == "record":
+            self.record = Record.from_dict(event["record"])
+            return
         if self.wall and event["event"] == "phase" and event["phase"] in AFTER_TRAINING:
             self.wall.lift()
         if event["event"] == "rank":
@@ -238,8 +247,8 @@ class Watch:
         self._sample_shm()
         anonymous = shared = 0
         with contextlib.suppress(psutil.Error):
-            if time.time() - self.listed > LIST_SECONDS:
-                worker, self.listed = psutil.Process(self.process.pid), time.time()
+            if time.monotonic() - self.listed > LIST_SECONDS:
+                worker, self.listed = psutil.Process(self.process.pid), time.monotonic()
                 alone = [worker] if self.job.world_size == 1 else []  # the agent of several ranks trains nothing
                 self.trainers = [*alone, *worker.children(recursive=True)]
         for process in self.trainers:
@@ -261,17 +270,17 @@ class Watch:
 
     def _check_time(self) -> None:
         """End a worker that exceeds its time or, without --timeout, is silent."""
-        now, asked = time.time(), self.job.budget.seconds
+        now, asked = time.monotonic(), self.job.budget.seconds
         if self.stopped:
             if now - self.signalled > GRACE_SECONDS:
                 self._signal(signal.SIGKILL)
-        elif now - self.started > (asked or budgets.deadline_seconds(self.job)):
+        elif now - self.began > (asked or budgets.deadline_seconds(self.job)):
             self._stop("deadline", signal.SIGTERM)
         elif not asked and now - self.last_event > budgets.silence_seconds(self.job):
             self._stop("silence", signal.SIGTERM)
 
     def _stop(self, why: str, number: signal.Signals) -> None:
-        self.stopped, self.signalled = self.stopped or why, time.time()
+        self.stopped, self.signalled = self.stopped or why, time.monotonic()
         self._signal(number)
 
     def _signal(self, number: signal.Signals) -> None:

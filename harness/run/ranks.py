@@ -29,7 +29,7 @@ from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import machine
 from harness.run.timeline import of_ranks, read, write
-from harness.run.worker import interrupt_once, run
+from harness.run.worker import hand_over, interrupt_once, run
 
 
 def folder_of(path: Path) -> Path:
@@ -60,7 +60,7 @@ def main() -> None:
         if job.trace and (traces := {int(path.name.split("-")[1]): read(path) for path in folder.glob("trace-*")}):
             write(of_ranks(dict(sorted(traces.items()))), Path(job.trace))
         if isinstance(end, Record):
-            end.write(Path(order["record"]))
+            hand_over(end, order)
         elif end:
             os.write(order["events"], (json.dumps(end) + "\n").encode())
     finally:
@@ -177,8 +177,8 @@ def of_nodes(records: list[Record]) -> Record:
 
 def end_all(processes: list[psutil.Process], seconds: float) -> None:
     """Kill those that still run, and wait for them; not for zombies."""
-    deadline = time.time() + seconds
-    while processes and time.time() < deadline:
+    deadline = time.monotonic() + seconds
+    while processes and time.monotonic() < deadline:
         left = []
         for process in processes:
             with contextlib.suppress(psutil.Error):

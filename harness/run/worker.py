@@ -1,4 +1,4 @@
-"""One job in this process: train under the clock, inspect the trained tensors, classify the end, write the record.
+"""One job in this process: train under the clock, inspect the trained tensors, classify the end, give the record away.
 
 launch.py sends the job on standard input, which stays open: it closes when the parent is gone, and the run ends as
 interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their own, so
@@ -8,6 +8,7 @@ that nothing an engine prints is mistaken for a measurement.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -260,6 +261,19 @@ def interrupt_once(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
+def hand_over(record: Record, order: dict[str, Any]) -> None:
+    """Give the record to the parent, which completes it and writes it: no file holds a result that lacks its peaks. If
+    the parent is gone, write it here as interrupted, so that it is measured again."""
+    line = json.dumps({"event": "record", "record": record.to_dict()}) + "\n"
+    try:
+        with open(order["events"], "wb", closefd=False) as events:  # buffered: all of it, however large
+            events.write(line.encode())
+    except BrokenPipeError:
+        end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
+        changes = end.changes(record.evidence) if record.is_result else {}
+        dataclasses.replace(record, **changes).write(Path(order["record"]))
+
+
 def main() -> None:
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, interrupt_once)
@@ -280,7 +294,7 @@ def main() -> None:
 
     record = run(job, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    record.write(Path(order["record"]))
+    hand_over(record, order)
     # Threads of engines must not hold up a run that has ended.
     sys.stdout.flush()
     os._exit(0)

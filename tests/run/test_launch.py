@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.core.job import Job
+from harness.core.job import Budget, Job
 from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
-from harness.run.launch import launch
+from harness.run.launch import Events, launch
 from tests.support import cli, tiny
 from tests.support.tiny import TINY, write_compiling
 
@@ -74,7 +75,7 @@ def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path:
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from harness.run.launch import launch
+from harness.run.launch import Events, launch
 from harness.core.job import *
 launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
 """
@@ -86,6 +87,40 @@ launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
     worker_process.wait(30)
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.losses
+
+
+def test_a_result_that_the_parent_did_not_complete_is_no_result(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from harness.run import launch
+from harness.core.job import *
+launch.Watch.complete = lambda self, record: os.kill(os.getpid(), signal.SIGKILL)
+launch.launch(Job("resident", {TINY!r}, steps=2, warmup=1), "key", Path({str(tmp_path)!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL
+    assert read_all(tmp_path) == ({}, [])
+
+
+def test_a_clock_set_forward_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ahead = time.time, {"seconds": 0.0}
+    monkeypatch.setattr(time, "time", lambda: now() + ahead["seconds"])
+    job = Job("resident", TINY, budget=Budget(seconds=3600), steps=2, warmup=1)
+    path = launch(job, "key", tmp_path, report=lambda event: ahead.update(seconds=7200.0))
+    assert Record.read(path).status == "ok"
+
+
+def test_an_event_whose_report_fails_costs_no_other() -> None:
+    def report(event: dict) -> None:
+        if event["event"] == "phase":
+            raise BrokenPipeError
+
+    events = Events("start", report)
+    step = json.dumps({"event": "step", "step": 1, "loss": 2.0, "seconds": 3.0})
+    with pytest.raises(BrokenPipeError):
+        events.feed(b'{"event": "phase", "phase": "build"}\n' + step.encode() + b"\n")
+    events.feed(b"")
+    assert events.losses == [2.0]
 
 
 def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp_path: Path) -> None:
