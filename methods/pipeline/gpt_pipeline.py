@@ -66,14 +66,14 @@ class GptPipeline:
         last = ranks.num_stages - 1
         shared = [Shared(EMBEDDING, EMBEDDING, 0, last)] if last else []
         groups = Groups(ranks, rank, shared)
-        self.gradients = Gradients(self.masters.trained(), list(self.shapes), groups, shared)
+        dtype = DTYPES[workload.dtype]
+        self.gradients = Gradients(self.masters.trained(), list(self.shapes), groups, shared, dtype)
         self.optimizer = adamw(self.masters.trained().values())
         place = (self.number, self.replica, ranks.num_replicas)
         self.checkpoints = Checkpoints(self.gradients.masters, self.optimizer, self.gradients.own, place)
         self.num_samples = workload.batch_size // ranks.num_replicas  # of this replica
         num_micro_batches = self.num_samples // shape.chunk_size
         self.batch = Batch(part, num_micro_batches, shape.chunk_size / workload.batch_size)
-        dtype = DTYPES[workload.dtype]
         size = torch.Size((shape.chunk_size, workload.seq_len, workload.hidden_size))
         self.engine: Engine | None = None
         self.torchs: TorchSchedule | None = None

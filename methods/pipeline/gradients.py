@@ -2,11 +2,13 @@
 
 Each micro-batch's loss is weighted by its share of the global batch, so sums are all there is to do. The norm is taken
 over all stages, a shared weight counted once; every rank has the same bits of it, so in fp16 it is also the vote on an
-overflow: if any gradient anywhere is not finite, no rank's norm is.
+overflow: if any gradient anywhere is not finite, no rank's norm is. One process adds gradients up in fp16, where ranks
+add fp32: a sum beyond fp16 counts as not finite here, too, so that ranks skip the steps that one process skips.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,12 +55,14 @@ class Groups:
 
 
 class Gradients:
-    """`masters`: this stage's trained weights by name; `names`: those of the whole model, in its order."""
+    """`masters`: this stage's trained weights by name; `names`: those of the whole model, in its order; `dtype`: in
+    which the model computes."""
 
     def __init__(
-        self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared]
-    ) -> None:
-        self.masters, self.groups = dict(masters), groups
+        self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        self.masters, self.groups, self.dtype = dict(masters), groups, dtype
         self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]
         # Of a weight with one name in two stages, the first stage's.
         again = {pair.name for pair in self.shared if pair.name == pair.other and groups.stage != pair.stage}
@@ -85,9 +89,20 @@ class Gradients:
             for bucket in _buckets([*grads, loss]):
                 _sum(bucket, self.groups.replicas)
         self._sum_shared()
+        is_finite = self._are_finite()
         if scale != 1.0:
             torch._foreach_div_(grads, scale)
-        return self._norm(loss)
+        return self._norm(loss, is_finite)
+
+    def _are_finite(self) -> Tensor | None:
+        """Of each counted gradient, in fp16, which is rounded to infinity where it does not fit."""
+        grads = self._counted_gradients()
+        if self.dtype != torch.float16 or not grads:
+            return None
+        return torch.stack([*torch._foreach_norm(grads, math.inf)]).half().isfinite()
+
+    def _counted_gradients(self) -> list[Tensor]:
+        return [grad for name in self.counted if (grad := self.masters[name].grad) is not None]
 
     def _sum_shared(self) -> None:
         for pair in self.shared:
@@ -102,14 +117,14 @@ class Gradients:
             assert mine.grad is not None
             dist.all_reduce(mine.grad, group=self.groups.pairs[pair])
 
-    def _norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
         """A vector with the norm of each weight at its place in the model, and the loss: every element is one rank's,
         and the sum over the stages adds zeros to it."""
-        grads = [grad for name in self.counted if (grad := self.masters[name].grad) is not None]
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float32) if grads else []
+        grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + 1, device=loss.device)
-        if norms:
-            whole[self.places.to(loss.device)] = torch.stack([*norms])
+        if grads:
+            norms = torch.stack([*torch._foreach_norm(grads, 2, dtype=torch.float32)])
+            whole[self.places.to(loss.device)] = norms if is_finite is None else norms.where(is_finite, math.inf)
         whole[-1:] = loss
         if self.groups.pipeline:
             dist.all_reduce(whole, group=self.groups.pipeline)

@@ -86,7 +86,9 @@ class Varuna(nn.Module):
         self._masters = Masters(dict(mine.named_parameters()), starts)
         groups = Groups(self.ranks, self.rank, shared)
         self._groups = groups
-        self._gradients = Gradients(self._masters.trained(), names, groups, shared)
+        self._gradients = Gradients(
+            self._masters.trained(), names, groups, shared, torch.float16 if fp16 else torch.float32
+        )
         self._engine = self._make_engine(returned, limit_seconds)
         self._loss_scale, self._num_good, self._min_scale, self._is_dynamic = 1.0, 0, 1.0, False
         self.grad_norm = torch.zeros(())  # of the last step, before clipping

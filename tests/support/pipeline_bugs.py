@@ -35,6 +35,12 @@ BUGS = [
         "for bucket in _buckets([*[grad.mul_(not self.groups.replica) for grad in grads], loss]):",
     ),
     PipelineBug(
+        "overflow_of_a_sum_in_fp16_not_counted",
+        GRADIENTS,
+        "if self.dtype != torch.float16",
+        "if True",
+    ),
+    PipelineBug(
         "one_rank_steps_through_an_overflow",
         "methods/varuna.py",
         "is_skipped = scale.overflows(norm)",
