@@ -71,6 +71,7 @@ class Record:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     # device_allocated, device_reserved, host_anonymous, host_shared
     peaks: dict[str, int] = field(default_factory=dict)
+    num_alloc_retries: int = 0  # torch's allocator on CUDA had to empty its cache, which waits for the device
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0
@@ -136,6 +137,12 @@ class Record:
         """None if the gate did not pass: a method that does not train has no throughput."""
         seconds = self.median_step_seconds
         return self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
+
+    @property
+    def slowed_by(self) -> str:
+        """What is to be said beside the speed of a run whose device memory was nearly full; empty otherwise."""
+        times = "once" if self.num_alloc_retries == 1 else f"{self.num_alloc_retries} times"
+        return f"the allocator emptied its cache {times}" if self.num_alloc_retries else ""
 
     @property
     def first_step_seconds(self) -> float | None:

@@ -135,6 +135,7 @@ def closing_line(record: Record) -> str:
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
+    speed += f" ({record.slowed_by})" if record.slowed_by else ""
     budget = machine.budget(job.budget, job.device)
     host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
     taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")

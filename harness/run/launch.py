@@ -35,6 +35,7 @@ GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
 AFTER_TRAINING = ("drain", "inspect", "done")  # phases whose memory is not the method's
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
+EXPANDABLE = "expandable_segments:True"
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -63,6 +64,14 @@ def launch(
                 told = record.status, record.phase, len(record.losses), record.reason
                 log.write(log_lines.end_line(job, *told) + "\n")
     return path
+
+
+def environment(device: str) -> dict[str, str]:
+    """The worker's. On CUDA torch's allocator grows its segments instead of adding new ones, which leaves fewer
+    fragments, unless the caller has set it otherwise. No method gives device memory to another process, which would
+    forbid this."""
+    settings = {} if device != "cuda" or machine.allocator_settings() else {"PYTORCH_ALLOC_CONF": EXPANDABLE}
+    return {**child_environment(), **settings}
 
 
 class Events:
@@ -125,7 +134,7 @@ class Watch:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True, text=True,
-            env=child_environment(),
+            env=environment(job.device),
         )  # fmt: skip
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)

@@ -161,7 +161,8 @@ def together(records: list[Record]) -> Record:
     told: dict[str, Any] = {**records[0].machine, "ranks": stated}
     if stated:
         told["peak_rank"] = max(stated, key=_peak_bytes)["rank"]
-    return dataclasses.replace(records[0], peaks=peaks, machine=told)
+    retries = max(record.num_alloc_retries for record in records)
+    return dataclasses.replace(records[0], peaks=peaks, num_alloc_retries=retries, machine=told)
 
 
 def _peak_bytes(stated: dict[str, Any]) -> int:

@@ -141,6 +141,7 @@ class Run:
         if trace:
             trace.write(self.clock.marks, self.emit)
         self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
+        self.measured |= memory_of_training(job.device)
         self.enter("inspect")
         self.measured["tensors"] = inspect(trained.tensors, job)
         self.measured["others"] = [
@@ -214,11 +215,13 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         if signal.getsignal(kind) is interrupt_once:
             signal.signal(kind, signal.SIG_IGN)
     gc.collect()
+    if "peaks" not in run.measured:
+        run.measured |= memory_of_training(job.device)
     return Record(
         job=job, key=key, phase=run.phase, clock=job.device, machine=machine.facts(), software=machine.software(),
         started=started, limits=enforced, **end.changes(evidence),
         predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
-        bit_exact=method.bit_exact, is_exact=method.is_exact, peaks=device_peaks(job.device), **run.measured,
+        bit_exact=method.bit_exact, is_exact=method.is_exact, **run.measured,
     )  # fmt: skip
 
 
@@ -231,8 +234,16 @@ def device_peaks(device: str) -> dict[str, int]:
     return {
         "device_allocated": torch.cuda.max_memory_allocated(),
         "device_reserved": torch.cuda.max_memory_reserved(),
-        "device_alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),  # a count
     }
+
+
+def memory_of_training(device: str) -> dict[str, Any]:
+    """Fields of the record, read before the inspection takes memory of its own."""
+    torch = sys.modules.get("torch")
+    if device != "cuda" or torch is None:
+        return {"peaks": device_peaks(device)}
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    return {"peaks": device_peaks(device), "num_alloc_retries": retries}
 
 
 def _predicted(method: Method, job: Job) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from harness.core.method import create
 from harness.core.record import read_all
 from harness.jobs.progress import _Lines, closing_line
 from harness.jobs.sweep import Sweep, largest, resolve
+from harness.report.tables import Entry, record_row
+from tests.support import records
 from tests.support.tiny import TINY
 
 
@@ -144,3 +146,13 @@ def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Pat
     line = closing_line(Sweep(tmp_path).run(jobs("l2l"))[0])
     for words in ("l2l", "0.0291 M parameters", "samples/s", "host peak", "gate passed (exact)"):
         assert words in line
+
+
+@pytest.mark.parametrize(
+    ("retries", "told"), [(0, ""), (1, "emptied its cache once"), (7, "emptied its cache 7 times")]
+)
+def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: int, told: str) -> None:
+    record = records.record(jobs("l2l")[0], num_alloc_retries=retries)
+    speed = closing_line(record).split("samples/s")[1].split(", host peak")[0]
+    small_print = record_row(Entry(1, Path("log.json"), record))["samples/s"].more
+    assert (speed, small_print) == (f" (the allocator {told})", f"the allocator {told}") if told else ("", "")

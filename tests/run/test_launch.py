@@ -19,7 +19,7 @@ from harness.core.job import Budget, Job
 from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
-from harness.run.launch import Events, launch
+from harness.run.launch import Events, environment, launch
 from tests.support import cli, tiny
 from tests.support.tiny import TINY, write_compiling
 
@@ -75,7 +75,7 @@ def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path:
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from harness.run.launch import Events, launch
+from harness.run.launch import launch
 from harness.core.job import *
 launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
 """
@@ -183,3 +183,21 @@ def wait_for(condition, seconds: float = 60.0):
             return value
         time.sleep(0.05)
     raise AssertionError("waited in vain")
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cuda", "", "expandable_segments:True"),
+        ("cuda", "max_split_size_mb:64", "max_split_size_mb:64"),
+        ("cpu", "", None),
+    ],
+)
+def test_the_allocator_of_a_gpu_grows_its_segments_unless_it_is_set_otherwise(
+    monkeypatch: pytest.MonkeyPatch, device: str, given: str, expected: str | None
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    if given:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+    assert environment(device).get("PYTORCH_ALLOC_CONF") == expected
