@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import Training, Unavailable
+from harness.devices import machine
 from methods.engines.deepspeed_config import stage_3, stage_3_plan
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
@@ -21,13 +22,15 @@ class SuperOffload(DeepSpeedMethod):
     label = "SuperOffload"
     color = "#93C47D"
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
-    kernel = None  # compiled by the methods that also run without a GPU
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return stage_3_plan(workload)
+        return stage_3_plan(workload, budget)
 
     def missing(self, device: str) -> str | None:
         return super().missing(device) or (None if device == "cuda" else GPU_ONLY)
+
+    def to_build(self) -> str | None:
+        return super().to_build() if machine.gpu() else None
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         zero = stage_3(workload, on_gpu)
@@ -37,4 +40,7 @@ class SuperOffload(DeepSpeedMethod):
     def train(self, workload: Workload, batches, device: str) -> Training:
         if device != "cuda":
             raise Unavailable(GPU_ONLY)
+        from methods.engines.deepspeed import use_built_kernel_in_superoffload
+
+        use_built_kernel_in_superoffload()
         return (yield from super().train(workload, batches, device))

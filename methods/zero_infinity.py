@@ -20,7 +20,7 @@ class ZeroInfinity(DeepSpeedMethod):
     scales_loss = True
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return stage_3_plan(workload, adam=self.adam)
+        return stage_3_plan(workload, budget, adam=self.adam)
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         return stage_3(workload, on_gpu)

@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,8 @@ class ZeroInfinityNvme(DeepSpeedMethod):
 
         plan = self.plan(workload, Budget())
         pipelined = plan.options["pipelined"]
-        with swap_folder(writable(self.disk), plan.disk_bytes) as folder:
+        with ExitStack() as needed:
+            folder = needed.enter_context(swap_folder(writable(self.disk), plan.disk_bytes))
             if not is_built("async_io"):
                 raise Unavailable(
                     "DeepSpeed's asynchronous I/O is not built: apt-get install libaio-dev g++, and again"
@@ -79,7 +80,9 @@ class ZeroInfinityNvme(DeepSpeedMethod):
                 },
             }  # fmt: skip
             aio = {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}
-            return (yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, aio=aio))
+            return (
+                yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, needed, aio=aio)
+            )
 
 
 def num_state_buffers(pipelined: bool) -> int:

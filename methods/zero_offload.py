@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from methods.engines.deepspeed_config import BUCKET_PARAMS, stage_2
+from methods.engines.deepspeed_config import BUCKET_PARAMS, stage_2, stage_2_host
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 
@@ -26,8 +26,7 @@ class ZeroOffload(DeepSpeedMethod):
                 "gradients": 2 * size * min(BUCKET_PARAMS, params),
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
-            # Buffers are a flat copy; on sim 20 (fp32) and 18 (bf16) bytes in all.
-            host={"weights": 4 * params, "gradients": 4 * params, "optimizer": 8 * params, "buffers": size * params},
+            host=stage_2_host(workload, budget),
             moved_bytes=2 * size * params,
             options={"adam": self.adam},
         )

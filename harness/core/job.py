@@ -179,6 +179,8 @@ class Budget:
     seconds: float | None = None
     link_bytes_per_second: float | None = None  # between device and host, in each direction: simulated on sim only
     rates: Rates | None = field(default=None, compare=False)
+    # Copies to and from the device are from page-locked memory. Set for plans, by the device; no part of identity.
+    page_locks: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
@@ -274,7 +276,7 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        del data["budget"]["rates"]
+        del data["budget"]["rates"], data["budget"]["page_locks"]
         if self.trace is None:
             del data["trace"]
         if self.workload.micro_batches == 1:

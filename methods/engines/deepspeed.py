@@ -12,6 +12,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,11 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[s
 
 
 def train(
-    workload: Workload, batches: Any, device: str, adam: str, zero: dict[str, Any], reentrant: bool, **extra: Any
-) -> Training:
-    """Train by deepspeed.initialize's engine. `reentrant`: torch's older recompute. `extra`: more configuration."""
+    workload: Workload, batches: Any, device: str, adam: str, zero: dict[str, Any], reentrant: bool,
+    needed: ExitStack, **extra: Any
+) -> Training:  # fmt: skip
+    """Train by deepspeed.initialize's engine. `reentrant`: torch's older recompute. `extra`: more configuration.
+    `needed`: is closed when the trained tensors, which are made one by one, have been read."""
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable("DeepSpeed's Adam is not built: apt-get install g++, then ./run.sh setup")
     deepspeed = import_deepspeed(device)
@@ -69,24 +72,22 @@ def train(
     from harness.devices.streams import join_alone
 
     join_alone(device)
-    try:
-        config = {**engine_config(workload, adam, zero), **extra}
-        engine = _engine(deepspeed, workload, config, device, adam, reentrant)
-        for step, (inputs, targets) in enumerate(batches, start=1):
-            scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
-            loss = engine(inputs, targets, scale)
-            engine.backward(loss / scale)  # which the engine scales again
-            for group in engine.optimizer.param_groups:
-                group["lr"] = workload.learning_rate_at(step)
-            engine.step()
-            norm = engine.get_global_grad_norm()
-            ended = Step(loss.detach(), None if norm is None else torch.as_tensor(norm))
-            if is_scaled:
-                ended = ended._replace(loss_scale=scale, is_skipped=bool(engine.optimizer.overflow))
-            yield ended
-        return Trained(list(_states(engine)))
-    finally:
-        dist.destroy_process_group()
+    needed.callback(dist.destroy_process_group)
+    config = {**engine_config(workload, adam, zero), **extra}
+    engine = _engine(deepspeed, workload, config, device, adam, reentrant)
+    for step, (inputs, targets) in enumerate(batches, start=1):
+        scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
+        loss = engine(inputs, targets, scale)
+        engine.backward(loss / scale)  # which the engine scales again
+        for group in engine.optimizer.param_groups:
+            group["lr"] = workload.learning_rate_at(step)
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        ended = Step(loss.detach(), None if norm is None else torch.as_tensor(norm))
+        if is_scaled:
+            ended = ended._replace(loss_scale=scale, is_skipped=bool(engine.optimizer.overflow))
+        yield ended
+    return Trained(_states(engine, needed.pop_all()))
 
 
 def import_deepspeed(device: str) -> Any:
@@ -130,6 +131,21 @@ def _load_built() -> None:
         load("pin_memory")
         PinMemoryBuilder().load()  # makes its symbols known, which the next one needs
         load("async_io")
+
+
+def use_built_kernel_in_superoffload() -> None:
+    """Its optimizer's process would compile the kernel again, inside the run and with other flags."""
+    from deepspeed.runtime.superoffload import superoffload_utils
+
+    superoffload_utils.superoffload_optimizer_worker = superoffload_worker
+
+
+def superoffload_worker(*arguments: Any) -> None:
+    """That process, with the compiled kernel."""
+    from deepspeed.runtime.superoffload.superoffload_utils import superoffload_optimizer_worker
+
+    _load_built()
+    superoffload_optimizer_worker(*arguments)
 
 
 def build(kernel: str) -> None:
@@ -196,14 +212,16 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     return engine
 
 
-def _states(engine: Any) -> Iterator[TensorState]:
+def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
+    """One at a time: stage 3 gathers each on the device, which has no room for all."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         # Stage 2 links the moments after its first group has stepped, when the second group has none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.module.named_parameters():
-        weight = safe_get_full_fp32_param(parameter)
-        exp_avg = safe_get_full_optimizer_state(parameter, "exp_avg")
-        yield TensorState(name, weight.clone(), exp_avg.clone())
+    with needed:
+        for name, parameter in engine.module.named_parameters():
+            weight = safe_get_full_fp32_param(parameter)
+            exp_avg = safe_get_full_optimizer_state(parameter, "exp_avg")
+            yield TensorState(name, weight.clone(), exp_avg.clone())

@@ -8,11 +8,12 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from harness.core.job import Plan, Workload
+from harness.core.job import Budget, Plan, Workload
 from harness.core.method import ROOT
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
+SUB_GROUP_PARAMS = 100_000_000  # of stage 3, which step at once
 ADAMS = {  # the host's Adam, and its name in the fairness table
     "fused": "torch AdamW, fused, host",  # the default: needs no compiler
     "deepspeed": "DeepSpeedCPUAdam",  # as fast, but compiled
@@ -65,7 +66,7 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
         "stage3_param_persistence_threshold": 0,
         "stage3_max_live_parameters": workload.end_params + 2 * workload.layer_params,
         "stage3_max_reuse_distance": 0,  # the default, 1e9 elements, keeps most of the model on the device
-        "sub_group_size": 100_000_000,
+        "sub_group_size": SUB_GROUP_PARAMS,
         "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
         "offload_param": {"device": "cpu", "pin_memory": on_gpu},
     }
@@ -78,9 +79,49 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
     return {"weights": at_once, "gradients": at_once, "activations": activations}
 
 
-def stage_3_plan(workload: Workload, **options: Any) -> Plan:
+def page_locked(size: int, budget: Budget) -> int:
+    """Bytes that torch takes for a tensor whose pages it locks: the next power of two, and it keeps them when freed."""
+    return 1 << (size - 1).bit_length() if budget.page_locks and size else size
+
+
+def group_params(workload: Workload) -> tuple[int, int]:
+    """Parameters of the optimizer's two groups, matrices, and biases and norms: each group is flat in memory."""
+    small = (13 * workload.num_layers + 2) * workload.hidden_size
+    return workload.num_params - small, small
+
+
+def flat_groups(size: int, workload: Workload, budget: Budget) -> int:
+    """Bytes of a page-locked tensor of each group, of elements of so many bytes."""
+    return sum(page_locked(size * params, budget) for params in group_params(workload))
+
+
+def stage_2_host(workload: Workload, budget: Budget) -> dict[str, int]:
+    """Bytes on the host: masters, gradients and a copy of the weights, flat; on sim 20 (fp32) and 18 (bf16) a
+    parameter."""
+    flat = {4: flat_groups(4, workload, budget), 2: flat_groups(2, workload, budget)}
+    states = {"weights": flat[4], "gradients": flat[4], "optimizer": 8 * workload.num_params}
+    return {**states, "buffers": flat[workload.weight_bytes]}
+
+
+def stage_3_plan(workload: Workload, budget: Budget, **options: Any) -> Plan:
+    """Page-locked are the weights, the gradients of groups of SUB_GROUP_PARAMS, as they accumulate all of them again
+    (buffers), and, in the cache of what is freed, each weight as it was first stored."""
     params, size = workload.num_params, workload.weight_bytes
     gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
-    # Buffers are a flat copy while it starts; on sim 24 (fp32) and 20 (bf16) bytes in all.
-    home = {"weights": (size + 4) * params, "gradients": 4 * params, "optimizer": 8 * params, "buffers": size * params}
+    sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
+    freed = _first_stored(workload, budget) if budget.page_locks else 0
+    home = {  # on sim 24 (fp32) and 20 (bf16) bytes a parameter
+        "weights": flat_groups(size, workload, budget) + 4 * params,
+        "gradients": sub_groups * page_locked(4 * SUB_GROUP_PARAMS, budget) + page_locked(4 * rest, budget),
+        "optimizer": 8 * params,
+        "buffers": page_locked(size * params, budget) + freed,
+    }
     return Plan(stage_3_device(workload), home, moved_bytes=size * (gathered + params), options=options)
+
+
+def _first_stored(workload: Workload, budget: Budget) -> int:
+    """Bytes of all weights, each page-locked by itself."""
+    size, width = workload.weight_bytes, workload.hidden_size
+    of_layer = sum(page_locked(size * parts * width**2, budget) for parts in (3, 1, 4, 4))
+    ends = sum(page_locked(size * rows * width, budget) for rows in (workload.vocab_size, workload.seq_len))
+    return workload.num_layers * of_layer + ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,4 +54,5 @@ class DeepSpeedMethod:
         from methods.engines import deepspeed
 
         zero = self.zero(workload, on_gpu=device == "cuda")
-        return (yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant))
+        with ExitStack() as needed:
+            return (yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, needed))

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ import torch
 
 from harness.core.gpt import DTYPES
 from harness.core.job import Workload
+from harness.core.method import Unavailable
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices.budgets import context_since
 from harness.devices.machine import facts, forward_flops, gpu_free_bytes
 from harness.devices.streams import Device
+from methods.offload import adamw_kernel
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
 from methods.streaming.disk import File
@@ -227,6 +230,9 @@ def median_seconds(device: Device, work: Callable[[], Any]) -> float:
 
 def main() -> None:
     order = json.load(sys.stdin)
+    if adamw_kernel.to_build():
+        with suppress(Unavailable):  # training then uses torch's kernels, too
+            adamw_kernel.build()
     workload = computable(Workload(**order["workload"]), order["device"])
     found = measure(workload, order["device"], Path(order["folder"]))
     rates = rates_of(found, workload, order["device"])

@@ -157,7 +157,10 @@ def test_each_field_of_a_workload_is_in_the_key(name: str) -> None:
     assert dataclasses.replace(JOB, workload=changed).key() != JOB.key()
 
 
-@pytest.mark.parametrize("name", [name for name in names(Budget) if name not in ("seconds", "rates")])
+OF_PLANS = ("rates", "page_locks")  # fields of a budget that are no part of a job
+
+
+@pytest.mark.parametrize("name", [name for name in names(Budget) if name not in ("seconds", *OF_PLANS)])
 def test_each_memory_of_a_budget_is_in_the_key(name: str) -> None:
     assert dataclasses.replace(JOB, budget=Budget(**{name: 60})).key() != JOB.key()
 
@@ -167,7 +170,7 @@ def test_how_long_a_job_may_take_is_not_in_its_key() -> None:
 
 
 def test_the_rates_that_a_job_was_planned_by_are_no_part_of_it() -> None:
-    planned = dataclasses.replace(JOB, budget=Budget(rates=Rates(1e12)))
+    planned = dataclasses.replace(JOB, budget=Budget(rates=Rates(1e12), page_locks=True))
     assert planned.key() == JOB.key() and planned == JOB and Job.from_dict(planned.to_dict()).budget.rates is None
 
 
@@ -201,7 +204,7 @@ def test_impossible_workload_is_refused_naming_what_is_allowed(changes: dict[str
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", [name for name in names(Budget) if name != "rates"])
+@pytest.mark.parametrize("name", [name for name in names(Budget) if name not in OF_PLANS])
 def test_budget_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"budget's {name} must be positive and finite, not 0"):
         Budget(**{name: 0})
