@@ -31,7 +31,7 @@ class Machine:
     @property
     def budget(self) -> Budget:
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("device", "host", "disk")}
-        given = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
+        given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         return Budget(**given, rates=of_facts(self.facts or {}))
 
     def __post_init__(self) -> None:
