@@ -1,15 +1,20 @@
-"""The host's AdamW beside the route by torch's kernels. In mixed precision that takes three passes: cast the gradient,
-torch's fused kernel, cast the weights; in fp32, with clipping, two: scale the gradient, torch's fused kernel. One layer
-of hidden size 2048 (50 M parameters), by threads; one alternating run, medians.
+"""The host's AdamW: beside the route by torch's kernels, and beside a thread that launches.
 
-    .venv/bin/python -m bench.adam [--rounds 15] [--dtype fp32]
+The route by torch takes three passes in mixed precision (cast the gradient, torch's fused kernel, cast the weights), in
+fp32, with clipping, two: scale the gradient, torch's fused kernel. One layer of hidden size 2048 (50 M parameters), by
+threads; one alternating run, medians. Then the launch of another layer's forward pass, with so few tokens and units
+that it computes next to nothing: alone, and beside such updates. What it waits for a core does not count: where a
+device computes, the launching thread has one.
+
+    .venv/bin/python -m bench.adam [--rounds 15] [--dtype fp32] [--threads 1 --threads 14]
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import click
 import torch
@@ -23,23 +28,25 @@ from methods.offload.layout import new_layer
 from methods.streaming.layer_state import LayerState
 
 FACTOR = torch.tensor(0.5)
+REST_SECONDS = 0.001  # before a launch, as where a thread waits for a device: else it uses up its turn on a core
+NUM_LAUNCHES = 32  # in a row
+NUM_UPDATES = 3  # under way
 
 
-def ours(device: Device, layer: Workload) -> Callable[[], None]:
-    """A layer's state and its update, by the threads of a training."""
+def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """Start a layer's update, by the threads of a training; whether it is over."""
     state = LayerState(device, new_layer(layer), "layers.0.", layer, host=True)
     state.grads.normal_()
     state.landed = device.outbound.record_event()
 
-    def update() -> None:
+    def start() -> None:
         clip = Clip(device, 0.0)
         if layer.dtype == "fp32":
             clip.factor = FACTOR
             clip.send_home()
         state.update_when_landed(1e-4, clip)
-        state.updated.result()
 
-    return update
+    return start, lambda: state.updated.done()
 
 
 def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
@@ -67,7 +74,36 @@ def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
     return update
 
 
-def seconds(work: Callable[[], None]) -> float:
+def launches(device: Device, layer: Workload, rounds: int) -> Iterator[tuple[float, float]]:
+    """Mean seconds of a forward pass alone and beside updates, of which there is always one that waits; by turns."""
+    tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
+    launched = LayerState(device, new_layer(tiny), "layers.0.", tiny, host=False)
+    launched.bind(launched.current.weights)
+    x = torch.randn(1, 4, 16, dtype=DTYPES[layer.dtype])
+    layers = [ours(device, layer) for _ in range(NUM_UPDATES)]
+
+    def passes(*, beside: bool) -> Iterator[float]:
+        for _ in range(NUM_LAUNCHES):
+            for start, is_over in layers:
+                if beside and is_over():
+                    start()
+            time.sleep(REST_SECONDS)
+            waited = seconds_without_a_core()
+            yield seconds(lambda: launched.forward([x])) - (seconds_without_a_core() - waited)
+
+    for _ in range(rounds):
+        quiet = statistics.mean(passes(beside=False))
+        yield quiet, statistics.mean(passes(beside=True))
+        while not all(is_over() for _, is_over in layers):
+            time.sleep(REST_SECONDS)
+
+
+def seconds_without_a_core() -> float:
+    """That this thread could have run, had others not."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -76,21 +112,36 @@ def seconds(work: Callable[[], None]) -> float:
 @click.command()
 @click.option("--rounds", default=15)
 @click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16")
-def main(rounds: int, dtype: str) -> None:
+@click.option("--threads", multiple=True, default=(1, 2))
+def main(rounds: int, dtype: str, threads: tuple[int, ...]) -> None:
     if adamw_kernel.to_build():
         adamw_kernel.build()
     layer = Workload(num_layers=1, hidden_size=2048, dtype=dtype)
-    print(f"{adamw_kernel.describe(dtype, one_pass=True)}, {layer.layer_params / 1e6:.2f} M parameters")
-    for num_threads in (1, 2):
+    print(f"{adamw_kernel.describe(dtype)}, {layer.layer_params / 1e6:.2f} M parameters")
+    for num_threads in threads:
         with Device("cpu", num_workers=num_threads) as device:
-            one, other = ours(device, layer), by_torch(num_threads, layer)
-            pairs = [(seconds(one), seconds(other)) for _ in range(rounds + 2)][2:]
+            (start, is_over), other = ours(device, layer), by_torch(num_threads, layer)
+
+            def update(start=start, is_over=is_over) -> None:
+                start()
+                while not is_over():
+                    time.sleep(1e-4)
+
+            pairs = [(seconds(update), seconds(other)) for _ in range(rounds + 2)][2:]
+            del other
+            torch.set_num_threads(1)
+            beside = list(launches(device, layer, rounds + 1))[1:]
         medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
         ratios = sorted(theirs / own for own, theirs in pairs)
         print(
             f"{num_threads} threads: {1e3 * medians[0]:.1f} ms, by torch {1e3 * medians[1]:.1f} ms, ratio of"
             f" medians {medians[1] / medians[0]:.2f}, of {rounds} rounds {ratios[0]:.2f} to {ratios[-1]:.2f};"
             f" {layer.layer_params / medians[0] / 1e9:.2f} G parameters/s"
+        )
+        quiet, busy = (statistics.median(column) for column in zip(*beside, strict=True))
+        print(
+            f"  a launch {1e3 * quiet:.2f} ms, beside {num_threads} busy threads {1e3 * busy:.2f} ms,"
+            f" {busy / quiet:.2f} times"
         )
 
 

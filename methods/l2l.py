@@ -36,7 +36,7 @@ class L2L:
         return describe(workload, "this project", adamw_kernel.describe(workload.dtype))
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from harness.devices.streams import Device
+        from harness.devices.streams import Device, num_update_threads
         from methods.offload.clip import Clip
         from methods.offload.layout import new_layer
         from methods.shared.loss_scale import LossScale
@@ -44,7 +44,7 @@ class L2L:
         from methods.streaming.layer_state import LayerState
         from methods.streaming.slot import Gradients, Slot
 
-        with Device(device) as gpu:
+        with Device(device, num_workers=num_update_threads(device)) as gpu:
             ends, names = ResidentEnds(gpu, workload), [f"layers.{i}." for i in range(workload.num_layers)]
             layers = [LayerState(gpu, new_layer(workload), name, workload, host=True) for name in names]
             slot, gradients, scale = Slot(layers[0]), Gradients(layers[0]), LossScale(workload)

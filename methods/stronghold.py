@@ -12,7 +12,6 @@ Which place is choose_placement.py's, what a layer does there layer_kinds.py's, 
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,13 +57,13 @@ class Stronghold:
         return options
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        host = adamw_kernel.describe(workload.dtype, one_pass=workload.waits_for_norm)
+        host = adamw_kernel.describe(workload.dtype)
         adam = f"{host}; torch's on the device for resident and streamed layers and both ends"
         row = describe(workload, "this project", adam)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from harness.devices.streams import Device
+        from harness.devices.streams import Device, num_update_threads
         from methods.streaming.embedding_and_head import ResidentEnds
         from methods.streaming.layer_kinds import new_layers
         from methods.streaming.update_rules import UpdateRule
@@ -73,7 +72,7 @@ class Stronghold:
         options = self.plan(workload, Budget()).options
         kinds = parse(options["placement"], workload.num_layers)
         window_size, clipping = options["window_size"], options.get("clipping")
-        with Device(device, num_workers=_num_workers(device)) as gpu:
+        with Device(device, num_workers=num_update_threads(device)) as gpu:
             ends = ResidentEnds(gpu, workload)
             layers = new_layers(gpu, workload, kinds, window_size, self.disk, speculates=clipping == "speculate")
             rule = UpdateRule(gpu, workload, ends, layers, clipping)
@@ -102,10 +101,3 @@ class Stronghold:
             states = [ends.state, *(layer.state for layer in layers)]
             gpu.synchronize(*(state.updated for state in states))
             return Trained((tensor for state in states for tensor in state.tensors()), gpu.moved_bytes)
-
-
-def _num_workers(device: str) -> int:
-    """Threads of the host's Adam: beside a GPU two cores are left to launch. Where the cores compute, all of them: one
-    that is busy alone makes every other wait for its share of each product."""
-    cores = len(os.sched_getaffinity(0))
-    return cores if device != "cuda" else max(1, cores - 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -123,7 +124,7 @@ class Device:
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
         # Parked layers return in a thread of their own: it waits for updates, and travelling layers must not.
         self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
-        self.workers = self.streams.workers(num_workers)
+        self.workers, self.num_workers = self.streams.workers(num_workers), num_workers
         self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each waits only for earlier ones
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # of a home, in the order of the forward pass
@@ -185,6 +186,13 @@ class Device:
             future.result()
         for stream in (self.inbound, self.compute, self.outbound):
             stream.synchronize()
+
+
+def num_update_threads(device: str) -> int:
+    """Threads of the host's Adam: beside a GPU two cores are left to launch. Where the cores compute, all of them: one
+    that is busy alone makes every other wait for its share of each product."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if device != "cuda" else max(1, cores - 2)
 
 
 def join_alone(device: str) -> None:

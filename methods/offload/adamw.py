@@ -6,9 +6,9 @@ are stored beside it. At a tie these two match two masters, one rounded up and o
 the sign of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its
 master, which is stored whole: 14 bytes a parameter.
 
-The compiled kernel (adamw_kernel.py) updates these two in one pass; also fp32 from one state into another and, in the
-host's threads, by a gradient that is to be clipped. Everywhere else, and without a compiler, torch's fused kernel
-updates one block after another, so that temporary fp32 copies are small and stay in the cache.
+The compiled kernel (adamw_kernel.py) updates a layer in one pass. Without a compiler, and where a bf16 weight lies
+beside a whole master, torch's fused kernel updates one block after another, so that temporary fp32 copies are small and
+stay in the cache.
 """
 
 from __future__ import annotations
@@ -105,21 +105,19 @@ def keep_(state: State, values: Tensor) -> None:
 
 def update(
     grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor, *,
-    by_thread: bool = False,
+    num_threads: int = 1, deadline: int = 0,
 ) -> None:  # fmt: skip
     """One AdamW step of adjacent chunks from one state into another, or the same, by their gradient times the clip
-    factor. `by_thread`: called by one of several threads that share the work."""
+    factor. The compiled kernel has threads of its own, which take the update with the earliest deadline first."""
     is_ahead = target.weights is not source.weights
-    # In fp32 torch's kernel is as fast, on all cores, but scales the gradient in a separate pass.
-    is_scaled = factor is not None and by_thread
-    takes_one_pass = source.is_split or grads.dtype == torch.float16
-    takes_one_pass |= source.master is None and (is_ahead or is_scaled)
-    if takes_one_pass and grads.device.type == "cpu" and adamw_kernel.load():
+    if takes_one_pass(grads, source):
         start, stop = runs[0][0].start, runs[-1][-1].stop
         table = [number for run in runs for a, b, decays in run for number in (a - start, b - start, int(decays))]
         slabs = ([slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target))
         known, computed = (factor, None) if isinstance(factor, float) else (1.0, factor)
-        torch.ops.harness.adamw(grads[start:stop], *slabs, computed, known, table, step.learning_rate, step.number)
+        torch.ops.harness.adamw(
+            grads[start:stop], *slabs, computed, known, table, step.learning_rate, step.number, num_threads, deadline
+        )
         return
     for run in runs:
         start, stop = run[0].start, run[-1].stop
@@ -130,6 +128,12 @@ def update(
                     ours.copy_(theirs)
         pieces = [Piece(piece.start - start, piece.stop - start, piece.is_decayed) for piece in run]
         _update_by_torch(grads[start:stop].float(), block, pieces, step, factor)
+
+
+def takes_one_pass(grads: Tensor, state: State) -> bool:
+    """True if the compiled kernel updates this state."""
+    is_whole = grads.dtype == torch.bfloat16 and not state.is_split
+    return grads.device.type == "cpu" and not is_whole and adamw_kernel.load() is not None
 
 
 def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:

@@ -11,12 +11,22 @@
 //
 // What goes into another state than it came from is written past the caches, block by block: else the processor would
 // read every line of that state before it writes it.
+//
+// A call shares its work out to threads that wait here between calls. They take parts of the call with the earliest
+// deadline: a slow thread delays no other, and what is needed first overtakes what is under way.
 
 #include <algorithm>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
 #include <type_traits>
+
+#include <pthread.h>
+#include <signal.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -174,54 +184,138 @@ template <bool is_tail, typename Format>
 }
 
 template <typename Format>
-[[gnu::always_inline]] inline void update_all(
-    const typename Format::Word* grads, State<Format> from, State<Format> to, const Piece* pieces, int64_t num_pieces, Factors by) {
-    const float decay = by.decay;
-    for (const Piece* piece = pieces; piece < pieces + num_pieces; ++piece) {
-        const int64_t tail = piece->stop - (piece->stop - piece->start) % 8;
-        by.decay = piece->is_decayed ? decay : 1.0f;
-        update_run<false>(grads, from, to, piece->start, tail, by);
-        update_run<true>(grads, from, to, tail, piece->stop, by);
-    }
+[[gnu::always_inline]] inline void update_piece(
+    const typename Format::Word* grads, State<Format> from, State<Format> to, Piece piece, Factors by) {
+    const int64_t tail = piece.stop - (piece.stop - piece.start) % 8;
+    if (!piece.is_decayed) by.decay = 1.0f;
+    update_run<false>(grads, from, to, piece.start, tail, by);
+    update_run<true>(grads, from, to, tail, piece.stop, by);
 }
 
 template <typename Format>
-void plain(const typename Format::Word* grads, State<Format> from, State<Format> to, const Piece* pieces,
-           int64_t num_pieces, Factors by) {
-    update_all(grads, from, to, pieces, num_pieces, by);
+void plain(const typename Format::Word* grads, State<Format> from, State<Format> to, Piece piece, Factors by) {
+    update_piece(grads, from, to, piece, by);
 }
 
 #if defined(__x86_64__)
 template <typename Format>
 [[gnu::target("avx2,fma")]] void avx2(
-    const typename Format::Word* grads, State<Format> from, State<Format> to, const Piece* pieces, int64_t num_pieces,
-    Factors by) {
-    update_all(grads, from, to, pieces, num_pieces, by);
+    const typename Format::Word* grads, State<Format> from, State<Format> to, Piece piece, Factors by) {
+    update_piece(grads, from, to, piece, by);
     _mm_sfence();
 }
 
 template <typename Format>
 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")]] void avx512(
-    const typename Format::Word* grads, State<Format> from, State<Format> to, const Piece* pieces, int64_t num_pieces,
-    Factors by) {
-    update_all(grads, from, to, pieces, num_pieces, by);
+    const typename Format::Word* grads, State<Format> from, State<Format> to, Piece piece, Factors by) {
+    update_piece(grads, from, to, piece, by);
     _mm_sfence();
 }
 #endif
 
+using Run = void (*)(int path, const void* grads, void* const* from, void* const* to, Piece piece, Factors by);
+
 template <typename Format>
-void step(int path, const void* grads, void* const* from, void* const* to, const Piece* pieces, int64_t num_pieces,
-          Factors by) {
+void run(int path, const void* grads, void* const* from, void* const* to, Piece piece, Factors by) {
     const auto state = [](void* const* slabs) {
         return State<Format>{static_cast<typename Format::Word*>(slabs[0]), static_cast<typename Format::Rest*>(slabs[1]),
                              static_cast<float*>(slabs[2]), static_cast<float*>(slabs[3])};
     };
-    auto run = plain<Format>;
+    auto update_piece = plain<Format>;
 #if defined(__x86_64__)
-    if (path == 1) run = avx2<Format>;
-    if (path == 2) run = avx512<Format>;
+    if (path == 1) update_piece = avx2<Format>;
+    if (path == 2) update_piece = avx512<Format>;
 #endif
-    run(static_cast<const typename Format::Word*>(grads), state(from), state(to), pieces, num_pieces, by);
+    update_piece(static_cast<const typename Format::Word*>(grads), state(from), state(to), piece, by);
+}
+
+constexpr int64_t PART = 1 << 16;  // elements that a thread takes at once: a tenth of a millisecond, a multiple of 8
+
+// One call of adamw(), until it returns.
+struct Call {
+    Run run;
+    int path;
+    const void* grads;
+    void* const* from;
+    void* const* to;
+    const Piece* pieces;
+    Factors by;
+    int64_t deadline, num_parts;
+    int64_t num_taken = 0, num_done = 0;
+    Call* next = nullptr;  // waits behind this one
+
+    static int64_t parts_of(Piece piece) { return (piece.stop - piece.start + PART - 1) / PART; }
+
+    void work(int64_t part) const {
+        const Piece* piece = pieces;
+        for (; part >= parts_of(*piece); ++piece) part -= parts_of(*piece);
+        const int64_t start = piece->start + part * PART;
+        run(path, grads, from, to, {start, std::min(piece->stop, start + PART), piece->is_decayed}, by);
+    }
+};
+
+// Threads that live as long as the process: nobody needs to end them, and a call is over before its caller is.
+class Pool {
+  public:
+    // Throws std::system_error if the system has no thread more, not even the first.
+    explicit Pool(int num_threads) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
+        int started = 0;
+        try {
+            for (; started < num_threads; ++started) std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        if (!started) throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+    }
+
+    void work(Call& call) {
+        std::unique_lock lock(guard);
+        Call** place = &first;
+        while (*place && (*place)->deadline <= call.deadline) place = &(*place)->next;
+        call.next = *place;
+        *place = &call;
+        to_do.notify_all();
+        over.wait(lock, [&] { return call.num_done == call.num_parts; });
+    }
+
+  private:
+    void serve() {
+        std::unique_lock lock(guard);
+        for (;;) {
+            to_do.wait(lock, [this] { return first; });
+            Call* const call = first;
+            const int64_t part = call->num_taken++;
+            if (call->num_taken == call->num_parts) first = call->next;
+            lock.unlock();
+            call->work(part);
+            lock.lock();
+            if (++call->num_done == call->num_parts) over.notify_all();  // now its caller may return: it is gone
+        }
+    }
+
+    std::mutex guard;
+    std::condition_variable to_do, over;
+    Call* first = nullptr;  // by deadline; all of them have parts to take
+};
+
+// The pools by their numbers of threads. A forked process has none of their threads, so it begins with no pools.
+struct Pools {
+    std::mutex guard;
+    std::map<int, Pool*> by_size;
+};
+Pools* pools = new Pools;
+const int forgets = pthread_atfork(nullptr, nullptr, [] { pools = new Pools; });
+
+// Null where there is no thread to be had.
+Pool* pool_of(int num_threads) try {
+    const std::lock_guard lock(pools->guard);
+    Pool*& pool = pools->by_size[num_threads];
+    return pool ? pool : pool = new Pool(num_threads);
+} catch (const std::exception&) {
+    return nullptr;
 }
 
 }  // namespace
@@ -243,7 +337,7 @@ int adamw_widest_path() {
 // format: 0 fp32, 1 bf16, 2 fp16. from and to: weights, rest of the master (none in fp32), exp_avg, exp_avg_sq; to may be
 // from. numbers: clip factor, learning rate, weight decay, beta1, beta2, epsilon, number of this step from 1.
 void adamw(int path, int format, const void* grads, void* const* from, void* const* to, const Piece* pieces, int64_t num_pieces,
-           const double* numbers) {
+           const double* numbers, int num_threads, int64_t deadline) {
     const double learning_rate = numbers[1], beta1 = numbers[3], beta2 = numbers[4], number = numbers[6];
     const Factors by = {
         static_cast<float>(numbers[0]),
@@ -255,7 +349,14 @@ void adamw(int path, int format, const void* grads, void* const* from, void* con
         static_cast<float>(numbers[5]),
         static_cast<float>(-(learning_rate / (1 - std::pow(beta1, number)))),
     };
-    const auto run = format == 0 ? step<Fp32> : format == 1 ? step<Bf16> : step<Fp16>;
-    run(path, grads, from, to, pieces, num_pieces, by);
+    int64_t num_parts = 0;
+    for (const Piece* piece = pieces; piece < pieces + num_pieces; ++piece) num_parts += Call::parts_of(*piece);
+    const Run of_format = format == 0 ? run<Fp32> : format == 1 ? run<Bf16> : run<Fp16>;
+    Call call{of_format, path, grads, from, to, pieces, by, deadline, num_parts};
+    Pool* const pool = num_threads > 1 && num_parts > 1 ? pool_of(num_threads) : nullptr;
+    if (pool)
+        pool->work(call);
+    else
+        for (int64_t part = 0; part < num_parts; ++part) call.work(part);
 }
 }

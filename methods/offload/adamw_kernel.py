@@ -1,7 +1,8 @@
 """The host's own AdamW: adamw_kernel.cpp, compiled once.
 
 It takes one pass where torch's kernels take several: in mixed precision, from one state into another, and by a gradient
-that is to be clipped.
+that is to be clipped. A whole layer is one call, which shares the work among threads of its own: beside Python's own
+threads, which launch the device's work, none but the caller asks for the interpreter.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from harness.core.native_build import Library
 
 PATHS = ("plain", "AVX2", "AVX-512")  # these in the order of adamw_kernel.cpp
 FORMATS = ("torch.float32", "torch.bfloat16", "torch.float16")
-LIBRARY = Library("the host's AdamW", 1, ROOT / ".venv" / "adam", (Path(__file__).with_name("adamw_kernel.cpp"),))
+LIBRARY = Library("the host's AdamW", 2, ROOT / ".venv" / "adam", (Path(__file__).with_name("adamw_kernel.cpp"),))
 # The compiler fuses no operations by itself: the three paths and torch give the same bits.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 
 
 to_build = LIBRARY.to_build
@@ -43,21 +44,22 @@ def widest_path() -> int:
     return int(library.adamw_widest_path())
 
 
-def describe(dtype: str, *, one_pass: bool = False) -> str:
-    """The host's optimizer, for the fairness table; `one_pass`: in fp32, too, because its threads clip or speculate."""
-    if dtype == "fp32" and not (one_pass and load()):
-        return "torch AdamW, fused, host"
-    return f"AdamW in one pass ({PATHS[widest_path()]}), host" if load() else "torch AdamW, fused, in blocks, host"
+def describe(dtype: str) -> str:
+    """The host's optimizer, for the fairness table."""
+    if load():
+        return f"AdamW in one pass ({PATHS[widest_path()]}), host"
+    return "torch AdamW, fused, host" if dtype == "fp32" else "torch AdamW, fused, in blocks, host"
 
 
 def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int], learning_rate: float,
-    number: int,
+    number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
     """One step by gradients times factor (a tensor, or None) and scale, from the slabs of one state (weights, in mixed
     precision the rest of their master, exp_avg, exp_avg_sq) into those of another, or the same.
 
-    `table` has three numbers for each piece of a tensor: start, stop, and 1 if it decays. Releases the GIL.
+    `table` has three numbers for each piece of a tensor: start, stop, and 1 if it decays. Of calls at once that with
+    the lowest deadline goes first, among those by as many threads. Releases the GIL.
     """
     library, scaled_by = load(), scale if factor is None else scale * float(factor)
     assert library is not None
@@ -71,6 +73,8 @@ def run(
         (ctypes.c_int64 * len(table))(*table),
         ctypes.c_int64(len(table) // 3),
         (ctypes.c_double * len(numbers))(*numbers),
+        num_threads,
+        ctypes.c_int64(deadline),
     )
 
 

@@ -18,6 +18,7 @@ from harness.core.gpt import DTYPES, initialize
 from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.devices.streams import Device
+from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Factor, State, chunks, joined, keep_, update
 from methods.offload.clip import Clip, norms_of
 from methods.offload.layout import install, kept_dtypes, layout_of
@@ -60,7 +61,10 @@ class LayerState:
         self.grads = device.room(numel, dtype, host=host) if sends_gradients else torch.empty(0, dtype=dtype)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
-        self.chunks = chunks(self.layout.pieces(), BLOCK if streamed or not host else CHUNK)
+        # The compiled kernel takes all of a layer at once, and has threads of its own.
+        by_thread = numel if adamw_kernel.load() else CHUNK
+        self.chunks = chunks(self.layout.pieces(), BLOCK if streamed or not host else by_thread)
+        self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
@@ -140,7 +144,7 @@ class LayerState:
     def update(self, learning_rate: float, factor: Factor) -> None:
         """Update in place by the gradient here, scaled by the clip factor."""
         with self.device.span(self.updater, "update", self.prefix):
-            update(self.grads, self.current, self.current, self.chunks, self.next_step(learning_rate), factor)
+            self.adamw(self.grads, self.current, self.current, self.chunks, self.next_step(learning_rate), factor)
 
     def update_when_landed(self, learning_rate: float, clip: Clip) -> None:
         """Queue the update on the host's threads, after the gradient and the clip factor; only the layer's next
@@ -158,7 +162,7 @@ class LayerState:
                         self.current, self.spare = spare, state  # every chunk comes to the same end
                         return
                 with self.device.span("update", "update", self.prefix):
-                    update(self.grads, state, state, self.chunks[first:last], step, factor, by_thread=True)
+                    self.adamw(self.grads, state, state, self.chunks[first:last], step, factor)
 
             # An update that waits for the factor must not occupy a thread that another update could use.
             return self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
@@ -184,7 +188,7 @@ class LayerState:
                 skipped.append(True)
                 return
             with self.device.span("update", "update ahead", self.prefix):
-                update(self.grads, state, spare, self.chunks[first:last], step, unclipped, by_thread=True)
+                self.adamw(self.grads, state, spare, self.chunks[first:last], step, unclipped)
 
         done = self.device.workers.update(self.deadline, landed, len(self.chunks), work)
         self.speculation = Speculation(step, done, skipped)

@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.core.method import ROOT
+from harness.core.method import ROOT, create
+from harness.devices.streams import num_update_threads
+from harness.simulation.batches import token_batches
+from harness.simulation.fake_streams import DEVICE, Agent, watching
+from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Piece, State, chunks, joined, keep_, update
+from tests.support.races import VectorClock, finish
+from tests.support.training import tiny
 
 # Elements of tensors that fill no vector register evenly, in a slab where each starts at a multiple of 16.
 SHAPES = (5, 300, 16, 1000, 8, 2100, 31)
@@ -86,7 +95,6 @@ def by_us(
     dtype: torch.dtype = torch.bfloat16,
     *,
     is_ahead: bool = False,
-    by_thread: bool = True,
 ) -> list[Tensor]:
     """The same by update(), in place or from one state into another and back."""
     state = empty_state(NUMEL, dtype)
@@ -96,7 +104,7 @@ def by_us(
         step = AdamStep(1e-3 * number, number, torch.tensor(float(number)))
         scale = None if factor is None else torch.tensor(factor)
         grads = random(NUMEL, number).to(half_of(dtype)).to(dtype)
-        update(grads, state, other, chunks(pieces(), max_numel), step, scale, by_thread=by_thread)
+        update(grads, state, other, chunks(pieces(), max_numel), step, scale)
         state, other = other, state
     slabs = (state.weights.to(half_of(dtype)), joined(state), state.exp_avg, state.exp_avg_sq.abs())
     return [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
@@ -142,11 +150,96 @@ def test_without_a_compiler_the_bits_are_the_same(
     assert all(map(torch.equal, by_us(factor, 160, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])
-@pytest.mark.parametrize("by_thread", [False, True])
-def test_fp32_has_the_same_bits_however_it_is_cut(max_numel: int, by_thread: bool) -> None:
-    ours = by_us(0.37, max_numel, torch.float32, by_thread=by_thread)
-    assert all(map(torch.equal, ours, by_torch(0.37)))
+def test_fp32_has_the_same_bits_however_it_is_cut(
+    kernel: None, max_numel: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(adamw_kernel, "load", lambda: None)
+    assert all(map(torch.equal, by_us(0.37, max_numel, torch.float32), by_torch(0.37)))
+
+
+class Large(NamedTuple):
+    """A state of tensors that threads share in parts, and its gradient."""
+
+    state: State
+    pieces: list[Piece]
+    grads: Tensor
+
+    def update(self, target: State, **words: int) -> None:
+        step = AdamStep(1e-3, 1, torch.tensor(1.0))
+        update(self.grads, self.state, target, [self.pieces], step, torch.tensor(0.37), **words)
+
+
+def large(numel: int, dtype: torch.dtype) -> Large:
+    """Of three tensors, the second of which is short and the third of which fills no vector evenly."""
+    state = empty_state(numel, dtype)
+    keep_(state, random(numel, 0))
+    found = [Piece(0, numel // 2, True), Piece(numel // 2, numel // 2 + 24, False), Piece(numel // 2 + 32, numel, True)]
+    return Large(state, found, random(numel, 1).to(dtype))
+
+
+@pytest.mark.parametrize("num_threads", [2, 5])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_threads_leave_the_bits_of_one(kernel: None, dtype: torch.dtype, is_ahead: bool, num_threads: int) -> None:
+    alone, shared = large(800_013, dtype), large(800_013, dtype)
+    alone.update(alone.state)
+    target = empty_state(800_013, dtype) if is_ahead else shared.state
+    shared.update(target, num_threads=num_threads)
+    for start, stop, _ in alone.pieces:
+        ours, theirs = alone.state.cut(start, stop), target.cut(start, stop)
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True) if None not in pair)
+
+
+def test_what_is_needed_first_overtakes_an_update_under_way(kernel: None) -> None:
+    late, soon = large(2**24, torch.float32), large(2**17, torch.float32)
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(late.update, late.state, num_threads=2, deadline=1)
+        while not late.state.exp_avg[0]:
+            time.sleep(1e-5)
+        soon.update(soon.state, num_threads=2, deadline=0)
+        assert not under_way.done()
+
+
+def test_a_forked_process_has_threads_of_its_own(kernel: None) -> None:
+    """Those of its parent are not there, and would be waited for without an end."""
+    large(2**17, torch.float32).update(empty_state(2**17, torch.float32), num_threads=3)
+    code = (
+        "import os, tests.methods.offload.test_adamw_kernel as t;"
+        " work = lambda: (w := t.large(2**17, t.torch.float32)).update(w.state, num_threads=3);"
+        " work(); child = os.fork();"
+        " child or (work(), os._exit(7));"
+        " assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+class HostUpdates(VectorClock):
+    """The numbers of threads of the kernel's calls on the host's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_threads: list[int] = []
+
+    def ran(self, agent: Agent, op: Op) -> None:
+        if op.is_host and op.name == "adamw":
+            self.num_threads.append(op.arguments["num_threads"])
+
+
+@pytest.mark.parametrize(("method", "options"), [("stronghold", {"placement": "W3", "window_size": 1}), ("l2l", {})])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_a_layer_is_updated_by_one_call_on_all_cores(
+    kernel: None, method: str, options: dict, dtype: str, clip_norm: float
+) -> None:
+    """Whatever its size: 12 tensors, of which the largest have parts for several threads."""
+    workload = tiny(num_layers=3, hidden_size=258, dtype=dtype, clip_norm=clip_norm)
+    clock = HostUpdates()
+    with watching(clock):
+        finish(create(method, options).train(workload, token_batches(workload, 2), DEVICE))
+    assert clock.num_threads == [num_update_threads("cpu")] * 2 * 3
 
 
 @pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
