@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import Trained, Training
+from methods.pipeline.checkpoint_folders import choose
 from methods.pipeline.partition import gpt_stages, pass_flops, stage_bytes
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES, orders, step_seconds
@@ -57,6 +59,8 @@ class VarunaMethod:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.resume:
+            choose(self.resume)
         stages = [self.num_stages] if self.num_stages else _divisors(min(self.world_size, 10**6))
         plans, refused = [], ""
         for num_stages in stages:
@@ -147,7 +151,11 @@ class VarunaMethod:
             stage_bytes(workload, stage, (number, num_stages), chunk_size, num_replicas, self.schedule)
             for number, stage in enumerate(stages)
         ]
-        options = dataclasses.asdict(dataclasses.replace(self, num_stages=num_stages, chunk_size=chunk_size))
+        # A rank in a container has another working folder.
+        names = [name for name in ("checkpoint", "resume") if getattr(self, name)]
+        folders: dict[str, Any] = {name: str(Path(getattr(self, name)).resolve()) for name in names}
+        chosen = dataclasses.replace(self, num_stages=num_stages, chunk_size=chunk_size, **folders)
+        options = dataclasses.asdict(chosen)
         seconds = None
         if budget.rates:
             # Ranks on a host share its cores.

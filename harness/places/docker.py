@@ -32,6 +32,7 @@ WATCHER_BYTES = 96 * 2**20  # the worker's parent is in the container, too: 60 M
 START_SECONDS = 120.0  # from the container's start, and from its worker's end, beyond the time of the job
 POLL_SECONDS = 0.5
 STDOUT, ENDED = 1, -1  # streams of an attached container: the engine's number, and ours for the end of all
+WRITTEN, READ = ("disk", "checkpoint"), ("resume",)  # options of methods that name folders
 NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
 
 
@@ -132,9 +133,12 @@ class Docker:
 def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
     """The folders that a container of this job sees: the path here, the path there, True where it only reads. In the
     place of .venv it sees what was compiled in this image; the other paths are the same."""
-    corpus, disk = job.workload.corpus, job.options.get("disk")
-    written = {results, *([Path(disk).resolve()] if disk else [])}
-    read = {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else [])} - written
+    corpus = job.workload.corpus
+    named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
+    written = {results, *(named[name] for name in WRITTEN if name in named)}
+    read = {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else []), *named.values()} - written
+    for folder in written:
+        folder.mkdir(parents=True, exist_ok=True)
     compiled = ROOT / ".venv" / f"image-{image}"
     compiled.mkdir(parents=True, exist_ok=True)
     same = [(path, path, path in read) for path in (*sorted(read), *sorted(written))]

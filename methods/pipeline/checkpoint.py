@@ -2,7 +2,7 @@
 replicas, and a single process, read alike.
 
 Each weight has its name in the whole model, with the optimizer's states and options beside it; of replicas each one
-writes a share. torch writes the file `.metadata` last: a checkpoint without it is incomplete, and never taken.
+writes a share.
 """
 
 from __future__ import annotations
@@ -20,30 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-COMPLETE = ".metadata"
-PREFIX = "step_"
+from methods.pipeline.checkpoint_folders import COMPLETE, choose, folder_of
+
 PLAIN = (bool, int, float, str, list, tuple, type(None))  # options of an optimizer
-
-
-def folder_of(folder: str | Path, step: int) -> Path:
-    return Path(folder) / f"{PREFIX}{step:08d}"
-
-
-def complete_steps(folder: str | Path) -> list[int]:
-    """Steps with a complete checkpoint, in order."""
-    found = Path(folder).glob(f"{PREFIX}*/{COMPLETE}")
-    return sorted(int(path.parent.name.removeprefix(PREFIX)) for path in found)
-
-
-def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
-    """The checkpoint of this step, or the newest. Raises ValueError if there is none."""
-    steps = complete_steps(folder)
-    if not steps or (step is not None and step not in steps):
-        there = f"complete are {', '.join(map(str, steps))}" if steps else "none is complete"
-        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise ValueError(f"{folder}: expected {wanted}, {there}")
-    chosen = steps[-1] if step is None else step
-    return folder_of(folder, chosen), chosen
 
 
 def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:

@@ -177,4 +177,4 @@ class GptPipeline:
         if self.engine:
             self.engine.transport.close()
         if self.ranks.world_size > 1:
-            dist.barrier()
+            dist.all_reduce(torch.zeros(1))

@@ -176,4 +176,4 @@ def _store(rank: int, limit: timedelta) -> Any:
 
 
 def backend_of(device: torch.device) -> str:
-    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -24,6 +24,7 @@ from tests.run.test_ranks import training_ranks
 from tests.support import cli
 from tests.support.pipeline_bugs import BUGS
 from tests.support.ranks import on_ranks
+from tests.support.tiny import SIZES
 from tests.support.training import Result, overflowing, tiny, train
 
 PLACES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1)]  # stages and replicas
@@ -209,8 +210,6 @@ def test_a_resumed_job_is_of_the_same_workload(tmp_path: Path) -> None:
 
 # ---- At the door
 
-SIZES = "-l 4 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --lr 0.1".split()
-
 
 @pytest.mark.heavy
 def test_the_door_trains_plans_and_traces_every_rank(tmp_path: Path) -> None:
@@ -257,6 +256,7 @@ def test_a_job_resumes_at_the_door(tmp_path: Path) -> None:
     ("--ranks 4 --option num_stages=3", "expected a divisor of the 4 ranks, got 3"),
     ("--option num_stages=2", "expected a divisor of the 1 ranks, got 2"),
     ("--ranks 2 --option chunk_size=3", "expected a divisor of the 4 samples"),
+    ("--resume no/such", "no/such: expected a checkpoint, none is complete"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_starts_nothing(words: str, told: str, tmp_path: Path) -> None:
     done = cli.run("-m", "varuna", *words.split(), *SIZES, "--results", tmp_path)

@@ -20,7 +20,7 @@ from harness.places.docker import Docker
 from tests.support import cli
 from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
 from tests.support.packages import need, still_running
-from tests.support.tiny import TINY, WORDS, write_compiling, write_ending
+from tests.support.tiny import SIZES, TINY, WORDS, write_compiling, write_ending
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
 
@@ -60,6 +60,19 @@ def test_the_same_job_here_and_in_a_container_trains_to_the_same_bits(engine: st
     same = [field.name for field in dataclasses.fields(Record) if field.name not in provenance]
     assert [getattr(here, name) for name in same] == [getattr(there, name) for name in same]
     assert {path.stat().st_uid for path in tmp_path.iterdir()} == {os.getuid()}
+
+
+def test_ranks_in_a_container_leave_checkpoints_that_others_go_on_from(engine: str, tmp_path: Path) -> None:
+    """The folders lie outside the results, where a container sees only what it is shown."""
+    folder, there = tmp_path / "new" / "checkpoints", ["--on", "docker", "--image", IMAGE]
+    words = ["-m", "varuna", *SIZES, *there, "--results", tmp_path / "results"]
+    options = [f"checkpoint={folder}", "checkpoint_every=4", "num_stages=2"]
+    first = cli.run(*words, "--ranks", "4", "--steps", "4", *(word for each in options for word in ("--option", each)))
+    assert first.returncode == 0 and "gate passed (tolerance)" in first.stdout, first.stderr + first.stdout
+    done = cli.run(*words, "--ranks", "2", "--steps", "8", "--resume", folder)
+    assert done.returncode == 0 and "gate passed (tolerance)" in done.stdout, done.stderr + done.stdout
+    record = next(each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume"))
+    assert record.schedule["resumed_steps"] == 4 and record.machine["on"] == "docker"
 
 
 def test_out_of_the_containers_memory_is_told_by_the_engine(engine: str, tmp_path: Path) -> None:

@@ -103,6 +103,20 @@ def test_two_ranks_on_two_nodes_train_as_the_reference_does(place: Slurm, tmp_pa
     assert {path.name.split("_")[0] for path in tmp_path.iterdir()} == {"log"}  # no record of a single node
 
 
+def test_a_pipelines_ranks_on_two_nodes_train_as_the_reference_does_and_go_on_from_checkpoints(
+    place: Slurm, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    words = ["-m", "varuna", "--ranks", "4", *tiny.SIZES, "--on", "slurm", "--slurm", "nodes=2"]
+    words += ["--option", "num_stages=2", "--results", str(tmp_path / "results")]
+    first = cli.run(*words, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4")
+    assert first.returncode == 0 and "gate passed (tolerance)" in first.stdout, first.stderr + first.stdout
+    done = cli.run(*words, "--steps", "8", "--resume", folder)
+    assert done.returncode == 0 and "gate passed (tolerance)" in done.stdout, done.stderr + done.stdout
+    record = next(each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume"))
+    assert record.schedule["resumed_steps"] == 4 and record.machine["nodes"] == "n[1-2]"
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(place: Slurm, tmp_path: Path, num_nodes: int) -> None:
     (tmp_path / "meeting.py").write_text(MEETING)

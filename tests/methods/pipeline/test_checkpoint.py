@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from methods.pipeline.checkpoint import COMPLETE, Checkpoints, choose, complete_steps, folder_of, read
+from methods.pipeline.checkpoint import Checkpoints, read
+from methods.pipeline.checkpoint_folders import COMPLETE, choose, complete_steps, folder_of
 
 MOMENTS = 50
 

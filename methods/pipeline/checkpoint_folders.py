@@ -1,0 +1,32 @@
+"""Which checkpoints a folder holds, and which of them are complete; standard library only.
+
+torch writes the file `.metadata` last: a checkpoint without it is incomplete, and never taken.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+COMPLETE = ".metadata"
+PREFIX = "step_"
+
+
+def folder_of(folder: str | Path, step: int) -> Path:
+    return Path(folder) / f"{PREFIX}{step:08d}"
+
+
+def complete_steps(folder: str | Path) -> list[int]:
+    """Steps with a complete checkpoint, in order."""
+    found = Path(folder).glob(f"{PREFIX}*/{COMPLETE}")
+    return sorted(int(path.parent.name.removeprefix(PREFIX)) for path in found)
+
+
+def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
+    """The checkpoint of this step, or the newest. Raises ValueError if there is none."""
+    steps = complete_steps(folder)
+    if not steps or (step is not None and step not in steps):
+        there = f"complete are {', '.join(map(str, steps))}" if steps else "none is complete"
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise ValueError(f"{folder}: expected {wanted}, {there}")
+    chosen = steps[-1] if step is None else step
+    return folder_of(folder, chosen), chosen
