@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,32 @@ def test_the_window_changes_no_bit(clip_norm: float, exact: None, tmp_path: Path
     assert len({tuple(record.losses) for record in records}) == 1
     weights = [{name: tensor["sha256"] for name, tensor in record.tensors.items()} for record in records]
     assert all(each == weights[0] for each in weights)
+
+
+BITS = """
+import hashlib, sys, torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from harness.core.job import Job, Workload
+from harness.run import worker
+
+torch.use_deterministic_algorithms(True)
+workload = Workload(6, 512, 8, 64, 4, vocab_size=512, dtype=sys.argv[2])
+with sdpa_kernel(SDPBackend.MATH):
+    job = Job("stronghold", workload, {"placement": "W6"}, device=sys.argv[1])
+    record = worker.run(job, "", (), lambda event: None)
+assert record.status == "ok", record.evidence
+print("BITS", hashlib.sha256(repr([record.losses, sorted(record.tensors.items())]).encode()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_blocking_launches_change_no_bit(dtype: str) -> None:
+    """With them nothing overlaps, so what differs is a race."""
+    told = []
+    for blocking in ("0", "1"):
+        environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        command = [sys.executable, "-c", BITS, DEVICE, dtype]
+        done = subprocess.run(command, cwd=method.ROOT, env=environment, capture_output=True, text=True)
+        assert "BITS" in done.stdout, done.stderr[-2000:]
+        told.append(done.stdout.split("BITS")[1])
+    assert told[0] == told[1]
