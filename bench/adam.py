@@ -4,7 +4,8 @@ The route by torch takes three passes in mixed precision (cast the gradient, tor
 fp32, with clipping, two: scale the gradient, torch's fused kernel. One layer of hidden size 2048 (50 M parameters), by
 threads; one alternating run, medians. Then the launch of another layer's forward pass, with so few tokens and units
 that it computes next to nothing: alone, and beside such updates. What it waits for a core does not count: where a
-device computes, the launching thread has one.
+device computes, the launching thread has one. What it waits for the interpreter falls on few launches, which the mean
+shows.
 
     .venv/bin/python -m bench.adam [--rounds 15] [--dtype fp32] [--threads 1 --threads 14]
 """
@@ -28,7 +29,6 @@ from methods.offload.layout import new_layer
 from methods.streaming.layer_state import LayerState
 
 FACTOR = torch.tensor(0.5)
-REST_SECONDS = 0.001  # before a launch, as where a thread waits for a device: else it uses up its turn on a core
 NUM_LAUNCHES = 32  # in a row
 NUM_UPDATES = 3  # under way
 
@@ -74,8 +74,8 @@ def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
     return update
 
 
-def launches(device: Device, layer: Workload, rounds: int) -> Iterator[tuple[float, float]]:
-    """Mean seconds of a forward pass alone and beside updates, of which there is always one that waits; by turns."""
+def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of forward passes alone and beside updates, of which there is always one that waits; by turns."""
     tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
     launched = LayerState(device, new_layer(tiny), "layers.0.", tiny, host=False)
     launched.bind(launched.current.weights)
@@ -87,15 +87,17 @@ def launches(device: Device, layer: Workload, rounds: int) -> Iterator[tuple[flo
             for start, is_over in layers:
                 if beside and is_over():
                     start()
-            time.sleep(REST_SECONDS)
             waited = seconds_without_a_core()
             yield seconds(lambda: launched.forward([x])) - (seconds_without_a_core() - waited)
 
+    quiet: list[float] = []
+    busy: list[float] = []
     for _ in range(rounds):
-        quiet = statistics.mean(passes(beside=False))
-        yield quiet, statistics.mean(passes(beside=True))
+        quiet += passes(beside=False)
+        busy += passes(beside=True)
         while not all(is_over() for _, is_over in layers):
-            time.sleep(REST_SECONDS)
+            time.sleep(1e-3)
+    return quiet, busy
 
 
 def seconds_without_a_core() -> float:
@@ -130,7 +132,7 @@ def main(rounds: int, dtype: str, threads: tuple[int, ...]) -> None:
             pairs = [(seconds(update), seconds(other)) for _ in range(rounds + 2)][2:]
             del other
             torch.set_num_threads(1)
-            beside = list(launches(device, layer, rounds + 1))[1:]
+            quiet, busy = (found[NUM_LAUNCHES:] for found in launches(device, layer, rounds + 1))
         medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
         ratios = sorted(theirs / own for own, theirs in pairs)
         print(
@@ -138,11 +140,11 @@ def main(rounds: int, dtype: str, threads: tuple[int, ...]) -> None:
             f" medians {medians[1] / medians[0]:.2f}, of {rounds} rounds {ratios[0]:.2f} to {ratios[-1]:.2f};"
             f" {layer.layer_params / medians[0] / 1e9:.2f} G parameters/s"
         )
-        quiet, busy = (statistics.median(column) for column in zip(*beside, strict=True))
-        print(
-            f"  a launch {1e3 * quiet:.2f} ms, beside {num_threads} busy threads {1e3 * busy:.2f} ms,"
-            f" {busy / quiet:.2f} times"
-        )
+        for what, of in (("median", statistics.median), ("mean", statistics.mean)):
+            print(
+                f"  a launch, {what}: {1e3 * of(quiet):.2f} ms, beside {num_threads} busy threads"
+                f" {1e3 * of(busy):.2f} ms, {of(busy) / of(quiet):.2f} times"
+            )
 
 
 if __name__ == "__main__":
