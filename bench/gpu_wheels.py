@@ -15,7 +15,8 @@ from pathlib import Path
 
 from harness.core.method import ROOT
 
-NAMES = ("megatron-core", "hjson", "pydantic", "pydantic-core", "annotated-types", "typing-inspection")
+NAMES = ("megatron-core", "hjson", "pydantic", "pydantic-core", "annotated-types", "typing-inspection",
+         "typing-extensions")  # fmt: skip
 BUILT = "deepspeed"
 MOST_BYTES = 60 * 2**20  # of the wheels and of this tree without its history, which travel together
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",

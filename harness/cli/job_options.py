@@ -105,8 +105,8 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     names = _names(words, folders)
     given = dict(parse_option(text) for text in words["options"])
     fixed = {name: words[name] for name in OF_WORKLOAD}
-    budget = _budget(words)
-    device = _device(words, budget)
+    device = _device(words, _budget(words))
+    budget = _budget(words, device)
     steps = words["steps"]
     warmup = min(5, max(0, steps - 1)) if words["warmup"] is None else words["warmup"]
     lists = (words[name] for name in LISTED)
@@ -150,9 +150,9 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
     return device
 
 
-def _budget(words: dict[str, Any]) -> Budget:
-    """The named machine's budgets, overridden by those that are given."""
-    budget = named_machines.load(words["machine_name"]).budget if words["machine_name"] else Budget()
+def _budget(words: dict[str, Any], device: str = "") -> Budget:
+    """The named machine's budgets, on a device if it is known, overridden by those that are given."""
+    budget = named_machines.load(words["machine_name"]).budget_on(device) if words["machine_name"] else Budget()
     asked = {"device_bytes": "device_memory", "host_bytes": "host_memory", "disk_bytes": "disk_memory",
              "seconds": "timeout", "link_bytes_per_second": "link"}  # fmt: skip
     return dataclasses.replace(budget, **{name: words[word] for name, word in asked.items() if words[word] is not None})

@@ -39,7 +39,7 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
     there = machine.budget(Budget(), device)
     if device == "cuda":
         there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
-        _check_device(budget.device_bytes)
+        check_device(budget.device_bytes)
     if device == "sim":  # its memory is the host's
         there = Budget(machine.host_bytes(), machine.host_bytes())
     for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
@@ -56,7 +56,7 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
             )
 
 
-def _check_device(budget_bytes: int | None) -> None:
+def check_device(budget_bytes: int | None) -> None:
     """Raise ValueError if a GPU's budget leaves next to nothing beside the context."""
     least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, machine.context_bytes())
     if budget_bytes is not None and budget_bytes < least:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from harness.core.checked_data import NO_OTHER_FIELDS, checked
 from harness.core.job import GIB, Budget
 from harness.core.method import ROOT
 from harness.core.rates import of_facts
+from harness.devices import cuda_budget, machine
 
 FILE = ROOT / "machines.yaml"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
@@ -33,6 +34,14 @@ class Machine:
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("device", "host", "disk")}
         given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         return Budget(**given, rates=of_facts(self.facts or {}))
+
+    def budget_on(self, device: str) -> Budget:
+        """The same on a device: a GPU's budget includes its context, which an entry's device_memory does not."""
+        budget = self.budget
+        if device != "cuda" or budget.device_bytes is None:
+            return budget
+        whole = budget.device_bytes + cuda_budget.CONTEXT_BYTES
+        return replace(budget, device_bytes=min(whole, machine.gpu().get("gpu_bytes", whole)))
 
     def __post_init__(self) -> None:
         self.budget  # noqa: B018  raises ValueError where a size is wrong

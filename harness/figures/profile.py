@@ -115,13 +115,12 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
         raise ValueError("profile demo has budgets of its own: --machine goes with quick, paper and fit")
     if name == "demo":
         return _demo()
-    if name == "paper" or (name == "fit" and "gpu" in facts):
-        factor, memories = 1, _memories(on, facts)
-    else:
-        factor, memories = 4 if name == "quick" else 16, _memories(on or PUBLISHED_ON, {})
+    is_whole = name == "paper" or (name == "fit" and "gpu" in facts)
+    factor = 1 if is_whole else 4 if name == "quick" else 16
+    device = "sim" if factor == 16 else "cuda"
+    memories = _memories(on, facts, device) if is_whole else _memories(on or PUBLISHED_ON, {}, device)
     workload, budget = _shrunk(factor, memories, on_gpu=factor < 16)
     lengths = {"steps": 20, "warmup": 5, "repeats": 3} if name == "paper" else {"steps": 10, "warmup": 3, "repeats": 1}
-    device = "sim" if factor == 16 else "cuda"
     found = Profile(f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=15)
     return _fitted(found, methods) if name == "fit" and factor == 1 else found
 
@@ -142,12 +141,12 @@ def _fitted(found: Profile, methods: Iterable[str]) -> Profile:
     return dataclasses.replace(found, common=max(2, common), deepest=max(3, common + 1, streamed))
 
 
-def _memories(on: str | None, facts: dict[str, Any]) -> Budget:
+def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
     if on is None and "gpu" not in facts:
         raise ValueError(f"no GPU whose memory to take: try --machine {' or '.join(named_machines.names())}")
     if on is None:
         return Budget(facts["gpu_bytes"], facts["host_bytes"])
-    budget = named_machines.load(on).budget
+    budget = named_machines.load(on).budget_on(device)
     if not budget.device_bytes or not budget.host_bytes:
         raise ValueError(f"machine {on} needs device_memory and host_memory in {named_machines.FILE} for a case")
     return budget

@@ -14,7 +14,7 @@ from harness.core import log_lines, method
 from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
-from harness.devices import cuda_budget, machine
+from harness.devices import budgets, cuda_budget, machine
 from harness.jobs import gate
 from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
@@ -25,6 +25,8 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     """The job with its plan's options, the plan, and the shortfall, if any. Raises ValueError for wrong options."""
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
+    if job.device == "cuda":
+        budgets.check_device(job.budget.device_bytes)
     budget = machine.rank_budget(job)
     try:
         plan = trained.plan(job.workload, budget)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from harness.core.job import GIB, Budget, Job, Workload
-from harness.devices import budgets, cuda_budget, machine
+from harness.devices import budgets, cuda_budget, machine, named_machines
 from harness.jobs.sweep import resolve
 from tests.cli.test_doctor import entry
 from tests.support.fake_gpu import FakeGpu
@@ -86,3 +86,22 @@ def test_a_budget_beyond_the_gpu_is_refused(gpu: FakeGpu) -> None:
 def test_the_drivers_own_part_is_no_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch, has_v2: bool, total: int) -> None:
     FakeGpu(80 * GIB, 450 * MIB, 0, has_v2=has_v2).install(monkeypatch)
     assert machine.gpu()["gpu_bytes"] == total
+
+
+@pytest.mark.parametrize("method", ["resident", "stronghold"])
+def test_below_the_context_a_job_is_refused_by_the_least_budget_not_by_its_plan(gpu: FakeGpu, method: str) -> None:
+    with pytest.raises(ValueError, match="expected --device-memory of at least 1289MiB on a GPU"):
+        resolve(Job(method, Workload(num_layers=2), budget=Budget(500 * MIB, 90 * GIB), device="cuda"))
+
+
+@pytest.mark.parametrize(("device", "more"), [("cuda", 768 * MIB), ("sim", 0), ("cpu", 0)])
+def test_a_named_machines_memory_is_beside_the_context_on_a_gpu_too(gpu: FakeGpu, device: str, more: int) -> None:
+    """31,900 MiB are what the published runs had beside it: counted once, plans may fill them but for the reserve."""
+    budget = named_machines.load("v100-vm").budget_on(device)
+    assert budget.device_bytes == 31_900 * MIB + more
+    assert device != "cuda" or machine.budget(budget, device).device_bytes == (31_900 - 256) * MIB * 31 // 32
+
+
+def test_a_named_machines_budget_is_no_more_than_the_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpu(32_768 * MIB, 258 * MIB, 500 * MIB).install(monkeypatch)
+    assert named_machines.load("v100-vm").budget_on("cuda").device_bytes == 32_510 * MIB

@@ -100,7 +100,7 @@ def test_the_papers_profile_has_the_published_depths_and_memories() -> None:
     paper = profile.make("paper", "v100-vm", METHODS, FACTS)
     assert [paper.depth(published) for published in (16, 32, 48, 78, 92)] == [16, 32, 48, 78, 92]
     assert (
-        paper.budget == named_machines.load("v100-vm").budget
+        paper.budget == named_machines.load("v100-vm").budget_on("cuda")
         and paper.workload.at_depth(100).num_params == 5_140_951_040
     )
 
