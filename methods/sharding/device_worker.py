@@ -262,9 +262,12 @@ class Worker:
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage()._cdata == weights._cdata:
                 return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-            return self.to_host((tensor,))
+            # The seeds of a GPU's attention are on the host, and must be there in the backward pass.
+            return self.to_host((tensor,)) if tensor.device.type == self.device.name.type else tensor
 
         def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
             if len(packed) == 1:
                 return self.to_device(packed)[0]
             dtype, shape, stride, offset = packed

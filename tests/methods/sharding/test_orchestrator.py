@@ -300,3 +300,31 @@ def test_the_example_refuses_what_is_no_number_of_devices_in_one_line() -> None:
     done = example("foo")
     told = "error: expected one positive integer, the number of devices, got 'foo'\n"
     assert (done.returncode, done.stderr) == (2, told)
+
+
+class _Seeded(torch.autograd.Function):
+    """Saves a tensor of another device than its input's, as attention on a GPU saves its seeds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, torch.empty(2, device="meta"))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        _, seeds = ctx.saved_tensors
+        assert seeds.device.type == "meta"
+        return dy * 2
+
+
+class Seeded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Seeded.apply(x)
+
+
+def test_a_saved_tensor_of_another_device_stays_there() -> None:
+    criterion, batches = MODELS["perceptron"][1:3]
+    model = nn.Sequential(*made("perceptron").children(), Seeded())
+    task = ModelTask("seeded", model, criterion, batches, 0.05, 1)
+    ModelOrchestrator([task], intermediates="saved").train_models()
+    assert task.failure == ""
