@@ -36,8 +36,8 @@ MUTANTS = {
     ),
     "clips by each layer's own norm": (
         "methods/streaming/layer_state.py",
-        "step, factor, by",
-        "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0), by",
+        "step, factor)",
+        "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0))",
         "gradient-scale",
     ),
     "drops the schedule on host layers": (
