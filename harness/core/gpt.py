@@ -162,15 +162,17 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
         list(pool.map(fill, named))
 
 
-def drawn_blocks(name: str, shape: torch.Size, workload: Workload) -> Iterator[tuple[int, Tensor]]:
+def drawn_blocks(
+    name: str, shape: torch.Size, workload: Workload, at_once: int = DRAWN_AT_ONCE
+) -> Iterator[tuple[int, Tensor]]:
     """The values of initial(), as (start, elements), in a reused block of memory: a host may have no room for a whole
-    embedding."""
+    embedding. `at_once`: elements of a block, a multiple of 16."""
     numel, draw = shape.numel(), _drawing(name, len(shape), workload)
-    room = torch.empty(min(numel, 2 * DRAWN_AT_ONCE))
+    room = torch.empty(min(numel, 2 * at_once))
     # The last block is the longer one: torch draws 16 numbers at once, the last 16 of a tensor anew.
-    for start in range(0, max(1, numel - DRAWN_AT_ONCE + 1), DRAWN_AT_ONCE):
+    for start in range(0, max(1, numel - at_once + 1), at_once):
         left = numel - start
-        yield start, draw(room[: left if left < 2 * DRAWN_AT_ONCE else DRAWN_AT_ONCE])
+        yield start, draw(room[: left if left < 2 * at_once else at_once])
 
 
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:

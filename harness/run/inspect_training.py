@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.core.gpt import initial
-from harness.core.job import Job
+from harness.core.gpt import drawn_blocks
+from harness.core.job import Job, Workload
 from harness.core.method import TensorState
 
 SKETCH_BUCKETS = 8
 SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows: no structure of a tensor has that period
-WORKERS = 4  # each holds one tensor's change: a bound on the inspection's own memory
+BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # elements that are looked at at once
 TELLING = ("attention", "adam")  # ops that have several kernels
 
 
@@ -38,38 +41,62 @@ class Kernels(TorchDispatchMode):
 
 def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
     """Each tensor against its seeded start: share of elements changed, distance moved, size of the first moment."""
-
-    def look(state: TensorState) -> dict[str, Any]:
-        weight = state.weight.detach().float().cpu().contiguous()
-        start = initial(state.name, weight.shape, job.workload)
-        change = torch.sub(weight, start, out=start)
-        return {
-            "changed": torch.count_nonzero(change).item() / change.numel(),
-            "moved": torch.linalg.vector_norm(change).item(),
-            "size": torch.linalg.vector_norm(weight).item(),
-            "sketch": sketch(change.flatten()),
-            "exp_avg": None if state.exp_avg is None else torch.linalg.vector_norm(state.exp_avg.float()).item(),
-            "sha256": hashlib.sha256(weight.flatten().numpy().data).hexdigest()[:16],
-        }
-
-    found: dict[str, dict[str, Any]] = {}
-    waiting = iter(tensors)  # some are made on demand: never more than WORKERS at once
-    with ThreadPoolExecutor(WORKERS) as pool:
-        while states := list(itertools.islice(waiting, WORKERS)):
-            found |= zip([state.name for state in states], pool.map(look, states), strict=True)
-    return found
+    cores = len(os.sched_getaffinity(0))
+    torch.get_num_threads()  # before the threads overwrite it, as in harness/devices/streams.py
+    room = threading.Semaphore(cores + 1)  # some tensors are made on demand: one a core, and the next
+    found: dict[str, Future] = {}
+    with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for state in tensors:
+            room.acquire()
+            found[state.name] = pool.submit(look, state, job.workload)
+            found[state.name].add_done_callback(lambda _: room.release())
+    return {name: future.result() for name, future in found.items()}
 
 
-def sketch(change: torch.Tensor) -> list[float]:
-    """A count sketch of a flat tensor: sums of its elements with seeded signs, in a few buckets.
+def look(state: TensorState, workload: Workload) -> dict[str, Any]:
+    """A tensor in one pass, in blocks that stay in the cache: as many cores as there are go at their full speed."""
+    weight, digest, parts = state.weight.detach().reshape(-1), hashlib.sha256(), list[torch.Tensor]()
+    changed, moved, size = 0, 0.0, 0.0
+    for start, drawn in drawn_blocks(state.name, state.weight.shape, workload, BLOCK):
+        here = weight[start : start + len(drawn)].float().cpu()
+        digest.update(here.numpy().data)
+        size = math.hypot(size, norm(here))
+        change = torch.sub(here, drawn, out=drawn)
+        changed += int(torch.count_nonzero(change))
+        moved = math.hypot(moved, norm(change))
+        parts += sums(change)
+    return {
+        "changed": changed / weight.numel(),
+        "moved": moved,
+        "size": size,
+        "sketch": sketch(parts),
+        "exp_avg": None if state.exp_avg is None else norm(state.exp_avg),
+        "sha256": digest.hexdigest()[:16],
+    }
+
+
+def norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values.float()))
+
+
+def sketch(parts: list[torch.Tensor]) -> list[float]:
+    """A count sketch of a flat tensor, by its sums(): sums of its elements with seeded signs, in a few buckets.
 
     The distance of two sketches estimates the distance of the tensors, so that two records can be compared without
     either run's weights. Source: Charikar et al. 2002.
     """
-    rows = min(-(-change.numel() // SKETCH_BUCKETS), SKETCH_ROWS)
-    signs = torch.randint(0, 2, (rows, SKETCH_BUCKETS), generator=torch.Generator().manual_seed(1)) * 2 - 1
-    parts = []
-    for block in change.split(SKETCH_ROWS * SKETCH_BUCKETS):
-        padded = torch.nn.functional.pad(block, (0, -block.numel() % SKETCH_BUCKETS)).view(-1, SKETCH_BUCKETS)
-        parts.append((padded * signs[: len(padded)]).sum(0, dtype=torch.float64))
     return [float(f"{value:.7g}") for value in torch.stack(parts).sum(0).tolist()]
+
+
+def sums(change: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The sketch of every SKETCH_ROWS rows of a flat tensor."""
+    for block in change.split(SKETCH_ROWS * SKETCH_BUCKETS):
+        short = -block.numel() % SKETCH_BUCKETS
+        rows = (torch.nn.functional.pad(block, (0, short)) if short else block).view(-1, SKETCH_BUCKETS)
+        yield (rows * signs()[: len(rows)]).sum(0, dtype=torch.float64)
+
+
+@functools.cache
+def signs() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randint(0, 2, (SKETCH_ROWS, SKETCH_BUCKETS), generator=generator) * 2 - 1).float()

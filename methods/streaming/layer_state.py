@@ -62,8 +62,8 @@ class LayerState:
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
         # The compiled kernel takes all of a layer at once, and has threads of its own.
-        by_thread = numel if adamw_kernel.load() else CHUNK
-        self.chunks = chunks(self.layout.pieces(), BLOCK if streamed or not host else by_thread)
+        by_call = numel if adamw_kernel.load() else CHUNK
+        self.chunks = chunks(self.layout.pieces(), BLOCK if streamed or not host else by_call)
         self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
@@ -210,9 +210,19 @@ class LayerState:
 
     def tensors(self) -> Iterator[TensorState]:
         state = self.current if self.shelf is None else self.state_of(self.shelf.read())
-        columns = (self.layout.views(joined(state)), self.layout.views(state.exp_avg))
-        for name, weight, exp_avg in zip(self.layout.names, *columns, strict=True):
+        masters = self.layout.views(master_of(state))
+        for name, weight, exp_avg in zip(self.layout.names, masters, self.layout.views(state.exp_avg), strict=True):
             yield TensorState(self.prefix + name, weight, exp_avg)
+
+
+def master_of(state: State) -> Tensor:
+    """The whole fp32 master; one in halves is joined in blocks, which stay in the cache."""
+    if not state.is_split:
+        return joined(state)
+    master = torch.empty_like(state.exp_avg)
+    for start in range(0, len(master), CHUNK):
+        master[start : start + CHUNK] = joined(state.cut(start, start + CHUNK))
+    return master
 
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:

@@ -1,0 +1,71 @@
+"""The inspection: each number against arithmetic on whole tensors, and how many tensors it keeps at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.core.gpt import initial
+from harness.core.job import Workload
+from harness.core.method import TensorState
+from harness.run.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, inspect
+from tests.support.tiny import TINY
+
+HALF = SKETCH_ROWS * SKETCH_BUCKETS
+SHAPES = [(5,), (37, 41), (HALF - 1,), (HALF + 1,), (BLOCK,), (BLOCK + 8, 1), (2, BLOCK - 4), (2 * BLOCK + 15,)]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfJob:
+    """What the inspection reads of a job."""
+
+    workload: Workload = TINY
+
+
+def by_hand(change: Tensor) -> Tensor:
+    """A sketch in one piece, in fp64: row by row of SKETCH_BUCKETS elements, each with its seeded sign."""
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, (SKETCH_ROWS, SKETCH_BUCKETS), generator=generator).double() * 2 - 1
+    rows = -(-len(change) // SKETCH_BUCKETS)
+    padded = torch.zeros(rows * SKETCH_BUCKETS, dtype=torch.float64)
+    padded[: len(change)] = change
+    return (padded.view(rows, SKETCH_BUCKETS) * signs.repeat(-(-rows // SKETCH_ROWS), 1)[:rows]).sum(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_number_is_that_of_the_whole_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    name, generator = "layers.1.fc1.weight", torch.Generator().manual_seed(0)
+    start = initial(name, torch.Size(shape), TINY)
+    moved = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.7)
+    weight, exp_avg = (start + moved).to(dtype), torch.randn(shape, generator=generator)
+    found = inspect([TensorState(name, weight, exp_avg)], OfJob())[name]  # type: ignore[arg-type]
+    change = (weight.float() - start).flatten().double()
+    assert found["changed"] == torch.count_nonzero(change).item() / change.numel()
+    for key, values in (("moved", change), ("size", weight.double()), ("exp_avg", exp_avg.double())):
+        assert found[key] == pytest.approx(values.norm().item(), rel=1e-3)
+    torch.testing.assert_close(torch.tensor(found["sketch"]), by_hand(change).float(), rtol=1e-5, atol=1e-4)
+    assert found["sha256"] == hashlib.sha256(weight.float().numpy().tobytes()).hexdigest()[:16]
+
+
+def test_as_many_tensors_as_cores_are_kept_at_once() -> None:
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+
+    def made_on_demand() -> Iterator[TensorState]:
+        nonlocal most
+        for number in range(64):
+            weight = torch.ones(2**16)
+            alive.add(weight)
+            most = max(most, len(alive))
+            yield TensorState(f"{number}.weight", weight)
+
+    found = inspect(made_on_demand(), OfJob())  # type: ignore[arg-type]
+    assert len(found) == 64 and most <= len(os.sched_getaffinity(0)) + 3  # one waits, one is made, one was just done
