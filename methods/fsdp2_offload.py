@@ -56,7 +56,7 @@ class Fsdp2Offload:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import DTensor
 
-        from harness.core.gpt import DTYPES, GPT, adamw, initial, initialize
+        from harness.core.gpt import DTYPES, GPT, adamw, initialize, initials
         from harness.devices.streams import require_device
         from methods.shared.loss_scale import LossScale
 
@@ -81,9 +81,11 @@ class Fsdp2Offload:
             parameters: list[tuple[str, Any]] = list(model.named_parameters())  # DTensors by now
             if num_ranks == 1:
                 initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
-            for name, p in parameters if num_ranks > 1 else ():
-                for part in initial(name, p.shape, workload).chunk(num_ranks)[rank : rank + 1]:
-                    p.to_local().detach().copy_(part)
+            else:
+                drawn = initials(((name, p.shape) for name, p in parameters), workload)
+                for (_, p), start in zip(parameters, drawn, strict=True):
+                    for part in start.chunk(num_ranks)[rank : rank + 1]:
+                        p.to_local().detach().copy_(part)
             optimizer = adamw(model.parameters())
             scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):

@@ -104,7 +104,7 @@ def _build(workload: Workload, device: str):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
-    from harness.core.gpt import DTYPES, initial
+    from harness.core.gpt import DTYPES, initials
     from methods.engines.megatron import FusedAttention, our_name, reordered
 
     on_gpu, dtype, is_mixed = device == "cuda", DTYPES[workload.dtype], workload.dtype != "fp32"
@@ -130,9 +130,10 @@ def _build(workload: Workload, device: str):
     )  # fmt: skip
     starts = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            ours = our_name(name)
-            start = reordered(ours, initial(ours, parameter.shape, workload), workload.num_heads, to_megatron=True)
+        named = [(name, our_name(name), parameter) for name, parameter in model.named_parameters()]
+        drawn = initials(((ours, parameter.shape) for _, ours, parameter in named), workload)
+        for (name, ours, parameter), start in zip(named, drawn, strict=True):
+            start = reordered(ours, start, workload.num_heads, to_megatron=True)
             parameter.copy_(start)
             if is_mixed:
                 starts[name] = start

@@ -37,16 +37,19 @@ class Resident:
     def train(self, workload: Workload, batches, device: str) -> Training:
         import torch
 
-        from harness.core.gpt import adamw, build, initialize
+        from harness.core.gpt import adamw, empty, initialize
         from methods.shared.loss_scale import LossScale
 
-        model = build(workload, device)
+        model = empty(workload, device)
         names, weights = zip(*model.named_parameters(), strict=True)
         mixed = workload.dtype != "fp32"
         masters = list(weights)
         if mixed:
             masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
-            initialize(zip(names, masters, strict=True), workload)
+        initialize(((name, master.data) for name, master in zip(names, masters, strict=True)), workload)
+        if mixed:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, masters)
         optimizer = adamw(masters)
         scale = LossScale(workload)
         for step, (inputs, targets) in enumerate(batches, start=1):

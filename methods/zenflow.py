@@ -1,7 +1,7 @@
 """ZenFlow (Lan et al. 2025): the largest gradients step on the device at once, the others on the host, later.
 
-DeepSpeed, stage 2. Stale by design, so the gate fails it; it already fails at the first loss, because DeepSpeed 0.19.8
-stores every matrix transposed when it starts.
+DeepSpeed, stage 2. Stale by design, so the gate fails it; in fp32 it already fails at the first loss, because DeepSpeed
+0.19.8 stores every matrix transposed when it starts. In mixed precision the weights are set after that.
 """
 
 from __future__ import annotations

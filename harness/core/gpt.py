@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -140,11 +142,16 @@ class GPT(nn.Module):
 
 def build(workload: Workload, device: str = "cpu") -> GPT:
     """The seeded model in the workload's dtype on a device."""
-    with torch.device("meta"):
-        model = GPT(workload)
-    model = model.to(DTYPES[workload.dtype]).to_empty(device=device)
+    model = empty(workload, device)
     initialize(((name, parameter.data) for name, parameter in model.named_parameters()), workload)
     return model
+
+
+def empty(workload: Workload, device: str) -> GPT:
+    """The model in the workload's dtype on a device, without starting values."""
+    with torch.device("meta"):
+        model = GPT(workload)
+    return model.to(DTYPES[workload.dtype]).to_empty(device=device)
 
 
 def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
@@ -178,6 +185,19 @@ def drawn_blocks(
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
     """The fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters)."""
     return _drawing(name, len(shape), workload)(torch.empty(shape))
+
+
+def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> Iterator[Tensor]:
+    """initial() of each name and shape, in order: while one is used, each core draws another."""
+    cores = len(os.sched_getaffinity(0))
+    ahead: deque[Future[Tensor]] = deque()
+    with ThreadPoolExecutor(cores) as pool:
+        for name, shape in shapes:
+            ahead.append(pool.submit(initial, name, shape, workload))
+            if len(ahead) > cores:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _drawing(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Tensor]:

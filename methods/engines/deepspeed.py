@@ -12,9 +12,10 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
@@ -176,7 +177,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     import torch
     from deepspeed.utils import safe_set_full_fp32_param
 
-    from harness.core.gpt import DTYPES, GPT, adamw_groups, initial
+    from harness.core.gpt import DTYPES, GPT, adamw_groups, initials
 
     class ReentrantGPT(GPT):
         def forward(self, inputs, targets, scale=1.0):
@@ -189,27 +190,54 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if is_partitioned:
         # The configuration decides the dtype: Init's dtype argument makes bf16 of fp32 on a CPU.
-        with deepspeed.zero.Init(config_dict_or_path=config):
+        with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
             model = cls(workload)
     else:
-        model = cls(workload).to(dtype).to(device)
-    names = [name for name, _ in model.named_parameters()]
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
+        with torch.device("meta"):
+            model = cls(workload)
+        model = model.to(dtype).to_empty(device=device)
+    named = list(model.named_parameters())
+
+    def shape_of(parameter: Any) -> Any:
+        """Also of what stage 3 partitions, which is empty here."""
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def drawn() -> Iterator[tuple[Any, Any]]:
+        """Each parameter and its start, once."""
+        for name, parameter in named:
+            assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
+        starts = initials(((name, shape_of(parameter)) for name, parameter in named), workload)
+        return zip((parameter for _, parameter in named), starts, strict=True)
+
+    def start(parameter: Any, value: Any) -> None:
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned):
-            parameter.data.copy_(initial(name, parameter.shape, workload))
-    # What stage 3 partitions is empty here, and knows its shape.
-    groups = adamw_groups(model.parameters(), lambda parameter: getattr(parameter, "ds_shape", parameter.shape))
+            parameter.data.copy_(value)
+
+    if workload.dtype == "fp32":
+        for parameter, value in drawn():
+            start(parameter, value)
+    groups = adamw_groups(model.parameters(), shape_of)
     optimizer = None
     if adam == "fused":
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
     if workload.dtype != "fp32":
-        # Main weights begin at the fp32 start itself, not at its rounding.
-        for name, parameter in zip(names, engine.module.parameters(), strict=True):
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            safe_set_full_fp32_param(parameter, initial(name, shape, workload))
+        # Main weights begin at the fp32 start itself, not at its rounding: they are there only now.
+        for parameter, value in drawn():
+            start(parameter, value)
+            safe_set_full_fp32_param(parameter, value)
     return engine
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Modules begin without torch's own starting values, whose drawing takes as long as ours."""
+    from torch import nn
+
+    with ExitStack() as stack:
+        for module in (nn.Linear, nn.Embedding):
+            stack.enter_context(mock.patch.object(module, "reset_parameters", lambda self: None))
+        yield
 
 
 def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:

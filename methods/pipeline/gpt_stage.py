@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.gpt import DTYPES, GPT, initial, initialize
+from harness.core.gpt import DTYPES, GPT, initialize
 from harness.core.job import Workload
 from methods.pipeline.partition import GptStage
 
@@ -65,10 +65,14 @@ def build(workload: Workload, stage: GptStage, device: str) -> tuple[GptPart, di
     """The seeded stage in the workload's dtype, and its fp32 starts if that is another."""
     part = GptPart(workload, stage).to(DTYPES[workload.dtype]).to_empty(device=device)
     named = [(name, parameter.data) for name, parameter in part.named_parameters()]
-    initialize(named, workload)
     if workload.dtype == "fp32":
+        initialize(named, workload)
         return part, None
-    return part, {name: initial(name, weight.shape, workload).to(device) for name, weight in named}
+    starts = {name: torch.empty_like(weight, dtype=torch.float32) for name, weight in named}
+    initialize(starts.items(), workload)
+    for name, weight in named:
+        weight.copy_(starts[name])
+    return part, starts
 
 
 class Batch:
