@@ -1,28 +1,25 @@
 """Pipelines in real processes: stages that sleep, against the simulation, and stages that compute on the cores here.
 
-    .venv/bin/python -m bench.pipeline [--stages sleeping|real] [--micro-batches 12] [--steps 5]
+    .venv/bin/python -m bench.pipeline [--stages sleeping|real] [--micro-batches 12] [--unit 0.05] [--steps 5]
 
-Sleeping stages take no core, so that a step is what schedule and messages make of it. Bubbles are simulated; sends and
-waits are measured, as a share of a step, the median of the stages.
+Sleeping stages take no core, so that a step is what schedule and messages make of it. Bubbles are simulated. Of
+communication alone: a step whose passes take no time, as a share of one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from harness.core.job import Workload
 
-F, R, B = 0.02, 0.02, 0.04  # seconds of a sleeping stage's passes
-PASSES = {"F": F, "R": R, "B": B}
 SCHEDULES = ("varuna", "varuna, fixed order", "1f1b", "gpipe")
 WORKLOAD = Workload(num_layers=8, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=1024)
 
@@ -55,38 +52,27 @@ def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arg
         raise
 
 
-def sleeping(
-    rank: int, num_stages: int, schedule: str, num_micro_batches: int, steps: int
-) -> list[tuple[float, float]]:
-    """Seconds of each step, and of it in sends and waits."""
+def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int) -> list[float]:
+    """Seconds of each step. `unit`: of a forward pass, and a recompute; a backward pass takes two."""
     import torch.distributed as dist
 
     from methods.pipeline.transport import join
 
     join(60.0)
-    spent = {"sum": 0.0}
-
-    @contextmanager
-    def note(work: str, number: int) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        if work.startswith(("send", "wait")):
-            spent["sum"] += time.perf_counter() - began
-
     make = sleeping_varuna if schedule.startswith("varuna") else sleeping_torch
-    step = make(rank, num_stages, schedule, num_micro_batches, note)
+    step = make(rank, num_stages, schedule, num_micro_batches, unit)
     seconds = []
     for _ in range(steps + 1):
         dist.barrier()
-        spent["sum"], began = 0.0, time.perf_counter()
+        began = time.perf_counter()
         step()
         dist.barrier()
-        seconds.append((time.perf_counter() - began, spent["sum"]))
+        seconds.append(time.perf_counter() - began)
     dist.destroy_process_group()
     return seconds[1:]  # the first one meets
 
 
-def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, note: Any) -> Any:
+def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:
     import torch
 
     from methods.pipeline.engine import Engine, order_of
@@ -95,14 +81,14 @@ def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches
 
     class Sleeping(Stage):
         def forward(self, number: int, inputs: Any) -> Any:
-            time.sleep(F)
+            time.sleep(unit)
             return [torch.zeros(1)]
 
         def recompute(self, number: int) -> None:
-            time.sleep(R)
+            time.sleep(unit)
 
         def backward(self, grads: Any) -> Any:
-            time.sleep(B)
+            time.sleep(2 * unit)
             return [torch.zeros(1)]
 
     last = num_stages - 1
@@ -111,10 +97,10 @@ def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches
     order = order_of(num_stages, rank, num_micro_batches)
     stage = Sleeping(lambda number, inputs: (), [True] * bool(rank), is_last=rank == last)
     is_free = schedule == "varuna"
-    return Engine(stage, transport, order, specs, specs, is_opportunistic=is_free, note=note).step
+    return Engine(stage, transport, order, specs, specs, is_opportunistic=is_free).step
 
 
-def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches: int, note: Any) -> Any:
+def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage
@@ -124,12 +110,12 @@ def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches:
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
-            time.sleep(F)
+            time.sleep(unit)
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            time.sleep(R + B)
+            time.sleep(3 * unit)
             return grads[0].clone()
 
     class Sleeping(nn.Module):
@@ -144,7 +130,7 @@ def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches:
     def step() -> None:
         losses: list[Any] = []
         inputs = (batch,) if rank == 0 else ()
-        told = {"target": batch.detach(), "losses": losses} if rank == last else {}
+        told: dict[str, Any] = {"target": batch.detach(), "losses": losses} if rank == last else {}
         loop.step(*inputs, **told, return_outputs=False)
 
     return step
@@ -165,21 +151,24 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
     return seconds[1:]
 
 
-def table_of_sleeping(num_micro_batches: int, steps: int) -> None:
+def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:
+    """Rounds of all rows, so that a busy while of the machine hits each of them."""
     from harness.simulation.pipelines import simulate
 
-    print("| stages | schedule | s/step | simulated | measured / simulated | bubble | sends and waits |")
+    rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]
+    found: dict[Any, list[float]] = {(row, is_idle): [] for row in rows for is_idle in (False, True)}
+    for _, row, is_idle in itertools.product(range(rounds), rows, (False, True)):
+        seconds = 0.0 if is_idle else unit
+        found[row, is_idle] += on_ranks(row[0], sleeping, *row, num_micro_batches, seconds, steps)[0]
+    print("| stages | schedule | s/step | simulated | measured / simulated | bubble | communication alone |")
     print("|---|---|---|---|---|---|---|")
-    for num_stages in (2, 3, 4):
-        for schedule in SCHEDULES:
-            name = schedule.split(",")[0]
-            run = simulate(name, [PASSES] * num_stages, num_micro_batches, is_opportunistic=name == schedule)
-            ranks = on_ranks(num_stages, sleeping, num_stages, schedule, num_micro_batches, steps)
-            measured = statistics.median(seconds for seconds, _ in ranks[0])
-            waited = statistics.median(spent for each in ranks for _, spent in each) / measured
-            share = f"{waited:.1%}" if name == "varuna" else "-"
-            print(f"| {num_stages} | {schedule} | {measured:.3f} | {run.step_seconds:.3f} |"
-                  f" {measured / run.step_seconds:.3f} | {run.bubble:.1%} | {share} |", flush=True)  # fmt: skip
+    for num_stages, schedule in rows:
+        name = schedule.split(",")[0]
+        passes = {"F": unit, "R": unit, "B": 2 * unit}
+        run = simulate(name, [passes] * num_stages, num_micro_batches, is_opportunistic=name == schedule)
+        measured, idle = (statistics.median(found[(num_stages, schedule), each]) for each in (False, True))
+        print(f"| {num_stages} | {schedule} | {measured:.3f} | {run.step_seconds:.3f} |"
+              f" {measured / run.step_seconds:.3f} | {run.bubble:.1%} | {idle / measured:.1%} |")  # fmt: skip
 
 
 def table_of_real(steps: int) -> None:
@@ -197,9 +186,11 @@ def table_of_real(steps: int) -> None:
 @click.command()
 @click.option("--stages", "kind", type=click.Choice(["sleeping", "real"]), default="sleeping")
 @click.option("--micro-batches", "num_micro_batches", default=12)
+@click.option("--unit", default=0.05, help="Seconds of a sleeping stage's forward pass.")
 @click.option("--steps", default=5)
-def main(kind: str, num_micro_batches: int, steps: int) -> None:
-    table_of_sleeping(num_micro_batches, steps) if kind == "sleeping" else table_of_real(steps)
+@click.option("--rounds", default=3)
+def main(kind: str, num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:
+    table_of_sleeping(num_micro_batches, unit, steps, rounds) if kind == "sleeping" else table_of_real(steps)
 
 
 if __name__ == "__main__":

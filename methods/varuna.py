@@ -73,7 +73,7 @@ class VarunaMethod:
             raise ValueError(refused)
         fitting = [plan for plan in plans if plan.shortfall(budget) is None]
         if budget.rates:
-            return min(fitting or plans, key=lambda plan: (plan.step_seconds or 0.0, -plan.options["chunk_size"]))
+            return min(fitting or plans, key=_seconds_and_size)
         return (fitting or plans)[-1]
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class VarunaMethod:
             # Ranks on a host share its cores.
             rate = budget.rates.device_flops_per_second / (self.world_size if budget.rates.is_host else 1)
             passes = [
-                {kind: chunk_size * flops / rate for kind, flops in pass_flops(workload, stage).items()}
+                {kind: chunk_size * flops / rate for kind, flops in pass_flops(workload, stage, self.schedule).items()}
                 for stage in stages
             ]
             seconds = step_seconds(orders(self.schedule, num_stages, samples // chunk_size), passes)
@@ -171,6 +171,11 @@ class VarunaMethod:
             stages={f"stage {number}, {stage}": sum(need.values())
                     for number, (stage, need) in enumerate(zip(stages, needs, strict=True))},
         )  # fmt: skip
+
+
+def _seconds_and_size(plan: Plan) -> tuple[float, int]:
+    """Times are rounded, so that of equally fast plans the one with the largest micro-batches comes first."""
+    return float(f"{plan.step_seconds or 0.0:.9g}"), -plan.options["chunk_size"]
 
 
 def _samples(workload: Workload, num_stages: int, world_size: int) -> int:

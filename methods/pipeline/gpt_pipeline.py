@@ -152,7 +152,7 @@ class GptPipeline:
         ]
 
     def tensors(self) -> list[TensorState]:
-        """The whole model's, on rank 0; sent by the first replica's ranks."""
+        """The whole model's, on rank 0, in the host's memory; sent by the first replica's ranks."""
         found = []
         for name, shape in self.shapes.items():
             source = self.ranks.ranks[stage_of(name, self.stages)][0]
@@ -161,9 +161,9 @@ class GptPipeline:
             if self.rank == source:
                 master = self.masters.by_name[name]
                 moment = self.optimizer.state[master].get("exp_avg", torch.zeros_like(master))
-                pair = [master.detach(), moment]
+                pair = [master.detach().cpu(), moment.cpu()]
             else:
-                pair = [torch.empty(shape, device=self.device) for _ in range(2)]
+                pair = [torch.empty(shape) for _ in range(2)]
             if source:
                 for tensor in pair:
                     dist.send(tensor, 0) if self.rank else dist.recv(tensor, source)

@@ -65,21 +65,22 @@ def gpt_stages(workload: Workload, num_stages: int) -> list[GptStage]:
     return stages
 
 
-def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
-    """FLOPs of each pass of one sample. The head's gradients are computed with its loss."""
+def pass_flops(workload: Workload, stage: GptStage, schedule: str = "varuna") -> dict[str, float]:
+    """FLOPs of each pass of one sample. The head's gradients are computed with its loss. torch's schedules recompute
+    within the backward pass, which waits for its gradient."""
     one = replace(workload, batch_size=1, micro_batches=1)
     layer = (one.flops_per_step - one.model_flops_per_step) / one.num_layers * stage.num_layers
-    head = one.head_flops_per_step * stage.is_last
-    return {"F": layer + head, "R": 0.0 if stage.is_last else layer, "B": 2 * layer}
+    forward = layer + one.head_flops_per_step * stage.is_last
+    is_ahead = schedule == "varuna"
+    return {"F": forward, "R": layer * is_ahead, "B": 2 * layer + layer * (not is_ahead)}
 
 
 def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:
-    """FLOPs of a stage's one layer, and those beside its layers."""
+    """FLOPs of a stage's one layer, and those beside its layers. Varuna's last stage is spared its recompute."""
     is_last = stage == num_stages - 1
-    one = pass_flops(workload, GptStage(0, 1, stage == 0, is_last))
-    own = pass_flops(workload, GptStage(0, 0, stage == 0, is_last))
-    beside = sum(own.values())
-    return sum(one.values()) - beside, beside
+    layer = pass_flops(workload, GptStage(0, 1, stage == 0, is_last=False))
+    beside = pass_flops(workload, GptStage(0, 0, stage == 0, is_last))["F"]
+    return layer["F"] + layer["B"] + layer["R"] * (not is_last), beside
 
 
 def _end_params(workload: Workload) -> tuple[int, int, int]:
@@ -96,26 +97,29 @@ def stage_bytes(
     num_micro_batches = workload.batch_size // num_replicas // chunk_size
     part = replace(workload, batch_size=chunk_size, micro_batches=1)
     params, size, boundary = stage.num_params(workload), workload.weight_bytes, part.boundary_bytes
-    working = max(part.layer_bytes, part.head_bytes if stage.is_last else 0)
-    if schedule == "varuna":
-        # The inputs of all micro-batches, and what the backward pass of one needs.
-        kept = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
-        kept += math.ceil(SAVED_BOUNDARIES * stage.num_layers) * boundary
+    embedding = size * _end_params(workload)[0]
+    head = part.head_bytes if stage.is_last else 0
+    if schedule == "varuna" or num_stages == 1:
+        # The inputs of all micro-batches, and of one all that its backward pass needs.
+        saved = math.ceil(SAVED_BOUNDARIES * stage.num_layers) * boundary
+        inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
+        layer = part.layer_bytes - math.floor(SAVED_BOUNDARIES) * boundary if stage.num_layers else 0
+        tied = embedding if num_stages == 1 else 0  # the head's gradient waits for that of the look-up
+        moments = [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
+        messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
     else:
+        # Each layer's input of the micro-batches under way, with their gradients of the head, which come with the loss.
         ahead = num_micro_batches if schedule == "gpipe" else min(num_stages - number, num_micro_batches)
-        kept = ahead * (stage.num_layers + 1) * boundary
-    messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
-    sums = 0 if num_replicas == 1 else min(4 * params, BUCKET_BYTES)
+        kept = ahead * (stage.num_layers + 1) * boundary + (ahead - 1) * (embedding + boundary) * stage.is_last
+        layer = part.layer_bytes if stage.num_layers else 0
+        moments = [kept + max(layer, head), (kept + embedding + 2 * boundary) * stage.is_first]
+        # torch receives each micro-batch in a buffer of its own, from below and from above.
+        messages = num_micro_batches * boundary * ((not stage.is_first) + (not stage.is_last))
+    moments.append(0 if num_replicas == 1 else min(4 * params, BUCKET_BYTES))  # gradients that replicas sum
     return {
         "weights": size * params,
-        "gradients": 4 * params
-        if size == 4
-        else 4 * params + size * max(workload.layer_params, _tied(stage, workload)),
+        "gradients": 4 * params,
         "optimizer": (8 if size == 4 else 12) * params,
-        "activations": kept + working,
-        "buffers": messages + sums,
+        "activations": max(moments),
+        "buffers": messages,
     }
-
-
-def _tied(stage: GptStage, workload: Workload) -> int:
-    return _end_params(workload)[0] if stage.is_first or stage.is_last else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from harness.core.job import Workload
 from harness.core.method import create
+from harness.devices.memory_account import Tracker
 from harness.simulation.batches import token_batches
 from tests.methods.pipeline import user_model
 from tests.support.pipeline_bugs import BY_NAME
@@ -23,7 +25,6 @@ ABOVE = 2.0**20  # a loss scale whose first steps overflow
 def on_this_rank(rank: int, trainings: list[dict[str, Any]]) -> list[Any]:
     """A result for each training, None where this rank is not in it."""
     found: list[Any] = []
-    kinds = {"method": by_method, "user": by_user}
     for number, training in enumerate(trainings):
         bug = BY_NAME[training["bug"]] if training.get("bug") else None
         with meeting(rank, training["ranks"], number) as is_in:
@@ -31,7 +32,7 @@ def on_this_rank(rank: int, trainings: list[dict[str, Any]]) -> list[Any]:
                 found.append(None)
                 continue
             with planted(bug.file, bug.old, bug.new) if bug else nullcontext():
-                found.append(kinds[training["kind"]](training))
+                found.append(KINDS[training["kind"]](training))
     return found
 
 
@@ -58,6 +59,19 @@ def train(workload: Workload, steps: int, options: dict[str, Any], name: str = "
         found["losses"].append(step.loss.item())
         found["norms"].append(step.grad_norm.item())
         found["skipped"].append(step.is_skipped)
+
+
+def peak(training: dict[str, Any]) -> int:
+    """Bytes that this rank needs for a step. Messages of torch's schedules are in the device's memory, which sim does
+    not show to them: there the host is the device."""
+    device = "sim" if training["options"]["schedule"] == "varuna" else "cpu"
+    workload, options = Workload(**training["workload"]), {"world_size": training["ranks"], **training["options"]}
+    found = 0
+    with Tracker() as tracker:
+        batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, 2)]
+        for _ in create("varuna", options).train(workload, batches, device):
+            found = tracker.stats()["device_peak" if device == "sim" else "host_peak"]
+    return found
 
 
 def bits(tensor: Any) -> float:
@@ -97,3 +111,6 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     dist.destroy_process_group()
     return found
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {"method": by_method, "user": by_user, "peak": peak}

@@ -1,0 +1,95 @@
+"""Stages of the published GPT: their bytes against those that their ranks need."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from harness.core.job import Budget, Workload
+from harness.core.method import create
+from harness.core.rates import Rates
+from harness.simulation.pipelines import simulate
+from methods.pipeline.partition import gpt_stages, stage_bytes
+from tests.support.ranks import on_ranks
+from tests.support.training import small_bytes
+
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "seq_len": 128, "batch_size": 8}
+# Stages, replicas, schedule, samples of a micro-batch, words, dtype.
+JOBS = [
+    (1, 1, "varuna", 2, 8000, "bf16"), (1, 2, "varuna", 1, 500, "fp32"), (2, 1, "varuna", 1, 8000, "fp32"),
+    (2, 2, "varuna", 2, 500, "fp32"), (4, 1, "varuna", 1, 500, "bf16"), (4, 1, "varuna", 2, 8000, "fp32"),
+    (2, 1, "1f1b", 1, 8000, "bf16"), (2, 2, "1f1b", 1, 500, "fp32"), (4, 1, "1f1b", 1, 8000, "fp32"),
+    (2, 1, "gpipe", 1, 8000, "fp32"), (2, 2, "gpipe", 2, 8000, "bf16"), (4, 1, "gpipe", 1, 500, "fp32"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[Any, list[int]]:
+    """By job, every rank's."""
+    jobs = [
+        {"kind": "peak", "ranks": each[0] * each[1], "workload": dataclasses.asdict(workload_of(each)),
+         "options": {"num_stages": each[0], "schedule": each[2], "chunk_size": each[3]}}
+        for each in JOBS
+    ]  # fmt: skip
+    found = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", jobs)
+    return {each: [ranks[number] for ranks in found] for number, each in enumerate(JOBS)}
+
+
+def workload_of(each: Any) -> Workload:
+    return Workload(**SIZES, vocab_size=each[4], dtype=each[5])
+
+
+@pytest.mark.parametrize("each", JOBS, ids=str)
+def test_the_plan_of_each_stage_is_its_peak_and_at_most_a_quarter_more(each: Any, peaks: Any) -> None:
+    """GPipe's last stage included, which keeps a gradient of the head for each micro-batch."""
+    num_stages, num_replicas, schedule, chunk_size, _, _ = each
+    workload = workload_of(each)
+    for number, stage in enumerate(gpt_stages(workload, num_stages)):
+        need = stage_bytes(workload, stage, (number, num_stages), chunk_size, num_replicas, schedule)
+        planned, found = sum(need.values()), peaks[each][number]
+        assert found - small_bytes(workload) <= planned <= 1.25 * found, (str(stage), planned / found)
+
+
+# ---- The choice by rates
+
+CHOSEN = Workload(num_layers=8, hidden_size=256, num_heads=4, seq_len=64, batch_size=16, vocab_size=3000)
+FLOPS_PER_SECOND = 1e10
+
+
+def seconds_by_hand(num_stages: int, chunk_size: int, schedule: str) -> float:
+    """Of a step of four ranks: 24 T D^2 + 2 T^2 D FLOPs a layer and sample, 6 T V D the head."""
+    tokens, size = CHOSEN.seq_len, CHOSEN.hidden_size
+    layer = chunk_size * (24 * tokens * size**2 + 2 * tokens**2 * size) / FLOPS_PER_SECOND
+    head = chunk_size * 6 * tokens * CHOSEN.vocab_size * size / FLOPS_PER_SECOND
+    passes = []
+    for stage in gpt_stages(CHOSEN, num_stages):
+        count = stage.num_layers
+        passes.append({"F": count * layer + head * stage.is_last, "R": count * layer, "B": 2 * count * layer})
+    num_micro_batches = CHOSEN.batch_size * num_stages // 4 // chunk_size
+    return simulate(schedule, passes, num_micro_batches, is_opportunistic=False).step_seconds
+
+
+@pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])
+@pytest.mark.parametrize("room", [1.0, 0.6, 0.45])
+def test_the_plan_chooses_the_fastest_stages_and_micro_batches_that_fit(schedule: str, room: float) -> None:
+    """Of all, with room for a part of what one stage takes."""
+    rates = Rates(FLOPS_PER_SECOND)
+    sizes = [(stages, chunk) for stages in (1, 2, 4) for chunk in (1, 2, 4, 8, 16)
+             if chunk <= 4 * stages and (schedule != "1f1b" or 4 * stages // chunk >= stages)]  # fmt: skip
+    plans = {
+        (stages, chunk): create("varuna", {"world_size": 4, "num_stages": stages, "chunk_size": chunk,
+                                           "schedule": schedule}).plan(CHOSEN, Budget(rates=rates))
+        for stages, chunk in sizes
+    }  # fmt: skip
+    for (stages, chunk), plan in plans.items():
+        assert plan.step_seconds == pytest.approx(seconds_by_hand(stages, chunk, schedule)), (stages, chunk)
+    device_bytes = int(room * plans[1, 4].device_bytes)
+    fastest = min(
+        (size for size in sizes if plans[size].device_bytes <= device_bytes),
+        key=lambda size: (round(seconds_by_hand(size[0], size[1], schedule), 9), -size[1]),
+    )
+    chosen = create("varuna", {"world_size": 4, "schedule": schedule}).plan(CHOSEN, Budget(device_bytes, rates=rates))
+    assert (chosen.options["num_stages"], chosen.options["chunk_size"]) == fastest
+    assert (fastest[0] == 1) == (room == 1.0)
