@@ -192,7 +192,7 @@ def num_update_threads(device: str) -> int:
     """Threads of the host's Adam: beside a GPU two cores are left to launch. Where the cores compute, all of them: one
     that is busy alone makes every other wait for its share of each product."""
     cores = len(os.sched_getaffinity(0))
-    return cores if device != "cuda" else max(1, cores - 2)
+    return max(1, cores - 2) if device.startswith("cuda") else cores
 
 
 def join_alone(device: str) -> None:

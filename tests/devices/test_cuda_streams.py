@@ -1,18 +1,43 @@
-"""Streams, events and threads of one GPU among several, by CUDA's rules of the current device."""
+"""By CUDA's rules, without a GPU: training on the second of two breaks none, and a bug against each is found."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from harness.devices.streams import Device
-from methods.offload.transfer import queue
-from tests.support.fake_cuda import FakeCuda
+from harness.devices.streams import Device, num_update_threads
+from methods.offload.transfer import copy, queue
+from tests.support import bugs, planting
+from tests.support.bugs import Bug
+from tests.support.fake_cuda import FakeCuda, FakeEvent
+from tests.support.training import Result, tiny, train, train_resident
+
+STEPS = 3
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(2).install(monkeypatch)
+
+
+@pytest.fixture
+def running(cuda: FakeCuda) -> Iterator[FakeCuda]:
+    with cuda.running():
+        yield cuda
+
+
+def trained(cuda: FakeCuda, method: str, workload: Any, **options: Any) -> Result:
+    """On the second GPU, its tensors read as the gate reads them."""
+    with cuda.running():
+        result = train(method, workload, STEPS, "cuda:1", **options)
+        for state in result.trained.tensors:
+            state.weight.cpu()
+            if state.exp_avg is not None:
+                state.exp_avg.cpu()
+    return result
 
 
 @pytest.mark.parametrize(("name", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
@@ -37,3 +62,114 @@ def test_a_copy_of_the_second_device_records_its_events_there(cuda: FakeCuda) ->
 def test_a_thread_of_a_gpu_computes_on_one_core(cuda: FakeCuda) -> None:
     with Device("cuda:1") as device:
         assert device.copier.submit(torch.get_num_threads).result() == 1
+
+
+def test_two_cores_are_left_to_launch_for_any_gpu() -> None:
+    assert num_update_threads("cuda:1") == num_update_threads("cuda")
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "dtype"),
+    [
+        ("l2l", {}, "fp32"),
+        ("l2l", {}, "bf16"),
+        ("stronghold", {"placement": "R1W3", "clipping": "speculate", "window_size": 2}, "fp32"),
+        ("stronghold", {"placement": "R1P1W2", "window_size": 1}, "bf16"),
+        ("stronghold", {"placement": "S2W2", "window_size": 1}, "fp32"),
+        ("stronghold", {"placement": "S4", "window_size": 2, "clipping": "speculate"}, "bf16"),
+        ("stronghold", {"placement": "R1D1W2", "window_size": 1}, "fp32"),
+        ("hydra", {"shard_layers": 1}, "fp32"),
+        ("hydra", {"shard_layers": 1, "num_models": 2}, "bf16"),
+    ],
+    ids=str,
+)
+def test_training_on_the_second_gpu_breaks_no_rule_and_gives_the_same_losses(
+    cuda: FakeCuda, method: str, options: dict, dtype: str
+) -> None:
+    workload = tiny(num_layers=4, dtype=dtype)
+    assert trained(cuda, method, workload, **options).losses == train_resident(workload, STEPS).losses
+    assert list(cuda.broken) == []
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.symptom) for bug in bugs.SILENT_BUGS])
+def test_an_ordering_bug_is_found_a_second_way(cuda: FakeCuda, bug: Bug) -> None:
+    with bugs.planted(bug):
+        trained(cuda, bug.method, bug.workload, **bug.options)
+    assert any("without a wait" in broken for broken in cuda.broken)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "told"),
+    [
+        # The thread's current stream is not the one that the events are of.
+        ("methods/offload/transfer.py", "with device.streams.use(stream):", "if True:", "without a wait"),
+        # A copy on another stream reads what is freed, and may be given out again, at once.
+        ("methods/offload/clip.py", "self._send(self.squares[-1])", "self._send(self.squares[-1] + 0)", "freed to"),
+        ("methods/offload/transfer.py", "for event in after:", "for event in ():", "without a wait"),
+    ],
+    ids=["current stream", "freed while in use", "events"],
+)
+def test_a_bug_against_a_rule_is_found(cuda: FakeCuda, file: str, old: str, new: str, told: str) -> None:
+    options = {"placement": "W4", "window_size": 2, "clipping": "speculate"}
+    with planting.planted(file, old, new):
+        trained(cuda, "stronghold", tiny(num_layers=4, clip_norm=100.0), **options)
+    assert any(told in broken for broken in cuda.broken), list(cuda.broken)
+
+
+def test_streams_of_another_device_are_found(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    trained(cuda, "stronghold", tiny(num_layers=4), placement="W4", window_size=2)
+    assert any("on device 1 while stream" in broken for broken in cuda.broken)
+
+
+def test_memory_that_is_not_page_locked_is_found(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda.register = lambda address, size, flags: 0  # type: ignore[method-assign]
+    cuda.unregister = lambda address: 0  # type: ignore[method-assign]
+    cuda.install(monkeypatch)
+    trained(cuda, "stronghold", tiny(num_layers=4), placement="W4", window_size=2)
+    assert any("not page-locked" in broken for broken in cuda.broken)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_page_locked_memory_given_back_in_use_is_found(
+    running: FakeCuda, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    if not waits:
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with Device("cuda:1") as device:
+        there, home = (device.room(8, torch.float32, host=host) for host in (False, True))
+        copy(device, "outbound", "state", "", [device.compute.record_event()], [(home, there)])
+    assert bool(running.broken) is not waits
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_stream_that_is_recorded_may_still_use_what_is_freed(running: FakeCuda, is_told: bool) -> None:
+    with Device("cuda:1") as device:
+        x = torch.ones(8, device="cuda:1")
+        device.inbound.wait_event(device.compute.record_event())
+        with device.streams.use(device.inbound):
+            x.sum()
+        if is_told:
+            x.record_stream(device.inbound)
+        del x
+    assert any("freed to" in broken for broken in running.broken) is not is_told
+
+
+def test_an_event_is_of_one_device(cuda: FakeCuda) -> None:
+    event = FakeEvent(cuda)
+    event.record(cuda.current_stream(0))
+    with pytest.raises(AssertionError, match="an event of device 0"):
+        event.record(cuda.current_stream(1))
+
+
+def test_nobody_waits_for_an_event_that_was_never_recorded(cuda: FakeCuda) -> None:
+    with pytest.raises(AssertionError, match="never recorded"):
+        cuda.current_stream().wait_event(FakeEvent(cuda))
+    with pytest.raises(AssertionError, match="never recorded"):
+        FakeEvent(cuda).synchronize()
+
+
+def test_tensors_of_two_memories_meet_in_copies_alone(running: FakeCuda) -> None:
+    with pytest.raises(AssertionError, match="add of tensors of devices"):
+        torch.ones(2, device="cuda:1") + torch.ones(2)
+    assert (torch.ones(2, device="cuda:1") * torch.tensor(2.0)).tolist() == [2.0, 2.0]
