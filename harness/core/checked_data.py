@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # As `__pydantic_config__` of a dataclass: a field that it does not have is an error.
 NO_OTHER_FIELDS = {"extra": "forbid"}
+OTHER_FIELDS = {"extra": "allow"}  # it may have more
 # pydantic's message: what should be there, less what it says of its own way to it.
 SHOULD = re.compile(
     r"\w+ should (?:be|have) (?P<what>.+?)(?:, unable to .*| or an instance of .*| after validation, .*)?"

@@ -10,9 +10,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harness.core.checked_data import NO_OTHER_FIELDS, checked
+from harness.core.foreign_file import read_json
 from harness.core.job import Job
 from harness.core.whole_file import write_whole
 
@@ -24,8 +25,13 @@ PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
 if TYPE_CHECKING:
     Values = list[float]
+    Evidence: TypeAlias = dict[str, Any]
+    Machine: TypeAlias = Evidence
+    Other: TypeAlias = Evidence
+    Schedule: TypeAlias = Evidence
+    Tensor: TypeAlias = Evidence
 else:
-    Values = list[float | None]  # None in imported logs only
+    from harness.core.record_parts import Evidence, Machine, Other, Schedule, Tensor, Values
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Gate:
     verdict: str = "untested"
     reason: str = ""
     text: str = "not compared with the reference"
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: Evidence = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -56,11 +62,11 @@ class Record:
     status: str
     phase: str = ""  # where it ended: start, import, data, build, step N, drain, inspect, done
     reason: str = ""  # one line for people where status is not ok
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: Evidence = field(default_factory=dict)
     origin: str = "run"  # or imported: read from a log that another harness, or this one, printed
     interval_steps: int = 1  # what one value of losses and step_seconds is the mean of
     clock: str = "cpu"
-    machine: dict[str, Any] = field(default_factory=dict)
+    machine: Machine = field(default_factory=dict)
     software: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0  # Unix time
     losses: Values = field(default_factory=list)
@@ -75,14 +81,14 @@ class Record:
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0
-    schedule: dict[str, Any] = field(default_factory=dict)  # of several models: num_models, makespan, bound, use
+    schedule: Schedule = field(default_factory=dict)  # of several models: num_models, makespan, bound, use
     data_sha256: str = ""
     kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # what the method promises on CPU in fp32
     is_exact: bool = True  # False where the method says that it trains otherwise by design
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: see harness/run/inspect_training.py
-    others: list[dict[str, Any]] = field(default_factory=list)  # of several models all but the first, for models()
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by name
+    others: list[Other] = field(default_factory=list)  # of several models all but the first, for models()
     gate: Gate = Gate()
 
     @property
@@ -173,7 +179,7 @@ class Record:
     def read(path: Path) -> Record:
         """Raises ValueError, which names the file, where it is not a whole record."""
         try:
-            return Record.from_dict(json.loads(path.read_text()))
+            return Record.from_dict(read_json(path))
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is not a record: {error}") from error
 

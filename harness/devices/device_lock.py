@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.core.foreign_file import read_json
 from harness.core.job import Job
 from harness.devices import machine
 
@@ -46,7 +47,7 @@ def turn(job: Job, report: Callable[[dict[str, Any]], None]) -> Iterator[int]:
 def holder(path: Path) -> str:
     """The process that holds a lock, for people."""
     try:
-        sign = json.loads(path.read_text())
+        sign = read_json(path)
         since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
         return f"process {sign['pid']} has it for {sign['job']} since {since}"
     except (OSError, ValueError, KeyError, TypeError):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.core.foreign_file import read_json
 from harness.core.whole_file import write_whole
 
 TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # in the order of a timeline
@@ -76,14 +77,14 @@ def write(timeline: Timeline, path: Path) -> None:
 def read(path: Path) -> Timeline:
     """Raises ValueError, which names the file, if it is not a trace of this harness."""
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
         names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
         found = Timeline([], [], data["otherData"])
         for e in (e for e in data["traceEvents"] if e["ph"] == "X"):
             span = Span(names[e["tid"]], e["cat"], e["args"]["of"], e["ts"] / US, (e["ts"] + e["dur"]) / US)
             (found.steps if span.track == "steps" else found.spans).append(span)
         return found
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: expected a trace of this harness; {error!r}") from error
 
 

@@ -37,7 +37,7 @@ def measured(job: Job, key: str, **changes: Any) -> Record:
         "key": key, "phase": "done", "clock": "sim", "machine": MACHINE,
         "software": {"python": "3.11.7", "commit": "0123456789ab"}, "started": 1.7e9, "losses": [5.0] * job.steps,
         "data_sha256": "ab" * 32, "gate": Gate("exact", "", "bit-equal"),
-        "peaks": {"device_allocated": 2**20, "host_anonymous": 2**21}, "tensors": {"a": {"changed": 1.0}},
+        "peaks": {"device_allocated": 2**20, "host_anonymous": 2**21}, "tensors": {"a": {"changed": 1.0, "moved": 1.0}},
     }  # fmt: skip
     return records.record(job, job.workload.num_layers / 10, **{**found, **changes})
 

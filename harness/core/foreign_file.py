@@ -1,0 +1,73 @@
+"""Files that anybody may have made: read where they are regular files, of limited size, depth and numbers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 256 * 2**20
+MOST_DEPTH = 40
+MOST_DIGITS = 19  # of an integer: 64 bits
+
+
+def read_text(path: Path) -> str:
+    """Raises OSError for what is no regular file, a symbolic link included, or is too large; never waits for a pipe."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_regular(path, "a symbolic link") from error
+        raise
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_regular(path, "another kind")
+        if status.st_size > MOST_BYTES:
+            text = f"expected at most {MOST_BYTES} bytes, got {status.st_size}"
+            raise OSError(errno.EFBIG, text, str(path))
+        return file.read().decode(errors="replace")
+
+
+def _not_regular(path: Path, kind: str) -> OSError:
+    return OSError(errno.EINVAL, f"expected a regular file, got {kind}", str(path))
+
+
+def read_json(path: Path) -> Any:
+    """Raises OSError as read_text() does, and ValueError for what is no JSON or has a number or depth beyond what this
+    harness writes."""
+    try:
+        data = json.loads(read_text(path), parse_int=_integer, parse_float=_number, parse_constant=_no_number)
+    except RecursionError:
+        data = None
+    level, depth = [data], 0
+    while level := [item for part in level for item in _parts(part)]:
+        depth += 1
+        if depth > MOST_DEPTH:
+            break
+    if data is None or level:
+        raise ValueError(f"expected JSON of at most {MOST_DEPTH} levels")
+    return data
+
+
+def _parts(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"expected numbers of at most {MOST_DIGITS} digits, got {len(digits)}")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _no_number(digits)
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"expected finite numbers, got {word:.40}")

@@ -1,0 +1,63 @@
+"""The parts of a record that are dictionaries: what programs read of them, which is checked when a record is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import Required, TypedDict  # noqa: UP035 - typing's, before Python 3.12, pydantic refuses
+
+from harness.core.checked_data import OTHER_FIELDS
+
+Values = list[float | None]  # None in imported logs only
+
+
+class Tensor(TypedDict, total=False):
+    """What became of a trained tensor: see harness/run/inspect_training.py."""
+
+    changed: Required[float]
+    moved: Required[float]
+    size: float
+    sketch: list[float] | None
+    exp_avg: float | None
+    sha256: str
+
+
+class Other(TypedDict):
+    """Of several models one beside the first."""
+
+    workload: dict[str, Any]  # in which fields it differs
+    losses: Values
+    grad_norms: Values
+    tensors: dict[str, Tensor]
+
+
+class Evidence(TypedDict, total=False):
+    """What programs read of the evidence of an end, an import or a verdict; it may say more."""
+
+    resource: str
+    other_parameters: str
+    unsaid: list[str]
+    reference: str
+    reference_layers: int
+
+
+class Machine(TypedDict, total=False):
+    """What programs read of a machine; it may say more."""
+
+    gpu: str
+    cpu: str
+    cores: int
+    host_bytes: int
+    ranks: list[dict[str, Any]]
+
+
+class Schedule(TypedDict, total=False):
+    """What programs read of the schedule of several models or after a checkpoint; it may say more."""
+
+    num_models: int
+    resumed_steps: int
+    turns: list[list[Any]]
+
+
+for kind in (Evidence, Machine, Schedule):  # a TypedDict takes no statement in its body
+    kind.__pydantic_config__ = OTHER_FIELDS  # type: ignore[union-attr]

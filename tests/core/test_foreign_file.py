@@ -1,0 +1,53 @@
+"""Files of anybody: what is no record is a line that names it, and nothing waits or overflows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core.foreign_file import read_text
+from harness.core.job import Job
+from harness.core.record import Record, read_all
+from tests.support.records import record
+from tests.support.tiny import TINY
+
+WHOLE = record(Job("resident", TINY)).to_dict()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["null", "[1]", "5", "{}", "", "\0", "[" * 200_000, '{"schema_version": ' * 50 + "1" + "}" * 50]
+    + [json.dumps(WHOLE | {"started": 0}).replace('"started": 0', f'"started": {value}')
+       for value in ("x", '"x"', "1" + "0" * 400, "1e400", "NaN", "-Infinity", "[[]]")],
+)  # fmt: skip
+def test_what_is_no_record_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "log_a.json").write_text(text)
+    records, (complaint,) = read_all(tmp_path)
+    assert not records and complaint.startswith(f"{tmp_path}/log_a.json is not a record: ") and "\n" not in complaint
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"tensors": {"a": {"changed": 1.0}}}, {"tensors": {"a": {"changed": 1.0, "moved": "far"}}},
+     {"machine": {"cores": "two"}}, {"schedule": {"num_models": None}}, {"gate": {"evidence": {"reference": []}}},
+     {"others": [{}]}, {"evidence": {"unsaid": 5}}],
+)  # fmt: skip
+def test_a_part_of_another_type_is_refused(part: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(part))):
+        Record.from_dict(WHOLE | part)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "log_a.json").symlink_to("/proc/self/environ")
+    (complaint,) = read_all(tmp_path)[1]
+    assert complaint.endswith("expected a regular file, got a symbolic link: " + repr(str(tmp_path / "log_a.json")))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="expected a regular file"):
+        read_text(tmp_path / "pipe")
