@@ -19,7 +19,7 @@ from pandas import DataFrame
 from harness.core import method
 from harness.core.child_process import ask
 from harness.core.record import Record, read_all
-from harness.figures import plot
+from harness.figures import case, plot
 from harness.figures.point import machine_of
 from harness.figures.profile import Profile, call
 from harness.jobs.sweep import Sweep, resolve
@@ -128,7 +128,7 @@ def table(found: Sequence[Shown]) -> DataFrame:
 def extract(found: Sequence[Shown], profile: str, out: Path) -> Path:
     path = out / f"overlap_{profile}.csv"
     out.mkdir(parents=True, exist_ok=True)
-    table(found).to_csv(path, index=False, lineterminator="\n")
+    case.write_table(table(found), path)
     return path
 
 

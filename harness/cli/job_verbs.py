@@ -15,6 +15,7 @@ from harness.cli.job_options import WithMethods, check_corpus, job_options, make
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
 from harness.core.console import print_table
 from harness.core.record import Record
+from harness.core.whole_file import check_replaceable
 from harness.devices import budgets
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep, resolve
@@ -185,6 +186,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     if words.get("trace"):
         if len(asked) > 1 or words["on"] != "local":
             raise ValueError("--trace needs one run in one local process: one method and size, no --on")
+        check_replaceable(words["trace"])
         check_writable(words["trace"].parent, "--trace")
         jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
     place = place_of(words, jobs[0].device)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
+import secrets
+import stat
 from pathlib import Path
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Replace the file at once: a reader, or a process killed meanwhile, leaves the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Replace the file at once: a reader, or a process killed meanwhile, leaves the old file or the new one. Raises
+    ValueError where the path is something else than a file, OSError that names the path where it cannot be written."""
+    check_replaceable(path)
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+        with open(temporary, "xb") as file:
+            file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises ValueError where a device file, a link or a folder has this name: nobody means to replace these."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "a device or pipe"
+            raise ValueError(f"{path}: expected the name of a new file or of one to replace, got {kind}; name another")

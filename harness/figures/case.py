@@ -23,13 +23,14 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.core import method
 from harness.core.checked_data import checked
 from harness.core.job import Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Gate, Record
+from harness.core.whole_file import write_whole
 from harness.devices import machine
 from harness.figures import plot, profile
 from harness.figures.point import FigureRow, machine_of, row_of
@@ -37,7 +38,12 @@ from harness.figures.profile import PROBE, Profile
 from harness.jobs.depth_search import Answer, Outcome, Trial
 from harness.jobs.sweep import context
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 FOLDER = ROOT / "cases"
+# The start of a text that a spreadsheet would compute; numbers are none.
+FORMULA = re.compile(r"^(?=[=+\-@\t\r])(?![-+]?[\d.]+(?:e[-+]?\d+)?$)")
 PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each of the artifact's runs that a figure draws
 PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
 COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
@@ -249,8 +255,14 @@ def extract(number: int, used: Profile, records: Sequence[Record], out: Path) ->
     frame.insert(1, "profile", used.name)
     out.mkdir(parents=True, exist_ok=True)
     path = Path(f"{stem(number, used, out)}.csv")
-    frame.to_csv(path, index=False, lineterminator="\n")
+    write_table(frame, path)
     return path
+
+
+def write_table(frame: DataFrame, path: Path) -> None:
+    """Write a CSV without cells that a spreadsheet would compute: an apostrophe goes before their text."""
+    safe = frame.map(lambda cell: FORMULA.sub("'", cell) if isinstance(cell, str) else cell)
+    write_whole(path, safe.to_csv(index=False, lineterminator="\n"))
 
 
 def figure(number: int, rows: Sequence[FigureRow], note: str) -> plot.Figure:
@@ -278,6 +290,11 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
         frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; the case's extract script writes it") from error
+    except ValueError as error:  # pandas' own for what is no table
+        raise ValueError(f"{path} is no table of a case: {' '.join(str(error).split())}") from error
+    if missing := {"profile", "keys"} - set(frame):
+        raise ValueError(f"{path} is no table of a case: expected a column {', '.join(sorted(missing))}")
+    frame = frame.replace(r"^'(?=[=+\-@\t\r])", "", regex=True)
     frame["keys"] = frame["keys"].str.split()
     lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
     needed = {"window_size": None, "value": None}  # fields without a default

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.core import method
+from harness.core.whole_file import write_whole
 from harness.figures.point import FigureRow
 
 if TYPE_CHECKING:
@@ -217,9 +218,15 @@ def _windows(rows: Sequence[FigureRow]) -> str:
 
 def save(made: Figure, stem: Path) -> list[Path]:
     """PDF and PNG without a date or a version in them."""
-    paths = [Path(f"{stem}.pdf"), Path(f"{stem}.png")]
-    made.savefig(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})
-    made.savefig(paths[1], dpi=200, metadata={"Software": None})
+    looks: dict[str, Any] = {
+        "pdf": {"metadata": {"CreationDate": None, "Producer": None, "Creator": None}},
+        "png": {"metadata": {"Software": None}, "dpi": 200},
+    }
+    paths = [Path(f"{stem}.{kind}") for kind in looks]
+    for path, (kind, look) in zip(paths, looks.items(), strict=True):
+        buffer = io.BytesIO()
+        made.savefig(buffer, format=kind, **look)
+        write_whole(path, buffer.getvalue())
     return paths
 
 

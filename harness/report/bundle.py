@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.core import method
+from harness.core.foreign_file import read_text
 from harness.core.record import STATUSES, VERDICTS, Record, read_all
-from harness.core.whole_file import write_whole
+from harness.core.whole_file import check_replaceable, write_whole
 from harness.devices import named_machines
 from harness.devices.machine import PACKAGES
 from harness.evidence import verify
@@ -39,6 +40,7 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
     """Write the archive without `names`, else those of this machine. Raises ValueError if there is no record, or the
     archive cannot be written."""
     archive = out or results / f"{FOLDER}.tar.gz"
+    check_replaceable(archive)
     with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
         stage = Path(folder) / FOLDER
         stage.mkdir()
@@ -83,7 +85,10 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     for path, record in zip(found, records, strict=True):
         record.write(stage / path.name)
     for path in results.glob("log_*.txt"):
-        (stage / path.name).write_text(names.text(path.read_text(errors="replace")))
+        try:
+            (stage / path.name).write_text(names.text(read_text(path)))
+        except OSError as error:
+            print(f"left out: {path}: {error.strerror}", file=sys.stderr)
     for path in (results / "traces").glob("*.json"):
         _put_trace(path, stage, names)
     machines = sorted({machine_of(record) for record in records if record.origin == "run"})

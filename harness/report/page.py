@@ -19,6 +19,7 @@ from pandas import DataFrame
 
 from harness.core import method
 from harness.core.record import Record, read_all
+from harness.core.whole_file import write_whole
 from harness.devices import named_machines
 from harness.evidence import fairness, verify
 from harness.evidence.judge import Finding
@@ -58,7 +59,7 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         for path, text in made.items():
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")  # whatever a record holds
+            write_whole(path, text)
     except OSError as error:
         raise ValueError(f"cannot write {page}: {error.strerror}; name another file with --out") from error
     return list(made)

@@ -181,6 +181,21 @@ def test_a_csv_holds_its_rows(tmp_path: Path) -> None:
     assert rows == [*case.measured(3, DEMO, demo_records()), *case.published(3)]
 
 
+def test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back(tmp_path: Path) -> None:
+    machine = {**FACTS, "cpu": "=1+1"}
+    found = [dataclasses.replace(each, machine=machine) for each in demo_records()]
+    path = case.extract(3, DEMO, found, tmp_path)
+    assert '"=1+1' not in path.read_text() and "\"'=1+1" in path.read_text()
+    assert {row.machine for row in case.read_csv(path)[0] if row.origin == "run"} == {"=1+1, 2 cores"}
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\0", '"'])
+def test_a_file_that_is_no_table_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "case3_demo.csv").write_text(text)
+    with pytest.raises(ValueError, match="is no table of a case"):
+        case.draw(3, tmp_path / "case3_demo.csv")
+
+
 @pytest.mark.parametrize("number", case.numbers())
 def test_the_same_records_give_the_same_bytes(number: int, tmp_path: Path) -> None:
     files = []

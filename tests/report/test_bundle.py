@@ -180,6 +180,16 @@ def test_the_report_of_an_archive_with_imported_logs_says_what_the_report_here_s
         assert member is not None and member.read().decode() == review.read_text()
 
 
+def test_what_is_no_file_of_its_own_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = records.write(tmp_path / "results", RECORDS[0])
+    (tmp_path / "secret").write_text("secret")
+    (folder / "log_1.txt").symlink_to("../secret")
+    os.mkfifo(folder / "log_2.txt")
+    with tarfile.open(bundle.write(folder, tmp_path / "b.tar.gz", NAMES)) as tar:
+        assert not [name for name in tar.getnames() if name.endswith(("log_1.txt", "log_2.txt"))]
+    assert capsys.readouterr().err.count("expected a regular file") == 2
+
+
 def test_no_record_is_one_line_and_no_archive(tmp_path: Path) -> None:
     done = run("bundle", "--results", str(tmp_path))
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)

@@ -1,0 +1,36 @@
+"""Files written whole: what may be replaced, and by which rights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.core.whole_file import write_whole
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "link").symlink_to("kept")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "link", "pipe"):
+        with pytest.raises(ValueError, match=f"{name}: expected the name of a new file or of one to replace"):
+            write_whole(tmp_path / name, "new")
+    assert (tmp_path / "kept").read_text() == "kept" and len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_file_has_the_rights_that_the_umask_leaves(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_whole(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+
+
+def test_the_longest_name_there_is_can_be_written(tmp_path: Path) -> None:
+    write_whole(tmp_path / ("x" * 255), "text")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["text"]
