@@ -19,6 +19,7 @@ from harness.cli.doctor import doctor
 from harness.cli.job_options import WithMethods
 from harness.cli.job_verbs import EXAMPLES, EXIT, INTERRUPTED
 from harness.core import method
+from harness.core.console import readable_output
 from harness.places.docker_image import image
 
 USAGE = 2
@@ -54,9 +55,17 @@ for verb in (*job_verbs.VERBS, *result_verbs.VERBS, doctor, image):
 
 def main() -> None:
     """Exit codes beside those of a verb: 2 wrong usage, 130 interrupted by Ctrl-C or SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, signal.default_int_handler)
+    with readable_output():
+        _run()
+
+
+def _run() -> None:
     try:
         door.main(standalone_mode=False, prog_name="./run.sh")
+        sys.stdout.flush()
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
     except (KeyboardInterrupt, click.Abort):
@@ -69,10 +78,11 @@ def main() -> None:
         hint = "-h is the hidden size, help is --help" if "'-h'" in text else "see --help"
         _fail(f"error: {text.rstrip('.')}; {hint}", USAGE)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        where = f" in {error.filename}" if error.filename else ""
-        _fail(f"error: the disk is full{where}: free some space and repeat the call", EXIT["does-not-fit"])
+        where = f" {error.filename}" if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            told = f" in{where}" if where else ""
+            _fail(f"error: the disk is full{told}: free some space and repeat the call", EXIT["does-not-fit"])
+        _fail(f"error: cannot use{where or ' a file'}: {error.strerror or error}; try another one", USAGE)
     except ValueError as error:
         _fail(f"error: {error}", USAGE)
     except method.Unavailable as error:

@@ -13,6 +13,7 @@ import click
 from harness.core import method
 from harness.devices import named_machines
 
+MOST_NUMBERS = 10_000  # of one option
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -50,6 +51,8 @@ class Numbers(click.ParamType):
             stop, step = (rest[0] if rest else start), (rest[1] if len(rest) > 1 else 1)
             if step < 1 or stop < start:
                 self.fail(f"expected a range first:last:step such as 2:8:2, got {part!r}", param, context)
+            if (stop - start) // step >= MOST_NUMBERS:
+                self.fail(f"expected at most {MOST_NUMBERS} numbers, got {part!r}", param, context)
             found.extend(range(start, stop + 1, step))
         return list(dict.fromkeys(found))
 

@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 WIDTH = 200  # columns without a terminal; cells fold, nothing is cut off
+# What commands a terminal: control characters but tab and line end, and marks that turn the direction of writing.
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def readable(text: str) -> str:
+    """The text with escapes in place of what would command a terminal."""
+    return COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class _Readable:
+    """A text stream that commands no terminal."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(readable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def readable_output() -> Iterator[None]:
+    """Pass all that is printed meanwhile through readable(): logs, records and names of files may hold anything."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_Readable, streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def terminal() -> Any:
+    """Standard output for a library that draws by control characters, and is given readable() text only."""
+    return getattr(sys.stdout, "stream", sys.stdout)
 
 
 def print_table(
@@ -28,5 +67,5 @@ def print_table(
             max_width=(widths or {}).get(name), no_wrap=not (place or has_lines),
         )  # fmt: skip
     for row in rows:
-        table.add_row(*map(str, row))
-    Console(width=None if sys.stdout.isatty() else WIDTH, markup=False).print(table)
+        table.add_row(*(readable(str(cell)) for cell in row))
+    Console(file=terminal(), width=None if sys.stdout.isatty() else WIDTH, markup=False).print(table)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from harness.core.console import readable, terminal
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
@@ -20,11 +21,12 @@ def reporter(as_json: bool) -> Iterator[Report]:
     if as_json:
         yield _print_json
     elif sys.stdout.isatty():
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        text, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[numbers]}")
+        text, numbers = (TextColumn(what, markup=False) for what in ("{task.description}", "{task.fields[numbers]}"))
         columns = (text, BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
-        with Progress(*columns, transient=True) as progress:
+        with Progress(*columns, console=Console(file=terminal()), transient=True) as progress:
             yield _Bar(progress).report
     else:
         yield _Lines().report
@@ -89,7 +91,8 @@ class _Bar:
 
     def __init__(self, progress: Any) -> None:
         self.progress = progress
-        self.lines = _Lines(lambda line: progress.console.print(line, markup=False, highlight=False, soft_wrap=True))
+        look: Any = {"markup": False, "highlight": False, "soft_wrap": True}
+        self.lines = _Lines(lambda line: progress.console.print(readable(line), **look))
         self.task: Any = None
         self.batch_size = 0
 

@@ -59,6 +59,11 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m resident --device-memory 12", "expected a positive size"),
         ("-m resident,l2l -l 2 --trace /tmp/trace.json", "--trace needs one run in one local process"),
         ("-m l2l -l 2 --trace /proc/traces/trace.json", "try another folder with --trace"),
+        ("-m l2l -l 2 --trace /dev/null", "/dev/null: expected the name of a new file or of one to replace"),
+        ("bundle --results /tmp --out /dev/null", "/dev/null: expected the name of a new file or of one to replace"),
+        ("-m resident -l 1:1000000000", "expected at most 10000 numbers, got '1:1000000000'"),
+        ("verify --results /nowhere/\x1b[2J", "no folder /nowhere/\\x1b[2J"),
+        ("compare " + "x" * 300 + " l2l", "File name too long"),
         (
             "case overlaps",
             "expected a case of 1, 2, 3, 4, 5, 6, overlap, or all of those with a number, got 'overlaps'",
