@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import TensorState, Trained, Training
-from methods.shared.memory_needs import describe
+from methods.shared.memory_needs import describe, each_page_locked
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Fsdp2Offload:
         params = -(-workload.num_params // self.world_size)
         size, workload = workload.weight_bytes, replace(workload, batch_size=workload.batch_size // self.world_size)
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
+        home = each_page_locked(4, workload, budget, self.world_size)
         gathered = 4 * (2 * workload.num_layers * workload.layer_params + workload.end_params) // self.world_size
         return Plan(
             device={
@@ -42,7 +43,7 @@ class Fsdp2Offload:
                 "gradients": size * (workload.end_params + workload.layer_params),
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
-            host={"weights": 4 * params, "gradients": 4 * params, "optimizer": 8 * params},
+            host={"weights": home, "gradients": home, "optimizer": 8 * params},
             moved_bytes=gathered + 4 * params,
         )
 

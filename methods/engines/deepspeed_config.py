@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import ROOT
+from methods.shared.memory_needs import each_page_locked, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
@@ -79,11 +80,6 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
     return {"weights": at_once, "gradients": at_once, "activations": activations}
 
 
-def page_locked(size: int, budget: Budget) -> int:
-    """Bytes that torch takes for a tensor whose pages it locks: the next power of two, and it keeps them when freed."""
-    return 1 << (size - 1).bit_length() if budget.page_locks and size else size
-
-
 def group_params(workload: Workload) -> tuple[int, int]:
     """Parameters of the optimizer's two groups, matrices, and biases and norms: each group is flat in memory."""
     small = (13 * workload.num_layers + 2) * workload.hidden_size
@@ -109,7 +105,7 @@ def stage_3_plan(workload: Workload, budget: Budget, **options: Any) -> Plan:
     params, size = workload.num_params, workload.weight_bytes
     gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
-    freed = _first_stored(workload, budget) if budget.page_locks else 0
+    freed = each_page_locked(size, workload, budget) if budget.page_locks else 0
     home = {  # on sim 24 (fp32) and 20 (bf16) bytes a parameter
         "weights": flat_groups(size, workload, budget) + 4 * params,
         "gradients": sub_groups * page_locked(4 * SUB_GROUP_PARAMS, budget) + page_locked(4 * rest, budget),
@@ -117,11 +113,3 @@ def stage_3_plan(workload: Workload, budget: Budget, **options: Any) -> Plan:
         "buffers": page_locked(size * params, budget) + freed,
     }
     return Plan(stage_3_device(workload), home, moved_bytes=size * (gathered + params), options=options)
-
-
-def _first_stored(workload: Workload, budget: Budget) -> int:
-    """Bytes of all weights, each page-locked by itself."""
-    size, width = workload.weight_bytes, workload.hidden_size
-    of_layer = sum(page_locked(size * parts * width**2, budget) for parts in (3, 1, 4, 4))
-    ends = sum(page_locked(size * rows * width, budget) for rows in (workload.vocab_size, workload.seq_len))
-    return workload.num_layers * of_layer + ends

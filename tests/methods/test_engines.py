@@ -191,12 +191,21 @@ def test_a_plan_counts_what_locking_pages_rounds_up() -> None:
 
 def test_stage_3_keeps_each_weight_that_it_page_locked_first() -> None:
     """4 layers x 2048 in fp32: of a layer's matrices 48 MiB take 64, the others 16, 64 and 64; the embedding 512, the
-    positions 8; 308,355,072 parameters."""
+    positions 8, biases and norms 0.4 and so 0.5; 306,556,928 parameters, in groups of 100 million."""
     mib = 2**20
     plan = create("zero-infinity", {}).plan(Workload(num_layers=4), Budget(page_locks=True))
-    freed, flat = (4 * (64 + 16 + 64 + 64) + 512 + 8) * mib, 2048 * mib
+    freed, flat = (4 * (64 + 16 + 64 + 64) + 512 + 8) * mib + mib // 2, 2048 * mib
     assert plan.host["buffers"] == flat + freed
     assert plan.host["gradients"] == 3 * 512 * mib + 32 * mib
+
+
+def test_fsdp2_page_locks_each_weight_and_each_gradient() -> None:
+    """As above; with two ranks each has half of every tensor."""
+    mib = 2**20
+    for num_ranks in (1, 2):
+        plan = create("fsdp2-offload", {"world_size": num_ranks}).plan(Workload(num_layers=4), Budget(page_locks=True))
+        each = ((4 * (64 + 16 + 64 + 64) + 512 + 8) * mib + mib // 2) // num_ranks
+        assert (plan.host["weights"], plan.host["gradients"]) == (each, each)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("sim", False), ("cuda", True)])
