@@ -26,7 +26,7 @@ from harness.devices.streams import Device
 from methods.offload import adamw_kernel
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
-from methods.streaming.layer_state import LayerState
+from methods.streaming.layer_state import LayerState, draw
 
 FACTOR = torch.tensor(0.5)
 NUM_LAUNCHES = 32  # in a row
@@ -78,6 +78,7 @@ def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float],
     """Seconds of forward passes alone and beside updates, of which there is always one that waits; by turns."""
     tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
     launched = LayerState(device, new_layer(tiny), "layers.0.", tiny, host=False)
+    draw([launched], tiny)
     launched.bind(launched.current.weights)
     x = torch.randn(1, 4, 16, dtype=DTYPES[layer.dtype])
     layers = [ours(device, layer) for _ in range(NUM_UPDATES)]

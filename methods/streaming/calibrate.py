@@ -34,7 +34,7 @@ from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
-from methods.streaming.layer_state import LayerState
+from methods.streaming.layer_state import LayerState, draw
 
 CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
@@ -95,6 +95,7 @@ def compute(workload: Workload, device: Device) -> dict[str, Any]:
     """Forward, and recompute with backward, of a layer; the head with its loss and gradients."""
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
     layer = LayerState(device, new_layer(workload), "layers.0.", workload, host=False)
+    draw([layer], workload)
     layer.bind(layer.current.weights)
     x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
     both = median_seconds(device, lambda: layer.forward([x]) and layer.backward([dy], layer.grads))

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.core.gpt import Ends
 from harness.core.job import Workload
 from harness.devices.streams import Device
-from methods.streaming.layer_state import LayerState
+from methods.streaming.layer_state import LayerState, draw
 
 
 class ResidentEnds:
@@ -21,6 +21,7 @@ class ResidentEnds:
         with torch.device("meta"):
             self.module = Ends(workload)
         self.device, self.state = device, LayerState(device, self.module, "ends.", workload, host=False)
+        draw([self.state], workload)
         self.state.bind(self.state.current.weights)
         self.num_parts = workload.micro_batches
 

@@ -25,7 +25,7 @@ from methods.offload.adamw import AdamStep
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
 from methods.streaming.disk import shelves
-from methods.streaming.layer_state import LayerState
+from methods.streaming.layer_state import LayerState, draw
 from methods.streaming.placement import num_gradients
 from methods.streaming.slot import Gradients, Slot
 
@@ -176,6 +176,7 @@ def new_layers(
         spare, shelf = speculates and kind in "PWS", next(on_disk) if kind == "D" else None
         place: dict[str, Any] = {"host": kind != "R", "spare": spare, "streamed": kind == "S", "shelf": shelf}
         states.append(LayerState(device, new_layer(workload), f"layers.{i}.", workload, **place))
+    draw(states, workload)
     rooms = cycle([Gradients(states[0]) for _ in range(num_gradients(kinds, window_size))])
 
     def of_kind(kind: str, state: LayerState) -> Layer:

@@ -5,7 +5,7 @@ Shapes: B samples of a micro-batch, T tokens, D hidden. A layer takes all micro-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.core.gpt import DTYPES, initialize
 from harness.core.job import Workload
 from harness.core.method import TensorState
-from harness.devices.streams import Device
+from harness.devices.streams import Device, num_update_threads
 from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Factor, State, chunks, joined, keep_, update
 from methods.offload.clip import Clip, norms_of
@@ -71,21 +71,21 @@ class LayerState:
         self.landed: Any = None  # the event of the gradient's arrival here
         self.saved: list[tuple[Tensor, Tensor]] = []  # of each micro-batch the layer's input, and its output's graph
         self._rooms: dict[str, Tensor] = {}  # where the gradient of each parameter goes
-        if shelf is None:
-            self._draw(workload, self.current)
-        else:
+        if shelf is not None:
             shelf.prefix = prefix
-            shelf.visit(lambda kept: self._draw(workload, self.state_of(kept))).result()
 
     def state_of(self, kept: list[Tensor]) -> State:
         """The state in force: these slabs, which may be longer than the layer, beside the weights."""
         return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 
-    def _draw(self, workload: Workload, state: State) -> Future:
-        """Initialize in place; a split master is first drawn into the slab of the first moment."""
+    def to_draw(self, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Names of tensors and where their starting values are drawn: those of a split master into the first moment."""
+        names = (self.prefix + name for name in self.layout.names)
+        return zip(names, self.layout.views(state.exp_avg if state.is_split else joined(state)), strict=True)
+
+    def keep_drawn(self, state: State) -> Future:
+        """Store the drawn values as the state's master and weights."""
         drawn = state.exp_avg if state.is_split else joined(state)
-        named = [self.prefix + name for name in self.layout.names]
-        initialize(zip(named, self.layout.views(drawn), strict=True), workload)
         for start in range(0, self.layout.numel, CHUNK):
             keep_(state.cut(start, start + CHUNK), drawn[start : start + CHUNK])
         if state.is_split:
@@ -223,6 +223,28 @@ def master_of(state: State) -> Tensor:
     for start in range(0, len(master), CHUNK):
         master[start : start + CHUNK] = joined(state.cut(start, start + CHUNK))
     return master
+
+
+def draw(states: Sequence[LayerState], workload: Workload) -> None:
+    """Give layers their starting values, of all tensors at once: there may be as many cores as a layer has tensors."""
+    here, on_disk = ([state for state in states if (state.shelf is None) is is_here] for is_here in (True, False))
+    initialize((pair for state in here for pair in state.to_draw(state.current)), workload)
+    if here:
+        device = here[0].device
+        pool = device.streams.pool(num_update_threads(device.name.type))
+        for kept in [pool.submit(state.keep_drawn, state.current) for state in here]:
+            kept.result()
+        pool.shutdown()
+
+    def begin(state: LayerState, shelf: Shelf) -> Any:
+        def work(kept: list[Tensor]) -> Future:
+            initialize(state.to_draw(state.state_of(kept)), workload)
+            return state.keep_drawn(state.state_of(kept))
+
+        return shelf.visit(work)
+
+    for visit in [begin(state, state.shelf) for state in on_disk if state.shelf]:
+        visit.result()
 
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:

@@ -26,7 +26,7 @@ from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
 from methods.shared.memory_needs import NUM_BUFFERS
 from methods.streaming.disk import Disk, File, shelves
-from methods.streaming.layer_state import LayerState
+from methods.streaming.layer_state import LayerState, draw
 from tests.support.cli import run
 from tests.support.training import tiny
 
@@ -43,10 +43,12 @@ def device() -> Iterator[Device]:
 def layers_of(device: Device, workload: Workload, folder: Path | None) -> list[LayerState]:
     """Layers whose states lie in the folder, or in memory."""
     places = [None] * NUM_LAYERS if folder is None else shelves(device, NUM_LAYERS, str(folder), workload)
-    return [
+    found = [
         LayerState(device, new_layer(workload), f"layers.{place}.", workload, host=True, shelf=shelf)
         for place, shelf in enumerate(places)
     ]
+    draw(found, workload)
+    return found
 
 
 def updated(device: Device, workload: Workload, folder: Path | None, steps: int = 3) -> list[Tensor]:

@@ -19,7 +19,7 @@ from harness.core.method import create
 from harness.devices.streams import Device
 from methods.offload.adamw import joined, keep_
 from methods.offload.layout import layout_of, new_layer
-from methods.streaming.layer_state import LayerState
+from methods.streaming.layer_state import LayerState, draw
 from methods.streaming.slot import Gradients, Slot
 from tests.support.training import tiny, train
 
@@ -172,7 +172,9 @@ def autograd(workload: Workload, x: Tensor, dy: Tensor, seed: int) -> list[Tenso
 
 
 def new_state(device: Device, workload: Workload, index: int = 1) -> LayerState:
-    return LayerState(device, new_layer(workload), f"layers.{index}.", workload, host=True)
+    state = LayerState(device, new_layer(workload), f"layers.{index}.", workload, host=True)
+    draw([state], workload)
+    return state
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
