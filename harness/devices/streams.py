@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -163,16 +162,11 @@ class Device:
             return self._pages(numel, dtype)
 
     def _pages(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """In a mapping of its own: no two slabs share a page, which could be locked only once; pages can be huge."""
-        pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE)
+        slab = pages(numel, dtype)
         # Touch every page now, by all cores, instead of by one in the first step.
-        whole = np.frombuffer(pages, dtype=np.uint8)
+        whole = slab.view(torch.uint8).numpy()
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
-        slab = torch.frombuffer(pages, dtype=dtype)
         if self.name.type == "cuda":
             code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
             if code:
@@ -186,6 +180,16 @@ class Device:
             future.result()
         for stream in (self.inbound, self.compute, self.outbound):
             stream.synchronize()
+
+
+def pages(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros on the host in a mapping of their own: no two slabs share a page, which could be locked only once; pages
+    can be huge, and are taken when they are touched."""
+    mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=dtype)
 
 
 def num_update_threads(device: str) -> int:

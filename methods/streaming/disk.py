@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.core.job import Workload
-from harness.devices.streams import Device
+from harness.devices.streams import Device, pages
 from methods.offload import torch_ops  # noqa: F401  registers reading and writing
 from methods.offload.layout import kept_dtypes, layout_of, new_layer
 from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
@@ -62,16 +62,15 @@ class Disk:
         self.device, self.folder, self.dtypes = device, folder, kept_dtypes(workload, host=True)
         self.numel = stored_numel(layout_of(new_layer(workload)).numel)
         self.files = [File(folder, num_layers * self.numel * dtype.itemsize) for dtype in self.dtypes]
-        self.buffers = [self.buffer() for _ in range(min(NUM_BUFFERS, num_layers))]
+        self.buffers = [
+            [device.room(self.numel, dtype, host=True) for dtype in self.dtypes]
+            for _ in range(min(NUM_BUFFERS, num_layers))
+        ]
         self.writer = device.threads(1)
         # A buffer is on its way back while the others are read and updated.
         self.visitors = device.threads(max(1, len(self.buffers) - 1))
         self.visits: list[Any] = [None] * len(self.buffers)  # each buffer's last one
         self.turns = itertools.cycle(range(len(self.buffers)))
-
-    def buffer(self) -> list[Tensor]:
-        """Room on the host for one layer's state."""
-        return [self.device.room(self.numel, dtype, host=True) for dtype in self.dtypes]
 
 
 class Shelf:
@@ -103,7 +102,7 @@ class Shelf:
         """A copy of the state as it is after the last visit."""
         if self.last is not None:
             self.last.result().result()
-        copy = self.disk.buffer()
+        copy = [pages(self.disk.numel, dtype) for dtype in self.disk.dtypes]  # not page-locked: no device reads it
         self._move(torch.ops.harness.read, copy)
         return copy
 

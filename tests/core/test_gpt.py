@@ -166,12 +166,15 @@ def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(num_logits: int, monke
 
 
 @pytest.mark.parametrize("numel", [1, 15, 64, 95, 127, 128, 129, 143, 1650])
-def test_what_is_drawn_in_blocks_has_the_very_bits_of_what_is_drawn_at_once(
-    numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpt, "DRAWN_AT_ONCE", 64)
+def test_what_is_drawn_in_blocks_has_the_very_bits_of_what_is_drawn_at_once(numel: int) -> None:
     name, shape = "layers.1.fc2.weight", torch.Size((numel, 1))
     drawn = torch.empty(numel)
-    for start, block in gpt.drawn_blocks(name, shape, tiny()):
+    for start, block in gpt.drawn_blocks(name, shape, tiny(), at_once=64):
         drawn[start : start + len(block)] = block
     assert torch.equal(drawn, gpt.initial(name, shape, tiny()).view(-1))
+
+
+def test_what_is_drawn_ahead_comes_in_order() -> None:
+    shapes = [(f"layers.{place}.fc1.weight", torch.Size((1 + 97 * (place % 5), 8))) for place in range(40)]
+    for (name, shape), drawn in zip(shapes, gpt.initials(shapes, tiny()), strict=True):
+        assert torch.equal(drawn, gpt.initial(name, shape, tiny()))

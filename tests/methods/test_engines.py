@@ -57,6 +57,27 @@ distances = {name: (norm(ours[name] - weight) / norm(weight - initial(name, weig
 print("RESULT", json.dumps([distances, sorted(sys.modules)]))
 """
 
+# Trains a step and prints how often each tensor's values were drawn, and by how many threads.
+DRAWN = """
+import collections, json, sys, threading
+from harness.core import gpt, method
+from harness.core.job import Workload
+from harness.simulation.batches import token_batches
+
+workload = Workload(**json.loads(sys.argv[2]))
+drawn, threads, drawing = collections.Counter(), set(), gpt._drawing
+
+def counted(name, *args):
+    drawn[name] += 1
+    threads.add(threading.get_ident())
+    return drawing(name, *args)
+
+gpt._drawing = counted
+for step in method.create(sys.argv[1], {}).train(workload, token_batches(workload, 1), "cpu"):
+    pass
+print("RESULT", json.dumps([drawn, len(threads)]))
+"""
+
 pytestmark = pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
 
 
@@ -76,6 +97,19 @@ def test_weights_end_where_residents_do_and_the_library_is_the_real_one(name: st
     distances, modules = json.loads(line.removeprefix("RESULT"))
     assert max(distances.values()) < 1e-3, sorted(distances.items(), key=lambda item: -item[1])[:3]
     assert ENGINES[name] in modules
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", [*ENGINES, "resident", "stronghold", "l2l", "varuna"])
+@pytest.mark.cover(0)
+def test_every_starting_value_is_drawn_once_by_several_threads(name: str, dtype: str) -> None:
+    fields = json.dumps({**SMALL.__dict__, "dtype": dtype})
+    done = subprocess.run([sys.executable, "-c", DRAWN, name, fields], cwd=ROOT, capture_output=True, text=True)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
+    assert line, done.stderr[-2000:]
+    drawn, num_threads = json.loads(line.removeprefix("RESULT"))
+    assert set(drawn.values()) == {1} and len(drawn) == 3 + 12 * SMALL.num_layers + 1
+    assert num_threads > 1
 
 
 @pytest.mark.heavy

@@ -73,6 +73,16 @@ def test_states_on_the_disk_are_updated_to_the_same_bits(device: Device, tmp_pat
     assert len(on_disk) == len(in_memory) and all(map(torch.equal, on_disk, in_memory))
 
 
+def test_what_is_read_after_the_training_is_not_page_locked(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layers_of(device, tiny(), tmp_path)[0]
+    assert layer.shelf
+    monkeypatch.setattr(device, "room", lambda *args, **words: pytest.fail("page-locks memory for a copy"))
+    exp_avg, exp_avg_sq = layer.shelf.read()
+    assert not exp_avg.any() and not exp_avg_sq.any()
+
+
 def test_files_have_no_name_to_leave_behind(device: Device, tmp_path: Path) -> None:
     updated(device, tiny(), tmp_path)
     assert list(tmp_path.iterdir()) == []
