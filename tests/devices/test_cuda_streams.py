@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness.core.job import GIB, Budget, Job
 from harness.devices.streams import Device, num_update_threads
+from harness.run import worker
+from harness.run.timeline import read
 from methods.offload.transfer import copy, queue
 from tests.support import bugs, planting
 from tests.support.bugs import Bug
 from tests.support.fake_cuda import FakeCuda, FakeEvent
+from tests.support.fake_gpu import FakeGpu
 from tests.support.training import Result, tiny, train, train_resident
 
 STEPS = 3
@@ -27,6 +32,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def running(cuda: FakeCuda) -> Iterator[FakeCuda]:
     with cuda.running():
         yield cuda
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Of 32 GiB, its memory by NVML and by torch.cuda."""
+    found = FakeGpu(32 * GIB, 0, 0)
+    found.install_nvml(monkeypatch)
+    for name, function in found.functions().items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return found
 
 
 def trained(cuda: FakeCuda, method: str, workload: Any, **options: Any) -> Result:
@@ -173,3 +188,21 @@ def test_tensors_of_two_memories_meet_in_copies_alone(running: FakeCuda) -> None
     with pytest.raises(AssertionError, match="add of tensors of devices"):
         torch.ones(2, device="cuda:1") + torch.ones(2)
     assert (torch.ones(2, device="cuda:1") * torch.tensor(2.0)).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["resident", "stronghold", "l2l", "hydra"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
+    gpu: FakeGpu, cuda: FakeCuda, tmp_path: Path, name: str, dtype: str
+) -> None:
+    """The worker itself: its clock, budgets and peaks, and the inspection."""
+    gpu.num_retries = 2
+    file, budget = tmp_path / "trace.json", Budget(device_bytes=4 * GIB)
+    job = Job(name, tiny(num_layers=4, dtype=dtype), budget=budget, device="cuda", steps=5, warmup=1, trace=str(file))
+    with cuda.running():
+        record = worker.run(job, "key", (), lambda event: None)
+    assert record.status == "ok", record.evidence["traceback"]
+    assert list(cuda.broken) == [] and "cap of the caching allocator" in record.limits["device"]
+    assert record.losses == train_resident(job.workload, 5).losses and len(record.timed_seconds) == 4
+    assert record.num_alloc_retries == 2 and set(record.peaks) == {"device_allocated", "device_reserved"}
+    assert len(read(file).steps) >= 2

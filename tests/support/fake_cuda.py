@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -108,10 +109,17 @@ class FakeEvent:
         stream = stream or self.cuda.current_stream()
         assert self.device in (None, stream.device), f"an event of device {self.device} on {stream.name}"
         stream.reached()
-        self.device, self.now = stream.device, stream.now.copy()
+        self.device, self.now, self.seconds = stream.device, stream.now.copy(), time.perf_counter()
 
     def query(self) -> bool:
-        return True
+        """As on a device that never gets ahead of what a thread has waited for."""
+        return self.now <= self.cuda.thread.now
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        """In milliseconds."""
+        for event in (self, later):
+            assert event.now <= self.cuda.thread.now, "an event is timed by a thread that has not waited for it"
+        return (later.seconds - self.seconds) * 1000
 
     def synchronize(self) -> None:
         assert self.device is not None, "a thread waits for an event that was never recorded"

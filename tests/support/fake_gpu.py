@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pynvml
 import pytest
@@ -27,6 +28,7 @@ class FakeGpu:
         self.total_bytes, self.driver_bytes, self.context_bytes = total_bytes, driver_bytes, context_bytes
         self.has_v2, self.has_context = has_v2, False
         self.reserved_bytes = 0  # by torch's allocator
+        self.num_retries = 0
         self.fraction: float | None = None
 
     def memory_info(self, handle: object, version: int | None = None) -> SimpleNamespace:
@@ -58,6 +60,11 @@ class FakeGpu:
 
     def install(self, patch: pytest.MonkeyPatch) -> FakeGpu:
         """For NVML, and for code that imports torch from now on."""
+        self.install_nvml(patch)
+        patch.setitem(sys.modules, "torch", SimpleNamespace(ones=self.ones, cuda=SimpleNamespace(**self.functions())))
+        return self
+
+    def install_nvml(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(pynvml, "nvmlInit", lambda: None)
         patch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
         patch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "a GPU")
@@ -67,11 +74,15 @@ class FakeGpu:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         patch.setattr(machine, "gpu", machine.gpu.__wrapped__)  # not the cached answer
         patch.setattr(machine, "facts", machine.facts.__wrapped__)
-        cuda = SimpleNamespace(
-            synchronize=lambda: None,
-            mem_get_info=self.mem_get_info,
-            memory_reserved=lambda: self.reserved_bytes,
-            set_per_process_memory_fraction=self.cap,
-        )
-        patch.setitem(sys.modules, "torch", SimpleNamespace(ones=self.ones, cuda=cuda))
-        return self
+
+    def functions(self) -> dict[str, Any]:
+        """Those of torch.cuda that tell of memory."""
+        return {
+            "synchronize": lambda: None,
+            "mem_get_info": self.mem_get_info,
+            "memory_reserved": lambda: self.reserved_bytes,
+            "max_memory_reserved": lambda: self.reserved_bytes,
+            "max_memory_allocated": lambda: self.reserved_bytes // 2,
+            "memory_stats": lambda: {"num_alloc_retries": self.num_retries},
+            "set_per_process_memory_fraction": self.cap,
+        }
