@@ -27,6 +27,7 @@ from harness.devices.streams import Device
 from methods.streaming.calibrate import copies, median_seconds
 
 SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 64, 32)}  # of attention: the published one, and a small one
+PINNED = {"cuda": (4 * GIB, 16 * GIB), "cpu": (GIB // 8,)}
 LAUNCHES = 1000
 
 
@@ -67,7 +68,7 @@ def attention(device: str) -> dict[str, Any]:
 def pinning(device: str) -> dict[str, Any]:
     """Seconds to take and page-lock memory as training does, and the kernel's counters in which it shows."""
     found: dict[str, Any] = {}
-    for size in (GIB // 8,) if device == "cpu" else (4 * GIB, 16 * GIB):
+    for size in PINNED[device]:
         before, started = budgets.process_bytes(), time.perf_counter()
         with Device(device) as place:
             slab = place.room(size, torch.uint8, host=True)

@@ -14,13 +14,17 @@ from typing import Any
 
 import click
 import pytest
+import torch
 
 from bench import gpu, gpu_facts, gpu_results, gpu_wheels
 from bench.gpu import Call, Step, Steps
 from harness.cli.main import door
 from harness.core.job import GIB, Job, Workload
 from harness.core.method import ROOT
+from methods.streaming import calibrate
 from tests.support import records
+from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_gpu import FakeGpu
 
 CUDA = gpu.cuda(128 * GIB)
 PYTHON = sys.executable
@@ -216,6 +220,25 @@ def test_a_fact_that_fails_is_its_error(tmp_path: Path, monkeypatch: pytest.Monk
     gpu_facts.main.callback(tmp_path / "facts.json", "cpu")  # type: ignore[misc]
     found = json.loads((tmp_path / "facts.json").read_text())
     assert found["first"] == {"error": "RuntimeError: no driver"} and found["second"] == 1.5
+
+
+def test_the_facts_of_a_gpu_are_measured_by_its_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the messages, for which this torch has no NCCL."""
+    gpu_of, cuda = FakeGpu(32 * GIB, 0, 500 * 2**20), FakeCuda(1).install(monkeypatch)
+    gpu_of.install_nvml(monkeypatch)
+    for name, function in gpu_of.functions().items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(gpu_facts, "PINNED", {"cuda": (2**20,)})
+    monkeypatch.setattr(gpu_facts, "SHAPES", {"cuda": (1, 4, 64, 32)})
+    monkeypatch.setattr(calibrate, "COPY_BYTES", {"cuda": 2**20})
+    monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
+    monkeypatch.setattr(gpu_facts, "GIB", 2**20)
+    with cuda.running():
+        gpu_facts.main.callback(tmp_path / "facts.json", "cuda")  # type: ignore[misc]
+    found = json.loads((tmp_path / "facts.json").read_text())
+    assert [name for name, fact in found.items() if "error" in fact] == ["messages"]
+    assert found["memory"]["cuda_total"] == 32 * GIB and found["memory"]["is_expandable"]
+    assert list(cuda.broken) == ["a copy that does not block, with host memory that is not page-locked"]
 
 
 @pytest.mark.heavy

@@ -390,12 +390,14 @@ class _Functions(TorchFunctionMode):
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             device = func(*args) if args[0].is_meta else None
             return device or _named(cuda.memory_of(args[0]).device)
-        target = kwargs.get("device")
+        target, is_locked = kwargs.get("device"), bool(kwargs.pop("pin_memory", False))
         if func in (Tensor.to, Tensor.cpu):
             target = "cpu" if func == Tensor.cpu else target
             target = next((each for each in args[1:2] if isinstance(each, (str, torch.device))), target)
             if target is not None:
                 return self._moved(args[0], torch.device(target), is_async=bool(kwargs.get("non_blocking")))
+        if is_locked:
+            return self._made(HOST, True, func, *args, **kwargs)
         if target is None or torch.device(target).type != "cuda":
             return func(*args, **kwargs)
         return self._made(_index(target), False, func, *args, **{**kwargs, "device": "cpu"})

@@ -83,6 +83,7 @@ class FakeGpu:
             "memory_reserved": lambda: self.reserved_bytes,
             "max_memory_reserved": lambda: self.reserved_bytes,
             "max_memory_allocated": lambda: self.reserved_bytes // 2,
+            "memory_snapshot": lambda: [{"is_expandable": True}],
             "memory_stats": lambda: {"num_alloc_retries": self.num_retries},
             "set_per_process_memory_fraction": self.cap,
         }
