@@ -67,6 +67,7 @@ class Varuna(nn.Module):
         self.batch_size, self.fp16 = batch_size, fp16
         self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)
         sample = get_batch_fn(chunk_size, device=None)
+        self._shapes = {name: _sample_shape(value) for name, value in sample.items()}
         pairs = list(shared_weights or [])
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         parts = self._cut(model, sample)
@@ -225,6 +226,15 @@ class Varuna(nn.Module):
         raise RuntimeError("a pipeline has no forward pass of its own; try step(inputs), or evaluate(inputs)")
 
     def _begin(self, inputs: Inputs) -> None:
+        if missing := sorted(self._shapes.keys() - inputs.keys()):
+            raise ValueError(f"step: the batch lacks {', '.join(missing)}, which the first one had")
+        for name, value in inputs.items():
+            found, expected = _sample_shape(value), self._shapes.get(name)
+            if found != expected and None not in (found, expected):
+                raise ValueError(
+                    f"step: expected {name} of {expected} for each sample, as in the first batch, got {found};"
+                    " try to pad all batches to one shape"
+                )
         self._micro_batches = split(inputs, self.sizes)
 
     def _taken_loss(self) -> Tensor:
@@ -237,10 +247,7 @@ class Varuna(nn.Module):
     def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """One micro-batch through this stage. The last stage's loss is weighted by its share of the global batch."""
         part, inputs = self.modes[self.training], self._micro_batches[number]
-        try:
-            mine = [_to(inputs[name], self.device, self.fp16) if name in inputs else None for name in part.inputs]
-        except KeyError as error:
-            raise ValueError(f"step: the batch lacks {error}, which the first one had") from error
+        mine = [_to(inputs.get(name), self.device, self.fp16) for name in part.inputs]
         found = part.module(*received, *mine)
         if self._engine.stage.is_last:
             loss = found[0] if isinstance(found, tuple | list) else found
@@ -395,6 +402,10 @@ def _to(value: Any, device: torch.device | None, fp16: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device=device, dtype=torch.float16 if fp16 and value.is_floating_point() else value.dtype)
+
+
+def _sample_shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape[1:]) if isinstance(value, Tensor) and value.ndim else None
 
 
 def _told(spec: Spec) -> str:

@@ -85,13 +85,15 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
     from methods.varuna import Varuna
 
     size, steps = training["batch_size"], training["steps"]
+    whole = user_model.make(dropout=training.get("dropout", 0.0))
     model = Varuna(
-        user_model.make(), training["map"], lambda size, device=None: user_model.batch(0, size), size,
+        whole, training["map"], lambda size, device=None: user_model.batch(0, size), size,
         training["chunk"], fp16=training.get("fp16", False), shared_weights=user_model.SHARED,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
     model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))
-    found: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
+    torch.manual_seed(model.stage)
+    found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "active": model.active}
     first = model.load_checkpoint(training["load"]) if "load" in training else 0
     for step in range(first, steps):
         mine = user_model.share(user_model.batch(step, size), model.replica, model.ranks.num_replicas)
@@ -113,4 +115,35 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {"method": by_method, "user": by_user, "peak": peak}
+def by_user_with_other_shapes(training: dict[str, Any]) -> list[str]:
+    """What a process says of shorter samples than the first ones, and the lower stage, of a cut that shortens them."""
+    from methods.varuna import Varuna
+
+    size = training["batch_size"]
+    model = Varuna(
+        user_model.make(), training["map"], lambda size, device=None: user_model.batch(0, size), size,
+        training["chunk"], shared_weights=user_model.SHARED,
+    )  # fmt: skip
+    model.set_optimizer(torch.optim.SGD(model.parameters()))
+    inputs = user_model.batch(0, size)
+    model.step(inputs)
+    told = []
+    shorter = {name: value[:, :5] if name != "bias" else value for name, value in inputs.items()}
+    with pytest.raises(ValueError) as error:
+        model.step(shorter)
+    told.append(str(error.value))
+    if model.stage == 0:
+        model.part.register_forward_hook(lambda part, arguments, found: [tensor[:, :5] for tensor in found])
+        with pytest.raises(ValueError) as error:
+            model.step(inputs)
+        told.append(str(error.value))
+    dist.destroy_process_group()
+    return told
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "method": by_method,
+    "user": by_user,
+    "peak": peak,
+    "shapes": by_user_with_other_shapes,
+}

@@ -35,7 +35,7 @@ class Writer(nn.Module):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(NUM_BLOCKS))
-        self.cutpoints = [CutPoint() for _ in range(NUM_BLOCKS)]
+        self.cutpoints: list[nn.Module] = [CutPoint() for _ in range(NUM_BLOCKS)]
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if is_tied:
             self.head.weight = self.wte.weight
@@ -89,3 +89,55 @@ def train_alone(steps: int, batch_size: int) -> tuple[list[float], list[float], 
         optimizer.step()
         losses.append(loss.item())
     return losses, norms, {name: weight.flatten().tolist() for name, weight in model.state_dict().items()}
+
+
+class Draws:
+    """The random numbers of several processes, in one: only one draws at a time."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.states, self.stage = [], 0
+        for stage in range(num_stages):
+            torch.manual_seed(stage)
+            self.states.append(torch.get_rng_state())
+
+    def go_to(self, stage: int) -> None:
+        self.states[self.stage], self.stage = torch.get_rng_state(), stage
+        torch.set_rng_state(self.states[stage])
+
+
+class Passage(nn.Module):
+    """In the place of an active CutPoint: from here on another process draws."""
+
+    def __init__(self, draws: Draws, stage: int) -> None:
+        super().__init__()
+        self.draws, self.stage = draws, stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draws.go_to(self.stage)
+        return x
+
+
+def train_with_dropout(
+    steps: int, batch_size: int, chunk_size: int, active: list[int], dropout: float
+) -> tuple[list[float], list[float]]:
+    """Losses and norms of one process without recompute, which draws as the stages between the active cuts do."""
+    model = make(dropout=dropout)
+    draws = Draws(len(active) + 1)
+    torch.set_rng_state(draws.states[0])
+    for stage, number in enumerate(active, start=1):
+        model.cutpoints[number] = Passage(draws, stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses, norms = [], []
+    num_chunks = batch_size // chunk_size
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(0.0)
+        whole = batch(step, batch_size)
+        for number in range(num_chunks):
+            draws.go_to(0)
+            loss = model(**share(whole, number, num_chunks)) / num_chunks
+            loss.backward()
+            losses[-1] += loss.item()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+    return losses, norms
