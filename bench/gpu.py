@@ -29,6 +29,7 @@ from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.core.whole_file import write_whole
 from harness.devices import machine
+from harness.run.launch import EXPANDABLE
 
 LIMIT_SECONDS = 480.0  # of a call, its archive included
 ENDING_SECONDS = 15.0  # of it, for verdict and archive
@@ -109,7 +110,7 @@ class Steps:
         window, streamed = ("--option", "resident_layers=0"), ("--placement", f"S{scale.traced}")
         depth, half, deepest = scale.headline[0], min(24, scale.whole_depth), scale.headline[-1]
         return [
-            Step("facts", (sys.executable, *facts), 90),
+            Step("facts", ("env", f"PYTORCH_ALLOC_CONF={EXPANDABLE}", sys.executable, *facts), 90),
             Step("the host's kernel", (sys.executable, "-c", kernel), 60),
             Step("tests", (sys.executable, *tests), 150),
             self.verb("rates", *calibrate, seconds=90),
@@ -120,7 +121,7 @@ class Steps:
             self.run("resident, capped", "resident", half, "bf16"),
             self.run("stronghold, all resident", "stronghold", half, "bf16", "--placement", f"R{half}"),
             *(self.run(f"{name}, once", name, depth, "fp32", seconds=120) for name in PEERS[1:5]),
-            self.run("beyond the device", "stronghold", deepest, "fp32", seconds=200),
+            self.run("beyond the device", "stronghold", deepest, "fp32", seconds=300),
         ]  # fmt: skip
 
     def second(self) -> list[Step]:

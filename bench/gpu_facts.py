@@ -73,7 +73,7 @@ def pinning(device: str) -> dict[str, Any]:
         with Device(device) as place:
             slab = place.room(size, torch.uint8, host=True)
             taken = time.perf_counter() - started
-            grown = {name: now - before[name] for name, now in budgets.process_bytes().items()}
+            grown = _grown(before)
             del slab
         found[f"{size // 2**20} MiB"] = {"seconds": taken, "counters": grown}
     return found
@@ -84,8 +84,13 @@ def pinned_by_torch(device: str) -> dict[str, Any]:
     before, started = budgets.process_bytes(), time.perf_counter()
     kept = torch.empty(3 * GIB // 2, dtype=torch.uint8, pin_memory=True)
     taken = time.perf_counter() - started
-    grown = {name: now - before[name] for name, now in budgets.process_bytes().items()}
-    return {"bytes": kept.nbytes, "seconds": taken, "counters": grown}
+    return {"bytes": kept.nbytes, "seconds": taken, "counters": _grown(before)}
+
+
+def _grown(before: dict[str, int]) -> dict[str, int]:
+    """The kernel's counters of this process that have grown by a MiB, in MiB."""
+    grown = {name: (now - before[name]) // 2**20 for name, now in budgets.process_bytes().items()}
+    return {name: size for name, size in grown.items() if size > 0}
 
 
 def link(device: str) -> dict[str, float]:
