@@ -27,7 +27,7 @@ case "${1:-}" in
         trap 'rm -rf "$site"' EXIT
         "$python" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$wheels" --no-deps \
             --no-compile --target "$site" "$wheels"/*.whl || exit 2
-        export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
+        export PYTHONPATH=$PWD:$site${PYTHONPATH#"$PWD"}
     fi
     ;;
 esac

@@ -212,6 +212,36 @@ def test_wheels_are_those_of_the_constraints() -> None:
         gpu_wheels.pinned(("apex",))
 
 
+def door_call(tmp_path: Path, *words: str, **environment: str) -> list[str]:
+    """The words and the variables with which bench/gpu.sh starts Python, for each start a line."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\necho "$@ | $PYTHONPATH | $NCCL_SOCKET_IFNAME"\n')
+    stub.chmod(0o755)
+    given = {
+        **os.environ,
+        "PYTHON": str(stub),
+        "PYTHONPATH": "/theirs",
+        "WHEELS": str(tmp_path / "wheels"),
+        **environment,
+    }
+    command = ["bash", str(ROOT / "bench" / "gpu.sh"), *words]
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_the_door_keeps_the_callers_packages_and_speaks_to_itself(tmp_path: Path) -> None:
+    (told,) = door_call(tmp_path, "2", "results/x")
+    assert told == f"-m bench.gpu 2 results/x | {ROOT}:/theirs | lo"
+
+
+def test_the_door_installs_wheels_where_there_are_some_without_a_network(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "a.whl").write_text("")
+    installs, calls = door_call(tmp_path, "1")
+    folder = installs.split("--target ")[1].split()[0]
+    assert "--no-index" in installs and "--no-deps" in installs and installs.split(" | ")[0].endswith("a.whl")
+    assert calls == f"-m bench.gpu 1 | {ROOT}:{folder}:/theirs | lo" and not Path(folder).exists()
+
+
 def test_a_fact_that_fails_is_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: str) -> None:
         raise RuntimeError("no driver\nand more")
