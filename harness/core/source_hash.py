@@ -53,7 +53,11 @@ def _needed(source: Path, tree: ast.AST, beside: Path) -> Iterator[Path]:
                 if file.is_file():
                     yield file.resolve()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith((".cpp", ".h")):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.endswith((".cpp", ".h", ".cu"))
+        ):
             named = source.with_name(Path(node.value).name)
             if named.is_file():
                 yield named

@@ -6,9 +6,9 @@ are stored beside it. At a tie these two match two masters, one rounded up and o
 the sign of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its
 master, which is stored whole: 14 bytes a parameter.
 
-The compiled kernel (adamw_kernel.py) updates a layer in one pass. Without a compiler, and where a bf16 weight lies
-beside a whole master, torch's fused kernel updates one block after another, so that temporary fp32 copies are small and
-stay in the cache.
+A kernel of ours (adamw_kernel.py; a GPU's, adamw_cuda.py) updates a layer in one pass. Without a compiler, and where a
+bf16 weight lies beside a whole master, torch's fused kernel updates one block after another, so that temporary fp32
+copies are small and stay in the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
-from methods.offload import adamw_kernel, torch_ops  # noqa: F401  registers the kernel
+from methods.offload import adamw_cuda, adamw_kernel, torch_ops  # noqa: F401  registers the kernel
 
 Factor = Tensor | float | None  # what a gradient is scaled by; None is 1
 VECTOR = 16  # elements: cuts at its multiples leave the bits of torch's kernel unchanged
@@ -131,9 +131,11 @@ def update(
 
 
 def takes_one_pass(grads: Tensor, state: State) -> bool:
-    """True if the compiled kernel updates this state."""
+    """True if a kernel of ours updates this state; a GPU's only one in halves: torch's takes the others."""
+    if grads.device.type == "cuda":
+        return state.is_split and adamw_cuda.load() is not None
     is_whole = grads.dtype == torch.bfloat16 and not state.is_split
-    return grads.device.type == "cpu" and not is_whole and adamw_kernel.load() is not None
+    return not is_whole and adamw_kernel.load() is not None
 
 
 def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:

@@ -1,13 +1,4 @@
-// One AdamW step in one pass: in mixed precision bf16 or fp16 gradients and weights, fp32 master and moments; or all of it
-// fp32.
-//
-// The fp32 master of an fp16 weight is kept whole; that of a bf16 weight is split: its bf16 rounding (to nearest, ties to even) is the weight, its low 16
-// bits are kept beside it. They give its high bits, too, but where a tie (low == 0x8000) was rounded down: that is marked
-// by the sign of the second moment, which is never negative. So 12 bytes a parameter keep every bit of the state.
-//
-// The order of operations is that of torch's fused AdamW on x86, and so are the bits: whole vectors of 8 elements of a
-// tensor fuse one product of the second moment into the sum, its last elements the other. One body, compiled for three
-// instruction sets; the compiler is to fuse nothing by itself (-ffp-contract=off).
+// One AdamW step of a layer in one pass: one body (adamw_element.h), compiled for three instruction sets.
 //
 // What goes into another state than it came from is written past the caches, block by block: else the processor would
 // read every line of that state before it writes it.
@@ -23,128 +14,17 @@
 #include <map>
 #include <mutex>
 #include <thread>
-#include <type_traits>
 
 #include <pthread.h>
 #include <signal.h>
+
+#include "adamw_element.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace {
-
-struct Fp32 {
-    using Word = float;  // of a weight and of its gradient
-    using Rest = float;  // of the master, beside the weight: none
-};
-
-struct Bf16 {
-    using Word = uint16_t;
-    using Rest = uint16_t;  // the low half of the master; the weight is the other
-};
-
-struct Fp16 {
-    using Word = uint16_t;
-    using Rest = float;  // all of the master
-};
-
-template <typename Format>
-struct State {
-    typename Format::Word* weights;
-    typename Format::Rest* rest;
-    float *exp_avg, *exp_avg_sq;
-
-    State at(int64_t start) const {
-        return {weights + start, rest ? rest + start : nullptr, exp_avg + start, exp_avg_sq + start};
-    }
-};
-
-struct Piece {  // elements [start, stop) of one tensor; only its last piece is no multiple of 8
-    int64_t start, stop, is_decayed;
-};
-
-struct Factors {
-    float factor, decay, grad_weight, beta2, grad_sq_weight, bias2_sqrt, epsilon, minus_step_size;
-};
-
-inline float as_float(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline uint32_t as_bits(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-// By arithmetic that any vector unit has: a multiplication moves the exponent, of what is below the normal numbers, too.
-inline float from_fp16(uint16_t half) {
-    const uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
-    const uint32_t finite = as_bits(as_float(bits) * 0x1p112f);
-    const uint32_t value = bits >= 0x0f800000 ? bits | 0x7f800000 : finite;
-    return as_float(value | static_cast<uint32_t>(half & 0x8000) << 16);
-}
-
-// Rounded to nearest, ties to even. Below the normal numbers of fp16 an addition to 1/2 rounds to its smallest step.
-inline uint16_t to_fp16(float value) {
-    const uint32_t bits = as_bits(value) & 0x7fffffff;
-    const uint32_t normal = (bits + 0xc8000fff + ((bits >> 13) & 1)) >> 13;
-    const uint32_t small = as_bits(as_float(bits) + 0.5f) - as_bits(0.5f);
-    const uint32_t large = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
-    const uint32_t half = bits >= 0x47800000 ? large : bits < 0x38800000 ? small : normal;
-    return static_cast<uint16_t>(half | (as_bits(value) >> 16 & 0x8000));
-}
-
-template <bool is_tail, typename Format>
-[[gnu::always_inline]] inline void update(
-    const typename Format::Word* grads, State<Format> from, State<Format> to, int64_t count, Factors by) {
-    constexpr bool is_split = std::is_same_v<Format, Bf16>, is_half = std::is_same_v<Format, Fp16>;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) {
-        const uint32_t marked = as_bits(from.exp_avg_sq[i]);
-        float master, grad;
-        if constexpr (is_split) {
-            const uint32_t low = static_cast<int32_t>(static_cast<int16_t>(from.rest[i]));
-            master = as_float((static_cast<uint32_t>(from.weights[i]) << 16) + low + ((marked >> 31) << 16));
-            grad = as_float(static_cast<uint32_t>(grads[i]) << 16) * by.factor;
-        } else if constexpr (is_half) {
-            master = from.rest[i];
-            grad = from_fp16(grads[i]) * by.factor;
-        } else {
-            master = from.weights[i];
-            grad = grads[i] * by.factor;
-        }
-        const float before = from.exp_avg[i], before_sq = as_float(marked & 0x7fffffff);
-        const float avg = __builtin_fmaf(by.grad_weight, grad - before, before);
-        const float grad_part = by.grad_sq_weight * grad;
-        const float avg_sq = is_tail ? __builtin_fmaf(before_sq, by.beta2, grad_part * grad)
-                                     : __builtin_fmaf(grad_part, grad, before_sq * by.beta2);
-        const float scale = std::sqrt(avg_sq) / by.bias2_sqrt + by.epsilon;
-        master = master * by.decay + by.minus_step_size * avg / scale;
-
-        to.exp_avg[i] = avg;
-        if constexpr (is_split) {
-            const uint32_t bits = as_bits(master);
-            uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-            rounded = master != master ? 0x7fc0 : rounded;
-            const uint32_t kept = static_cast<int32_t>(static_cast<int16_t>(bits));
-            const uint32_t mark = (bits - (rounded << 16) - kept) << 15;
-            to.weights[i] = static_cast<uint16_t>(rounded);
-            to.rest[i] = static_cast<uint16_t>(bits);
-            to.exp_avg_sq[i] = as_float((as_bits(avg_sq) & 0x7fffffff) | mark);
-        } else if constexpr (is_half) {
-            to.weights[i] = to_fp16(master);
-            to.rest[i] = master;
-            to.exp_avg_sq[i] = avg_sq;
-        } else {
-            to.weights[i] = master;
-            to.exp_avg_sq[i] = avg_sq;
-        }
-    }
-}
 
 constexpr int64_t BLOCK = 256;  // elements whose new state lies in the nearest cache until it is written
 
@@ -335,24 +215,16 @@ int adamw_widest_path() {
 }
 
 // format: 0 fp32, 1 bf16, 2 fp16. from and to: weights, rest of the master (none in fp32), exp_avg, exp_avg_sq; to may be
-// from. numbers: clip factor, learning rate, weight decay, beta1, beta2, epsilon, number of this step from 1.
+// from. numbers: as Factors, to be rounded.
 void adamw(int path, int format, const void* grads, void* const* from, void* const* to, const Piece* pieces, int64_t num_pieces,
            const double* numbers, int num_threads, int64_t deadline) {
-    const double learning_rate = numbers[1], beta1 = numbers[3], beta2 = numbers[4], number = numbers[6];
-    const Factors by = {
-        static_cast<float>(numbers[0]),
-        static_cast<float>(1 - learning_rate * numbers[2]),
-        static_cast<float>(1 - beta1),
-        static_cast<float>(beta2),
-        static_cast<float>(1 - beta2),
-        static_cast<float>(std::sqrt(1 - std::pow(beta2, number))),
-        static_cast<float>(numbers[5]),
-        static_cast<float>(-(learning_rate / (1 - std::pow(beta1, number)))),
-    };
+    float by[8];
+    std::copy(numbers, numbers + 8, by);
     int64_t num_parts = 0;
     for (const Piece* piece = pieces; piece < pieces + num_pieces; ++piece) num_parts += Call::parts_of(*piece);
     const Run of_format = format == 0 ? run<Fp32> : format == 1 ? run<Bf16> : run<Fp16>;
-    Call call{of_format, path, grads, from, to, pieces, by, deadline, num_parts};
+    const Factors rounded = {by[0], by[1], by[2], by[3], by[4], by[5], by[6], by[7]};
+    Call call{of_format, path, grads, from, to, pieces, rounded, deadline, num_parts};
     Pool* const pool = num_threads > 1 && num_parts > 1 ? pool_of(num_threads) : nullptr;
     if (pool)
         pool->work(call);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from harness.core.native_build import Library
 
 PATHS = ("plain", "AVX2", "AVX-512")  # these in the order of adamw_kernel.cpp
 FORMATS = ("torch.float32", "torch.bfloat16", "torch.float16")
-LIBRARY = Library("the host's AdamW", 2, ROOT / ".venv" / "adam", (Path(__file__).with_name("adamw_kernel.cpp"),))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("adamw_kernel.cpp", "adamw_element.h"))
+LIBRARY = Library("the host's AdamW", 2, ROOT / ".venv" / "adam", SOURCES)
 # The compiler fuses no operations by itself: the three paths and torch give the same bits.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 
@@ -51,6 +53,13 @@ def describe(dtype: str) -> str:
     return "torch AdamW, fused, host" if dtype == "fp32" else "torch AdamW, fused, in blocks, host"
 
 
+def factors(learning_rate: float, number: int) -> tuple[float, ...]:
+    """What a step of this number, counted from 1, multiplies by, in the order of Factors in adamw_element.h."""
+    beta1, beta2 = BETAS
+    decay, bias2_sqrt = 1 - learning_rate * WEIGHT_DECAY, math.sqrt(1 - beta2**number)
+    return decay, 1 - beta1, beta2, 1 - beta2, bias2_sqrt, EPSILON, -(learning_rate / (1 - beta1**number))
+
+
 def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int], learning_rate: float,
     number: int, num_threads: int, deadline: int,
@@ -63,7 +72,7 @@ def run(
     """
     library, scaled_by = load(), scale if factor is None else scale * float(factor)
     assert library is not None
-    numbers = (scaled_by, learning_rate, WEIGHT_DECAY, *BETAS, EPSILON, number)
+    numbers = (scaled_by, *factors(learning_rate, number))
     library.adamw(
         widest_path(),
         FORMATS.index(str(grads.dtype)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.core.job import gib
-from methods.offload import adamw_kernel
+from methods.offload import adamw_cuda, adamw_kernel
 
 PAGE_BYTES = 4096  # a file is read and written past the system's cache where memory and length are whole pages
 
@@ -63,3 +63,4 @@ def _pages(file: Tensor, slab: Tensor) -> tuple[memoryview, int, int]:
 for _name, _operation in (("adamw", adamw_kernel.run), ("reserve", reserve), ("read", read), ("write", write)):
     _library.impl(_name, _operation, "CPU")
     _library.impl(_name, lambda *args: None, "Meta")  # for tensors without memory
+_library.impl("adamw", adamw_cuda.run, "CUDA")

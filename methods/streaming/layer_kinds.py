@@ -171,12 +171,19 @@ def new_layers(
     device: Device, workload: Workload, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
     """The layers of a placement, bottom first. Raises OSError where the disk has no room."""
-    on_disk, states = shelves(device, kinds.count("D"), disk, workload), []
-    for i, kind in enumerate(kinds):
+    on_disk = shelves(device, kinds.count("D"), disk, workload)
+
+    def new_state(i: int, kind: str) -> LayerState:
         spare, shelf = speculates and kind in "PWS", next(on_disk) if kind == "D" else None
         place: dict[str, Any] = {"host": kind != "R", "spare": spare, "streamed": kind == "S", "shelf": shelf}
-        states.append(LayerState(device, new_layer(workload), f"layers.{i}.", workload, **place))
-    draw(states, workload)
+        return LayerState(device, new_layer(workload), f"layers.{i}.", workload, **place)
+
+    found: dict[int, LayerState] = {}
+    for is_resident in (True, False):  # what is drawn for the device passes through the host while that has room
+        some = {i: new_state(i, kind) for i, kind in enumerate(kinds) if (kind == "R") is is_resident}
+        draw([*some.values()], workload)
+        found |= some
+    states = [found[i] for i in range(len(kinds))]
     rooms = cycle([Gradients(states[0]) for _ in range(num_gradients(kinds, window_size))])
 
     def of_kind(kind: str, state: LayerState) -> Layer:

@@ -136,8 +136,8 @@ def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str 
     if clipping == "speculate":
         host["optimizer"] += states * (hosted - count["D"]) * layer
     if workload.dtype != "fp32":
-        # What an update makes fp32, beside boundaries: on the device; on the host without the compiled kernel. A
-        # gradient; where the master is in two halves, that, too.
+        # What an update makes fp32, beside boundaries, without a kernel of ours. A gradient; where the master is in two
+        # halves, that, too.
         each = 17 if workload.dtype == "bf16" else 4
         updates = [(4 * min(BLOCK, max(workload.end_params, layer if count["R"] else 0)), boundary)]
         if count["S"]:  # in the forward pass, or, ahead of the norm, in the backward pass

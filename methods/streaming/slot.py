@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.devices.streams import Device
-from methods.offload.adamw import AdamStep, Factor, State, update
+from methods.offload.adamw import AdamStep, Factor, State
 from methods.offload.transfer import Pair, copy, copy_all, num_bytes, queue
 from methods.streaming.layer_state import LayerState
 
@@ -60,7 +60,7 @@ class Slot:
         if self.completed is not None:
             self.device.compute.wait_event(self.completed.result())
         with self.device.span("compute", "update", layer.prefix):
-            update(grads, self.state, self.state, layer.chunks, step, factor)
+            layer.adamw(grads, self.state, self.state, layer.chunks, step, factor)
         done = self.device.compute.record_event()
         self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], _pairs(target, self.state))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from harness.core.method import ROOT
 
 # What defines operations of torch, which a process defines once.
-LOADED_ONCE = {"methods.offload.torch_ops", "methods.offload.adamw_kernel"}
+LOADED_ONCE = {"methods.offload.torch_ops", "methods.offload.adamw_kernel", "methods.offload.adamw_cuda"}
 
 
 @contextmanager

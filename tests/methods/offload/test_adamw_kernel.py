@@ -242,6 +242,35 @@ def test_a_layer_is_updated_by_one_call_on_all_cores(
     assert clock.num_threads == [num_update_threads("cpu")] * 2 * 3
 
 
+class StreamedUpdates(VectorClock):
+    """Operations that touch a slot's second moments, and the bytes that each update reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.num_bytes: list[int] = []
+
+    def ran(self, agent: Agent, op: Op) -> None:
+        if any(str(access.memory).startswith("slot") and "exp_avg_sq" in str(access.memory) for access in op.accesses):
+            self.names.add(op.name)
+            if op.name == "adamw":
+                self.num_bytes.append(sum(access.num_bytes for access in op.accesses))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_a_streamed_layers_update_is_one_pass_of_at_most_48_bytes_a_parameter(
+    kernel: None, dtype: str, clip_norm: float
+) -> None:
+    workload = tiny(num_layers=3, hidden_size=258, dtype=dtype, clip_norm=clip_norm)
+    clock = StreamedUpdates()
+    with watching(clock):
+        method = create("stronghold", {"placement": "S3", "window_size": 1})
+        finish(method.train(workload, token_batches(workload, 2), DEVICE))
+    assert clock.names == {"adamw", "copy_"}
+    assert len(clock.num_bytes) >= 3 and max(clock.num_bytes) <= 48 * workload.layer_params
+
+
 @pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
 def test_every_fp16_gradient_is_read_and_every_master_rounded_as_torch_does(
     kernel: None, path: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,63 @@
+"""A GPU's AdamW for a split state: adamw_cuda.cu, compiled in this process by NVRTC, which torch brings along.
+
+26 bytes a parameter in one kernel, by the operations of the host's, so a layer gets the same bits wherever it is
+updated. torch's fused kernel takes no weight in two halves: joined first and split again, a parameter takes 206 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+from methods.offload.adamw_kernel import factors
+
+SOURCE, BODY = (Path(__file__).with_name(name) for name in ("adamw_cuda.cu", "adamw_element.h"))
+NUM_THREADS = 256  # of a block
+MOST_BLOCKS = 2048  # for one tensor: more than a GPU runs at once
+
+
+def load() -> Any:
+    """The kernel for the current device; None where torch cannot compile it."""
+    import torch
+
+    return _load(torch.cuda.current_device())
+
+
+@functools.cache
+def _load(device_index: int) -> Any:
+    import torch
+
+    # As on the host, the compiler fuses no operations by itself.
+    options: dict[str, Any] = {"cuda_include_dirs": [str(BODY.parent)], "nvcc_options": ["--fmad=false", "--std=c++17"]}
+    try:
+        return torch.cuda._compile_kernel(SOURCE.read_text(), "adamw", **options)  # type: ignore[attr-defined]
+    except (AttributeError, OSError, RuntimeError) as error:
+        warnings.warn(f"layers in two halves are updated by torch's kernels, slowly: {error}", stacklevel=2)
+        return None
+
+
+def run(
+    grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int], learning_rate: float,
+    number: int, num_threads: int, deadline: int,
+) -> None:  # fmt: skip
+    """As adamw_kernel.run(), queued on the current stream."""
+    pieces = _on_device(tuple(table), grads.device)
+    longest = max(stop - start for start, stop in zip(table[::3], table[1::3], strict=True))
+    load()(
+        grid=(min(MOST_BLOCKS, -(-longest // NUM_THREADS)), len(table) // 3, 1),
+        block=(NUM_THREADS, 1, 1),
+        args=[
+            grads, *source, *target, pieces, grads if factor is None else factor, int(factor is not None),
+            scale, *factors(learning_rate, number),
+        ],
+    )  # fmt: skip
+
+
+@functools.cache
+def _on_device(table: tuple[int, ...], device: Any) -> Any:
+    """Copied once: the copy waits for the device."""
+    import torch
+
+    return torch.tensor(table, dtype=torch.int64, device=device)
