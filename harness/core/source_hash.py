@@ -58,7 +58,7 @@ def _needed(source: Path, tree: ast.AST, beside: Path) -> Iterator[Path]:
             and isinstance(node.value, str)
             and node.value.endswith((".cpp", ".h", ".cu"))
         ):
-            named = source.with_name(Path(node.value).name)
+            named = source.parent / node.value
             if named.is_file():
                 yield named
 

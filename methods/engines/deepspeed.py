@@ -167,8 +167,10 @@ def build(kernel: str) -> None:
         if not builder.is_compatible(verbose=True):
             raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
         flags = builder.cxx_args
-        # Without debug symbols: 25 instead of 36 seconds a file.
+        # Without debug symbols, and with less of torch's headers: 11 instead of 28 seconds a file.
         builder.cxx_args = lambda: [flag for flag in flags() if flag != "-g"]
+        header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"
+        os.environ["CPATH"] = os.pathsep.join(filter(None, [str(header.parents[1]), os.environ.get("CPATH")]))
         builder.load(verbose=True)
         (EXTENSIONS / f"{kernel}.built").write_text(versions())
 
