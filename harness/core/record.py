@@ -106,7 +106,7 @@ class Record:
 
     @property
     def is_lasting(self) -> bool:
-        """False for a full disk and for a cluster's own limit of memory: the same call tries these again."""
+        """False for a full disk and for a limit of memory of a cluster or shell: the same call tries these again."""
         is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
         return self.is_result and not is_of_elsewhere
 

@@ -189,6 +189,14 @@ def context_since(free_bytes: int | None) -> int | None:
     return max(0, free_bytes - now - torch.cuda.memory_reserved())
 
 
+def limit_of_the_call() -> str:
+    """What limits the memory of whatever this process starts, "" if nothing does: an end for want of memory is then its
+    result, and of no other call."""
+    limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
+    found = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
+    return ", ".join(found)
+
+
 def process_bytes(pid: int | None = None) -> dict[str, int]:
     """Bytes of a process, else of this one, by the kernel's names (RssAnon, VmData); empty if it does not tell."""
     with contextlib.suppress(OSError):

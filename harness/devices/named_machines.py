@@ -78,6 +78,6 @@ def _read(file: Path) -> dict[str, Any]:
 
     try:
         return checked(dict[str, Any], yaml.safe_load(file.read_text()) or {})
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"{file} does not load: {told}; try v100-vm: {{device_memory: 32GiB}}") from error

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import io
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,7 @@ LATE_SECONDS = 15.0  # by which a record may come after its job's state, through
 CANCEL_SECONDS = 60.0
 OOM_KILL = "oom-kill event"  # slurmstepd's words
 BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}  # to Slurm
+PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # what an option's text may be made of
 # What sbatch calls an option by another name than --slurm does.
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
@@ -82,11 +84,14 @@ def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
             continue
         try:
             found |= checked(dict[str, Any], yaml.safe_load(Path(text).read_text()))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             told = " ".join(str(error).split())
             raise ValueError(f"--slurm {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {told}") from error
     try:
         options = dataclasses.asdict(checked(Options, found))
+        for name, value in options.items():
+            if isinstance(value, str) and not PLAIN.fullmatch(value):  # it becomes a line of a batch script
+                raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
     except ValueError as error:
         names = ", ".join(item.name for item in dataclasses.fields(Options))
         raise ValueError(f"--slurm {error}; try {names}") from error

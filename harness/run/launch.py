@@ -221,7 +221,10 @@ class Watch:
             failure = failures.of_killed_child(end, record.reason, str(record.evidence.get("traceback")))
         if failure:
             changes |= failure.changes(record.evidence)
-        return dataclasses.replace(record, **changes)
+        record = dataclasses.replace(record, **changes)
+        if record.status.startswith("oom-host") and (limit := budgets.limit_of_the_call()):
+            return dataclasses.replace(record, evidence={**record.evidence, "limit_of": limit})
+        return record
 
     def _end(self) -> failures.End:
         self._sample_shm()

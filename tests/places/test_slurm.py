@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -202,6 +203,13 @@ def test_without_slurm_and_with_unknown_options_one_line_says_so(tmp_path: Path)
 def test_ranks_spread_evenly_over_a_number_of_nodes(tmp_path: Path) -> None:
     done = cli.run(*WORDS, "--slurm", "nodes=none")
     assert done.returncode == 2 and "nodes: expected a valid integer, got 'none'" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("value", ["gpu\ntouch owned\n#", "a b", "'a'", "$(a)", "[" * 5000])
+def test_an_option_that_would_be_more_than_a_value_is_refused(value: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(f"partition: {json.dumps(value) if len(value) < 20 else value}")
+    with pytest.raises(ValueError, match=r"^--slurm [^\n]*expected"):
+        options_of((str(tmp_path / "cluster.yaml"),))
 
 
 def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -108,6 +109,17 @@ def test_a_clock_set_forward_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     job = Job("resident", TINY, budget=Budget(seconds=3600), steps=2, warmup=1)
     path = launch(job, "key", tmp_path, report=lambda event: ahead.update(seconds=7200.0))
     assert Record.read(path).status == "ok"
+
+
+def test_an_end_by_a_limit_of_the_shell_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "collects_late.py").write_text(COLLECTS_LATE.replace("torch.ones(100_000_000)", "bytearray(2**36)"))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**35, most))
+    try:
+        record = Record.read(launch(Job("collects-late", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    assert (record.status, record.evidence["limit_of"], record.is_lasting) == ("oom-host", "ulimit -v", False)
 
 
 def test_an_event_whose_report_fails_costs_no_other() -> None:
