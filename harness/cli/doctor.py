@@ -122,6 +122,7 @@ def told(entry: dict[str, Any]) -> str:
         f" out {copies['outbound_page_locked']} (pageable {copies['outbound_pageable']}),"
         f" both at once {copies['both_ways']}, within the device {copies['within_device']}",
         f"host's Adam, G parameters/s: {by_threads} threads, {updates['ahead'] / GB:.2f} from one state into another;"
-        f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied",
+        f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied;"
+        f" the device's: {updates['on_device'] / GB:.2f}, of a streamed layer {updates['streamed'] / GB:.2f}",
         f"disk, GB/s: read {disk['read']}, write {disk['write']}, both at once {disk['both_ways']}",
     ))  # fmt: skip

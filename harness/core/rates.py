@@ -42,6 +42,7 @@ class Rates:
     host_bytes_per_second: float = math.inf  # of the host's memory: Adam and copies together
     host_adam_params_per_second: float = math.inf  # what the cores can do where memory does not bind
     ahead_cost: float = 1.0  # of an update from one state into another, in updates in place
+    streamed_cost: float = 1.0  # of a streamed layer's update on the device, in a resident one's
     disk_read_bytes_per_second: float = math.inf
     disk_write_bytes_per_second: float = math.inf
     disk_duplex_share: float = 1.0  # of the sum of both, when both go at once

@@ -35,6 +35,7 @@ from methods.offload.layout import new_layer
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
 from methods.streaming.layer_state import LayerState, draw
+from methods.streaming.slot import Gradients, Slot
 
 CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
@@ -75,6 +76,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
         duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
         host_bytes_per_second=max(adam_bytes * alone, under_copies),  # the most that was seen to pass through at once
         host_adam_params_per_second=alone,
+        streamed_cost=updates["on_device"] / updates["streamed"],
         ahead_cost=max(1.0, updates["alone"][str(loaded["threads"])] / updates["ahead"]),
         disk_read_bytes_per_second=read,
         disk_write_bytes_per_second=written,
@@ -151,12 +153,23 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
             alone[str(threads)] = threads * small.layer_params / seconds
             if threads == most:
                 loaded = under_copies(device, layers, small.layer_params)
-                there = LayerState(device, new_layer(small), "layers.0.", small, host=False)
-                on_device = small.layer_params / median_seconds(device, lambda: there.update(1e-4, None))  # noqa: B023
+                there = on_device(device, small)
     with Device(device_name, num_workers=most) as device:
         layers = landed_layers(device, small, most, spare=True)
         ahead = most * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
-    return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, "on_device": on_device}
+    return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, **there}
+
+
+def on_device(device: Device, workload: Workload) -> dict[str, float]:
+    """Parameters a second of the device's own updates: of a resident layer, and of a streamed one in its slot."""
+    here = LayerState(device, new_layer(workload), "layers.0.", workload, host=False)
+    home = LayerState(device, new_layer(workload), "layers.0.", workload, host=True, streamed=True)
+    slot, grads, step = Slot(home, whole=True), Gradients(home).slab, home.next_step(1e-4)
+    updates: dict[str, Callable[[], Any]] = {
+        "on_device": lambda: here.update(1e-4, None),
+        "streamed": lambda: home.adamw(grads, slot.state, slot.state, home.chunks, step, None),
+    }
+    return {name: workload.layer_params / median_seconds(device, update) for name, update in updates.items()}
 
 
 def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:

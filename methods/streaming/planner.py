@@ -90,7 +90,8 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     on_device = params * adam / rates.device_bytes_per_second
     on_host = ahead * params / rates.host_adam_params_per_second
     ends = workload.end_params * adam / rates.device_bytes_per_second
-    updates = dict.fromkeys("RSQ", on_device) | (dict.fromkeys("PWD", on_host) if rates.is_host else {})
+    updates = {"R": on_device} | dict.fromkeys("SQ", rates.streamed_cost * on_device)
+    updates |= dict.fromkeys("PWD", on_host) if rates.is_host else {}
     stored, last = stored_bytes(workload), FORWARD if deferred else BACKWARD
     found = [
         Row("compute", last, forward + (0.0 if deferred else backward) + ends, updates),

@@ -25,6 +25,7 @@ FOUND: dict[str, Any] = {
         "ahead": 1.25e9,
         "under_copies": {"threads": 2, "params_per_second": 1.5e9, "copied_bytes_per_second": 20e9},
         "on_device": 1e10,
+        "streamed": 8e9,
     },
     "disk": {"read": 2e9, "write": 1e9, "both_ways": 1.5e9},
 }
@@ -61,6 +62,7 @@ def test_rates_of_a_calibration_by_hand() -> None:
     assert (rates.forward_share, rates.head_flops_per_second) == (0.25, 6 * tokens * 50304 * 2048 / 5)
     assert (rates.duplex_share, rates.host_bytes_per_second) == (0.5, 62e9)
     assert (rates.host_adam_params_per_second, rates.device_bytes_per_second) == (2e9, 28e10)
+    assert rates.streamed_cost == 1.25
     assert (rates.ahead_cost, rates.disk_duplex_share, rates.disk_read_bytes_per_second) == (1.6, 0.5, 2e9)
 
 

@@ -211,6 +211,14 @@ def test_an_update_ahead_counts_what_it_costs() -> None:
     assert seconds[None] < seconds["speculate"]
 
 
+def test_a_streamed_layers_update_counts_what_it_costs() -> None:
+    """The device's memory binds: of four updates there two count as three."""
+    rates = replace(MACHINES["v100"][1], device_bytes_per_second=1e6, streamed_cost=1.5)
+    seconds = forecast(rows(Workload(num_layers=4), rates, None), {"R": 2, "S": 2}).seconds
+    ends = Workload().end_params / Workload().layer_params
+    assert seconds == pytest.approx((2 + 2 * 1.5 + ends) * 28 * Workload().layer_params / 1e6, rel=1e-3)
+
+
 def test_where_nothing_fits_the_plan_says_what_is_short() -> None:
     budget = Budget(4 * 2**30, 2**30, rates=MACHINES["h200"][1])
     planned = create("stronghold", {}).plan(Workload(num_layers=60, dtype="bf16"), budget)
