@@ -65,7 +65,7 @@ class GptPipeline:
         self.shapes = names_and_shapes(workload)
         last = ranks.num_stages - 1
         shared = [Shared(EMBEDDING, EMBEDDING, 0, last)] if last else []
-        groups = Groups(ranks, rank, shared)
+        groups = Groups(ranks, rank, shared, shape.limit_seconds)
         dtype = DTYPES[workload.dtype]
         self.gradients = Gradients(self.masters.trained(), list(self.shapes), groups, shared, dtype)
         self.optimizer = adamw(self.masters.trained().values())

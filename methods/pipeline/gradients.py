@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from methods.pipeline.partition import BUCKET_BYTES
 from methods.pipeline.rank_map import RankMap
+from methods.pipeline.transport import LostPeer
 
 
 class Shared(NamedTuple):
@@ -30,9 +32,10 @@ class Shared(NamedTuple):
 
 
 class Groups:
-    """Ranks that sum together. Made by all ranks in the same order."""
+    """Ranks that sum together. Made by all ranks in the same order. `limit_seconds`: of waiting for the others."""
 
-    def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared]) -> None:
+    def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
+        self.limit = timedelta(seconds=limit_seconds)  # torch gives a group its own, whatever the ranks met with
         self.stage, self.replica = ranks.place_of(rank)
         self.ranks, self.rank = ranks, rank
         self.replicas = self._mine([list(replicas) for replicas in ranks.ranks])
@@ -49,7 +52,7 @@ class Groups:
         mine = None
         for members in groups:
             if len(members) > 1:
-                group = dist.new_group(members)
+                group = dist.new_group(members, timeout=self.limit)
                 mine = group if self.rank in members else mine
         return mine
 
@@ -115,7 +118,7 @@ class Gradients:
                 continue
             mine = self.masters[pair.name if self.groups.stage == pair.stage else pair.other]
             assert mine.grad is not None
-            dist.all_reduce(mine.grad, group=self.groups.pairs[pair])
+            all_reduce(mine.grad, self.groups.pairs[pair])
 
     def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
         """A vector with the norm of each weight at its place in the model, and the loss: every element is one rank's,
@@ -127,11 +130,21 @@ class Gradients:
             whole[self.places.to(loss.device)] = norms if is_finite is None else norms.where(is_finite, math.inf)
         whole[-1:] = loss
         if self.groups.pipeline:
-            dist.all_reduce(whole, group=self.groups.pipeline)
+            all_reduce(whole, self.groups.pipeline)
         return whole[-1].clone(), torch.linalg.vector_norm(whole[:-1])
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         torch.nn.utils.clip_grads_with_norm_(self.masters.values(), max_norm, norm)
+
+
+def all_reduce(tensor: Tensor, group: Any) -> None:
+    """The sum over a group's ranks. Raises LostPeer that names the others if one takes no part."""
+    try:
+        dist.all_reduce(tensor, group=group)
+    except RuntimeError as error:
+        others = [str(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        told = " ".join(str(error).split())
+        raise LostPeer(f"rank {' or '.join(others)} took no part in a sum: look at its log ({told})") from error
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -150,9 +163,9 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _sum(tensors: list[Tensor], group: Any) -> None:
     if len(tensors) == 1:
-        dist.all_reduce(tensors[0], group=group)
+        all_reduce(tensors[0], group)
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
+    all_reduce(flat, group)
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

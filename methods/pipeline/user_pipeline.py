@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.cut import CutPoint, Part, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.engine import Engine, order_of
-from methods.pipeline.gradients import Gradients, Groups, Shared
+from methods.pipeline.gradients import Gradients, Groups, Shared, all_reduce
 from methods.pipeline.masters import Masters
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.stage import Spec, Stage
@@ -85,7 +85,7 @@ class Varuna(nn.Module):
         if starts:
             starts = {name: start.to(self.device) for name, start in starts.items()}
         self._masters = Masters(dict(mine.named_parameters()), starts)
-        groups = Groups(self.ranks, self.rank, shared)
+        groups = Groups(self.ranks, self.rank, shared, limit_seconds)
         self._groups = groups
         self._gradients = Gradients(
             self._masters.trained(), names, groups, shared, torch.float16 if fp16 else torch.float32
@@ -219,7 +219,7 @@ class Varuna(nn.Module):
         loss = self._taken_loss()
         for group in (self._groups.replicas, self._groups.pipeline):
             if group:
-                dist.all_reduce(loss, group=group)
+                all_reduce(loss, group)
         return float(loss)
 
     def forward(self, *args: Any, **words: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -238,6 +239,22 @@ def test_a_killed_rank_is_named_and_the_others_end_at_once(tmp_path: Path) -> No
     assert run.wait(60) == 3
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "killed" and record.reason.startswith("rank 1 of 3: killed by SIGKILL")
+
+
+@pytest.mark.heavy
+def test_a_rank_that_stands_still_is_named_after_the_limit(tmp_path: Path) -> None:
+    words = ["-m", "varuna", "--ranks", "3", "--option", "num_stages=3", *SIZES, "--results", str(tmp_path)]
+    run = cli.start(*words, "--steps", "5000", "--option", "peer_seconds=3", stderr=subprocess.PIPE)
+    ranks = training_ranks(tmp_path)
+    ranks[1].suspend()
+    try:
+        assert run.wait(100) == 3  # the agent ends a process that does not answer after half a minute
+    finally:
+        for rank in ranks.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+    (record,) = read_all(tmp_path)[0].values()
+    assert "rank 1" in record.reason
 
 
 @pytest.mark.heavy

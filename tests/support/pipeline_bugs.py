@@ -19,7 +19,7 @@ BUGS = [
     PipelineBug(
         "tied_gradient_not_summed",
         GRADIENTS,
-        "dist.all_reduce(mine.grad, group=self.groups.pairs[pair])",
+        "all_reduce(mine.grad, self.groups.pairs[pair])",
         "pass",
     ),
     PipelineBug(

@@ -51,6 +51,7 @@ def trained(folder: str) -> dict[str, list[Any]]:
         "fp16": job("0;1;", 4, fp16=True),
         "fp16 from far above": job("0;1;", 4, fp16=True, scale=2.0**21),
         "other shapes": job("0;1;", 4, kind="shapes"),
+        "sum": job("0,1;", 2, kind="sum"),
         "dropout": job("0;1;2;", 2, dropout=DROPOUT),
         SHORT_BUG: job("0;1;", 3, bug=SHORT_BUG),
         RANDOM_BUG: job("0;1;2;", 2, dropout=DROPOUT, bug=RANDOM_BUG),
@@ -327,6 +328,12 @@ def test_a_message_that_never_comes_names_its_rank() -> None:
     with pytest.raises(LostPeer, match=r"no gradient from rank 5 in 0.05 s"):
         inbox.take()
     inbox.close()
+
+
+def test_a_rank_that_takes_no_part_in_a_sum_is_named_after_the_limit(trained: dict[str, list[Any]]) -> None:
+    """Of a second, where torch gives a group of its own half an hour."""
+    told = trained["sum"][0]
+    assert told.startswith("rank 1 took no part in a sum: look at its log (") and "\n" not in told
 
 
 # ---- The documents' snippet

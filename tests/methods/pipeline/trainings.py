@@ -14,6 +14,7 @@ from harness.core.job import Workload
 from harness.core.method import create
 from harness.devices.memory_account import Tracker
 from harness.simulation.batches import token_batches
+from methods.pipeline.rank_map import RankMap
 from tests.methods.pipeline import user_model
 from tests.support.pipeline_bugs import BY_NAME
 from tests.support.planting import planted
@@ -141,9 +142,26 @@ def by_user_with_other_shapes(training: dict[str, Any]) -> list[str]:
     return told
 
 
+def sum_alone(training: dict[str, Any]) -> str:
+    """What the first rank says of a sum in which the other takes no part."""
+    from methods.pipeline.gradients import Groups, all_reduce
+    from methods.pipeline.transport import LostPeer, join
+
+    join(60.0)
+    groups, told = Groups(RankMap.make(1, 2), dist.get_rank(), [], 1.0), ""
+    if dist.get_rank() == 0:
+        with pytest.raises(LostPeer) as error:
+            all_reduce(torch.ones(1), groups.replicas)
+        told = str(error.value)
+    dist.barrier()
+    dist.destroy_process_group()
+    return told
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "method": by_method,
     "user": by_user,
     "peak": peak,
     "shapes": by_user_with_other_shapes,
+    "sum": sum_alone,
 }
