@@ -11,7 +11,7 @@ import torch
 
 from harness.core.job import GIB, Budget, Job
 from harness.devices.streams import Device, num_update_threads
-from harness.run import worker
+from harness.run import inspect_training, worker
 from harness.run.timeline import read
 from methods.offload.transfer import copy, queue
 from tests.support import bugs, planting
@@ -197,6 +197,7 @@ def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
 ) -> None:
     """The worker itself: its clock, budgets and peaks, and the inspection."""
     gpu.num_retries = 2
+    inspect_training.signs()  # the threads share it by functools.cache, whose order is not followed
     file, budget = tmp_path / "trace.json", Budget(device_bytes=4 * GIB)
     job = Job(name, tiny(num_layers=4, dtype=dtype), budget=budget, device="cuda", steps=5, warmup=1, trace=str(file))
     with cuda.running():
