@@ -69,7 +69,7 @@ def cuda(host_bytes: int) -> Scale:
         device="cuda", layer=("-h", "2048", "-b", "4"), vocab=(), budget=(*job, "--device-memory", "32GiB"), whole=job,
         dtypes=("fp32", "bf16"), headline=(16, 24, 32, 48), whole_depth=32, beyond=(78, 100), traced=8, models=24,
         steps=("--steps", "8", "--warmup", "3"), seconds=400,
-        tests="window or blocking or (stronghold and fp32 and 1.0) or (l2l and bf16 and 1.0)",
+        tests="window or streamed or blocking or (stronghold and fp32 and 1.0) or (l2l and bf16 and 1.0)",
     )  # fmt: skip
 
 
@@ -268,8 +268,8 @@ def source_of(root: Path) -> str:
     """Of all that a step runs: with another source its outcome says nothing."""
     key = hashlib.sha256()
     for folder in ("harness", "methods", "bench", "tests/methods"):
-        for path in sorted((root / folder).rglob("*.[pc]*")):
-            if path.suffix in (".py", ".cpp"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".cu", ".h"):
                 key.update(path.read_bytes())
     return key.hexdigest()[:16]
 

@@ -59,8 +59,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def trained(workload: Workload, window: int, folder: Path) -> Record:
-    job = Job("stronghold", workload, {"resident_layers": 0, "window_size": window}, device=DEVICE)
+def trained(workload: Workload, options: dict, folder: Path) -> Record:
+    job = Job("stronghold", workload, options, device=DEVICE)
     prepare(job, folder, (), lambda event: None)
     record = worker.run(job, "", (), lambda event: None)
     assert record.status == "ok", record.evidence
@@ -70,7 +70,19 @@ def trained(workload: Workload, window: int, folder: Path) -> Record:
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_the_window_changes_no_bit(clip_norm: float, exact: None, tmp_path: Path) -> None:
     workload = dataclasses.replace(SMALL, clip_norm=clip_norm)
-    records = [trained(workload, window, tmp_path) for window in (1, 2, 3, 4, 5)]
+    windows = [{"resident_layers": 0, "window_size": window} for window in (1, 2, 3, 4, 5)]
+    assert_same_bits([trained(workload, options, tmp_path) for options in windows])
+
+
+def test_a_streamed_layers_update_gives_the_hosts_bits(exact: None, tmp_path: Path) -> None:
+    """In bf16, where both keep the master in two halves."""
+    workload = dataclasses.replace(SMALL, dtype="bf16")
+    assert_same_bits(
+        [trained(workload, {"placement": each, "window_size": 2}, tmp_path) for each in ("W5", "S5", "S2W3")]
+    )
+
+
+def assert_same_bits(records: list[Record]) -> None:
     assert len({tuple(record.losses) for record in records}) == 1
     weights = [{name: tensor["sha256"] for name, tensor in record.tensors.items()} for record in records]
     assert all(each == weights[0] for each in weights)
