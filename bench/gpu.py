@@ -34,7 +34,7 @@ from harness.run.launch import EXPANDABLE
 LIMIT_SECONDS = 480.0  # of a call, its archive included
 ENDING_SECONDS = 15.0  # of it, for verdict and archive
 LEAST_SECONDS = 20.0  # a step is not begun with less
-UNFINISHED = (6, 130)  # exit codes of a step whose job was ended at its own limit, and of an interrupted one
+UNFINISHED = (2, 6, 130)  # exit codes of what was not begun, of a job ended at its own limit, of what was interrupted
 GRACE_SECONDS = 25.0  # for a step told to end: its worker finishes its record
 PEERS = ("resident", "zero-offload", "zero-infinity", "fsdp2-offload", "megatron-lm", "l2l")
 STREAMED = ("zero-offload", "zero-infinity", "fsdp2-offload", "l2l")  # the others hold the model on the device
@@ -175,7 +175,7 @@ class Steps:
 
 @dataclass
 class Tried:
-    """What became of a step: its last exit code, its seconds, and how often it was begun; with this source."""
+    """What became of a step: its last exit code, its seconds, and how often it was begun; with what source, and where."""
 
     code: int | None = None  # None: ended at its limit
     seconds: float = 0.0
@@ -188,7 +188,8 @@ class Call:
 
     def __init__(self, results: Path, out: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
         self.results, self.out, self.until = results, out, time.monotonic() + limit_seconds - ENDING_SECONDS
-        self.file, self.source = results / "steps.json", source_of(ROOT)
+        self.file = results / "steps.json"
+        self.source = f"{source_of(ROOT)} on {machine.gpu().get('gpu', 'no GPU')}"
         told = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.tried = {title: Tried(**fields) for title, fields in told.items()}
 
