@@ -175,7 +175,7 @@ class Steps:
 
 @dataclass
 class Tried:
-    """What became of a step: its last exit code, its seconds, and how often it was begun; with what source, and where."""
+    """What became of a step: its last exit code, its seconds, how often it was begun; with what source and where."""
 
     code: int | None = None  # None: ended at its limit
     seconds: float = 0.0
