@@ -44,7 +44,9 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
     with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
         stage = Path(folder) / FOLDER
         stage.mkdir()
-        _fill(stage, results, names or redact.here(known_words(read_all(results)[0].values())))
+        records = list(read_all(results)[0].values())
+        hosts = [host for record in records for host in redact.nodes(str(record.machine.get("nodes", "")))]
+        _fill(stage, results, names or redact.here(known_words(records), hosts))
         paths = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
         lines = [f"{hashlib.sha256((stage / path).read_bytes()).hexdigest()}  {path.as_posix()}\n" for path in paths]
         (stage / MANIFEST).write_text("".join(lines))
@@ -111,9 +113,8 @@ def _put_trace(path: Path, stage: Path, names: Names) -> None:
     except ValueError as error:
         print(f"left out: {error}", file=sys.stderr)
         return
-    clean = {key: names.value(told.about[key]) for key in ("title", "job") if key in told.about}
     (stage / path.parent.name).mkdir(exist_ok=True)
-    timeline.write(told._replace(about=told.about | clean), stage / path.parent.name / path.name)
+    timeline.write(told._replace(about=names.value(told.about)), stage / path.parent.name / path.name)
 
 
 def _packed(stage: Path, paths: Iterable[Path]) -> bytes:

@@ -22,15 +22,29 @@ import psutil
 
 from harness.core.method import ROOT
 
-HOST, USER, HOME, ADDRESS = "HOST", "USER", "~", "ADDRESS"
+HOST, USER, HOME, ADDRESS, SECRET = "HOST", "USER", "~", "ADDRESS", "SECRET"
 NOBODY = ("localhost", "root", "/", "")  # the same on every machine
 # System folders stay; of other paths the last name stays, or the path within a project or package.
-SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|opt|bin|run|var/run"
-HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)")
+SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|bin|run|var/run"
+HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)|\b[A-Za-z]:\\+Users\\+[^\\\s'\":]+")
 PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/(?:\w+/)*\w+\.py"
 INSIDE = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT})")
 ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)")
+# A path in quotes, blanks within it included.
+QUOTED = re.compile(rf"(?<=['\"])/(?!(?:{SYSTEM})/)(?=[^'\"\n]* )[^'\"\n]*/([^'\"/\n]+)(?=['\"])")
+BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+# Of the network; not of this machine alone.
+ADDRESSES = re.compile(
+    rf"(?<![\w.:=-])(?!127\.|0\.0\.0\.0)(?:{BYTE}\.){{3}}{BYTE}(?![\w.])"
+    r"|(?<![\w:.])[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}(?![\w:])", re.IGNORECASE,
+)  # fmt: skip
+SECRETS = re.compile(
+    r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA)[\w-]{12,}"
+    r"|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
+    r"|(?i:(?<=token=)|(?<=token: )|(?<=password=)|(?<=secret=)|(?<=api_key=)|(?<=bearer ))[\w.~+/-]{6,}=*"
+)
 PART_BEFORE, PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")
+MOST_NODES = 10_000
 LONGEST = 100  # characters of such a part
 GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
@@ -47,7 +61,8 @@ class Names:
         """The text without names, all folders shortened."""
         for folder, put in _longest_first(self.folders):
             text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", put, text)
-        text = HOMES.sub(HOME, text)
+        text = HOMES.sub(HOME, SECRETS.sub(SECRET, text.replace("file:///", "/")))
+        text = QUOTED.sub(r".../\1", ADDRESSES.sub(ADDRESS, text))
         text = ELSEWHERE.sub(r".../\1", INSIDE.sub("", text))
         for word, put in _longest_first(self.words):
             domain = r"(?:\.[A-Za-z][\w-]*)*" if put == HOST else ""
@@ -76,16 +91,28 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
     return sorted(names.items(), key=lambda pair: (-len(pair[0]), pair))
 
 
-def here(known: Iterable[str] = ()) -> Names:
-    """The names of this machine, its user and this checkout."""
+def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
+    """The names of this machine, its user, this checkout and other hosts."""
     host = socket.gethostname()
     words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
-    words |= dict.fromkeys(_users(), USER)
+    words |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)
     addresses = (each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found)
     words |= {address: ADDRESS for address in addresses if not re.match(r"127\.|::1$|(00:)+00$", address)}
     words = {word: put for word, put in words.items() if word.lower() not in NOBODY and len(word) > 1}
     folders = {str(Path.home()): f"{HOME}/", str(ROOT): ""}
     return Names(words, folders, frozenset(word.lower() for word in known))
+
+
+def nodes(text: str) -> Iterable[str]:
+    """The hosts of a list as Slurm writes it: a1,b[2-4,07]; at most MOST_NODES of a range."""
+    for before, ranges, after in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?([\w.-]*)", text):
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            if not first:
+                yield f"{before}{after}"
+            elif len(first) < 10 > len(last):
+                for number in range(int(first), min(int(last or first), int(first) + MOST_NODES) + 1):
+                    yield f"{before}{number:0{len(first)}d}{after}"
 
 
 def _users() -> set[str]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from harness.core.method import ROOT
 from harness.core.record import Gate, Record, read_all
 from harness.report import bundle, page
-from harness.report.redact import ADDRESS, HOST, USER, Names, here
+from harness.report.redact import ADDRESS, HOST, USER, Names, here, nodes
 from tests.cli.test_main import run
 from tests.report.test_page import DEMO, MACHINE, RECORDS, measured
 from tests.run.test_trace import put_trace
@@ -146,6 +146,26 @@ def test_a_word_of_the_records_stays_although_a_host_is_called_so(unpacked: Path
 )
 def test_text_without_a_name_is_left_as_it_is(text: str) -> None:
     assert NAMES.text(text) == text and here().text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("at 10.7.8.9:29500, fe80::1:2:3:4", "at ADDRESS:29500, ADDRESS"),
+        ("file:///home/bob/x and C:\\Users\\bob\\x", ".../x and ~\\x"),
+        ("'/data/my runs/of bob/x.json'", "'.../x.json'"),
+        ("/opt/bobs/models/x", ".../x"),
+        ("HF_TOKEN=hf_abcdefghijklmnop https://bob:pw12@host/x", "HF_TOKEN=SECRET https://SECRET@host/x"),
+        ("Authorization: Bearer abc.def-ghi", "Authorization: Bearer SECRET"),
+    ],
+)
+def test_what_names_others_or_opens_doors_is_taken_out(text: str, left: str) -> None:
+    assert Names().text(text) == left
+
+
+def test_hosts_of_other_machines_are_read_from_slurms_lists() -> None:
+    found = list(nodes("login1,tux[1-3,07]-ib,gpu[9-10]"))
+    assert found == ["login1", "tux1-ib", "tux2-ib", "tux3-ib", "tux07-ib", "gpu9", "gpu10"]
 
 
 PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x",
