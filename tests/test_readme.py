@@ -21,7 +21,7 @@ from tests.test_packages import ORDER, SEEN_BY_METHODS
 PAGES = {
     path: path.read_text()
     for path in (
-        *(ROOT / name for name in ("README.md", "ARTIFACT.md", "CONTRIBUTING.md")),
+        *(ROOT / name for name in ("README.md", "ARTIFACT.md", "CONTRIBUTING.md", "SECURITY.md")),
         *sorted((ROOT / "docs").glob("*.md")),
     )
 }
