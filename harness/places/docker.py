@@ -33,6 +33,9 @@ START_SECONDS = 120.0  # from the container's start, and from its worker's end, 
 POLL_SECONDS = 0.5
 STDOUT, ENDED = 1, -1  # streams of an attached container: the engine's number, and ours for the end of all
 WRITTEN, READ = ("disk", "checkpoint"), ("resume",)  # options of methods that name folders
+SCRATCH = "/tmp"  # the only folder of the image's that a job may write to, and in memory
+MOST_PROCESSES = 4096
+LABEL = "harness.results"
 NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
 
 
@@ -82,6 +85,8 @@ class Docker:
         """A first KeyboardInterrupt lets the worker finish its record, a second ends the container; both are raised."""
         with turn(job, report):
             stem = new_stem(results, job)
+            for left in self.client.containers.list(filters={"label": f"{LABEL}={results}", "status": "exited"}):
+                left.remove()  # its caller was killed, and the container ended after it
             try:
                 running = Running(self.client, self._settings(job, results, folders), job, report)
             except Unavailable as error:
@@ -105,7 +110,9 @@ class Docker:
             "image": self.image.id, "command": [PYTHON, "-m", "harness.places.place"], "working_dir": str(ROOT),
             "mounts": [Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown],
             "user": f"{os.getuid()}:{os.getgid()}", "network_mode": "none", "init": True, "stdin_open": True,
-            "environment": {"PYTHONPATH": str(ROOT)}, "labels": {"harness.results": str(results)},
+            "environment": {"PYTHONPATH": str(ROOT), "HOME": SCRATCH}, "labels": {LABEL: str(results)},
+            "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "pids_limit": MOST_PROCESSES,
+            "read_only": True, "tmpfs": {SCRATCH: "exec,mode=1777"},
             "mem_limit": limit, "memswap_limit": limit, "shm_size": limit or machine.host_bytes() // 2,
             "cpuset_cpus": ",".join(map(str, cores)) or None,
             "device_requests": [DeviceRequest(count=1, capabilities=[["gpu"]])] if job.device == "cuda" else None,
@@ -131,18 +138,23 @@ class Docker:
 
 
 def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
-    """The folders that a container of this job sees: the path here, the path there, True where it only reads. In the
-    place of .venv it sees what was compiled in this image; the other paths are the same."""
+    """The folders and files that a container of this job sees: the path here, the path there, True where it only reads.
+    In the place of .venv it sees what was compiled in this image; the other paths are the same."""
     corpus = job.workload.corpus
     named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
     written = {results, *(named[name] for name in WRITTEN if name in named)}
-    read = {ROOT, *folders, *([Path(corpus).resolve().parent] if corpus else []), *named.values()} - written
+    read = {ROOT, *folders, *(corpus_files(Path(corpus).resolve()) if corpus else []), *named.values()} - written
     for folder in written:
         folder.mkdir(parents=True, exist_ok=True)
     compiled = ROOT / ".venv" / f"image-{image}"
     compiled.mkdir(parents=True, exist_ok=True)
     same = [(path, path, path in read) for path in (*sorted(read), *sorted(written))]
     return [*same, (compiled.resolve(), ROOT / ".venv", False)]
+
+
+def corpus_files(corpus: Path) -> list[Path]:
+    prefix = str(corpus).removesuffix(".bin").removesuffix(".idx")
+    return [Path(f"{prefix}{kind}") for kind in (".bin", ".idx")]
 
 
 def memory_limit(job: Job) -> int | None:
