@@ -77,13 +77,14 @@ def corpus(workload: Workload) -> Sampler:
 
 
 def _open_tokens(prefix: str) -> np.ndarray:
-    """All tokens of the corpus, mapped, not read. The index: magic, version (u64), dtype code (u8), counts."""
+    """All tokens of the corpus, mapped, not read. The index: magic, version (u64), dtype code (u8), number of sequences
+    (u64) and of documents (u64), tokens of each sequence (i32)."""
     try:
         with open(f"{prefix}.idx", "rb") as index:
-            head = index.read(len(INDEX_MAGIC) + 9)
-        if len(head) < len(INDEX_MAGIC) + 9 or not head.startswith(INDEX_MAGIC):
+            head = index.read(len(INDEX_MAGIC) + 17)
+        if len(head) < len(INDEX_MAGIC) + 17 or not head.startswith(INDEX_MAGIC):
             raise ValueError(f"{prefix}.idx is not a Megatron index: --data takes the prefix of a .bin/.idx pair")
-        version, code = struct.unpack("<QB", head[len(INDEX_MAGIC) :])
+        version, code, count = struct.unpack("<QBQ", head[len(INDEX_MAGIC) :])
         if version != 1 or code not in INDEX_DTYPES:
             raise ValueError(f"{prefix}.idx has version {version} and dtype {code}; version 1 with integers is read")
         dtype = np.dtype(INDEX_DTYPES[code])
@@ -92,7 +93,11 @@ def _open_tokens(prefix: str) -> np.ndarray:
             raise ValueError(f"{prefix}.bin is empty: --data takes the prefix of a .bin/.idx pair")
         if size % dtype.itemsize:
             raise ValueError(f"{prefix}.bin is cut short: {size} bytes, {dtype.itemsize} for each token")
-        return np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
+        tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
+        lengths = np.fromfile(f"{prefix}.idx", "<i4", min(count, len(tokens)), offset=len(INDEX_MAGIC) + 25)
+        if lengths.sum(dtype=np.int64) != len(tokens):
+            raise ValueError(f"{prefix}.bin holds {len(tokens)} tokens, its index {lengths.sum(dtype=np.int64)}")
+        return tokens
     except OSError as error:
         raise ValueError(f"cannot read the corpus {error.filename}: {error.strerror}") from error
 

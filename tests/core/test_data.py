@@ -170,6 +170,12 @@ def test_corpus_below_one_sample_is_told_by_both_lengths(tmp_path: Path) -> None
     assert told_of(prefix) == f"{prefix}.bin holds 16 tokens, fewer than one sample of 17"
 
 
+def test_a_corpus_cut_between_tokens_is_told_by_both_counts(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path, [1] * 50, 8, "H")
+    (tmp_path / "text.bin").write_bytes((tmp_path / "text.bin").read_bytes()[:-2])
+    assert told_of(prefix) == f"{prefix}.bin holds 49 tokens, its index 50"
+
+
 def test_id_beyond_the_vocabulary_is_told_with_it(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [101] * 50, 8, "H")
     assert told_of(prefix) == f"{prefix}.bin holds token 101, the vocabulary has 101: --vocab"
