@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from harness.cli import options
+from harness.cli.options import check_writable
 from harness.core import method, native_build
 from harness.core.child_process import ask
 from harness.core.job import Job, Workload, gib
@@ -89,7 +90,8 @@ def methods(device: str) -> list[tuple[str, str]]:
 
 def measure(workload: Workload, device: str, results: Path) -> None:
     """Calibrate in a process of its own while no job runs on the device, and keep the rates."""
-    results.mkdir(parents=True, exist_ok=True)
+    for folder in (results, machine.CALIBRATION.parent):  # before minutes of measuring
+        check_writable(folder)
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
     with turn(Job("calibration", workload, device=device), lambda event: print(event["text"], flush=True)):
