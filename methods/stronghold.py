@@ -58,7 +58,7 @@ class Stronghold:
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         host = adamw_kernel.describe(workload.dtype)
-        adam = f"{host}; torch's on the device for resident and streamed layers and both ends"
+        adam = f"{host}; torch's on the device, but for streamed layers whose master is in halves"
         row = describe(workload, "this project", adam)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row
 
