@@ -36,9 +36,16 @@ def on_ranks(num_ranks: int, function: str, argument: Any = None) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "tests.support.ranks", str(num_ranks), function, folder]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, cwd=ROOT, env=environment, input=json.dumps(argument), capture_output=True,
-                              text=True, timeout=LIMIT_SECONDS)  # fmt: skip
-        assert done.returncode == 0, done.stderr[:5000]  # the first to fail tells first
+        with subprocess.Popen(words, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True, start_new_session=True) as running:  # fmt: skip
+            try:
+                told = running.communicate(json.dumps(argument), LIMIT_SECONDS)[1]
+            finally:
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # ranks that wait for ever outlive the one that forked them
+                    os.killpg(running.pid, signal.SIGKILL)
+        assert running.returncode == 0, told[:5000]  # the first to fail tells first
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
