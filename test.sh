@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests; sets up .venv if needed, with the test extra. Two test processes: most of a test is the start of a process.
-#   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: about 10 minutes; installs and starts nothing
+#   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: about 5 minutes; installs and starts nothing
 #   ./test.sh --all [PYTEST'S ARGUMENTS]   all of them: about half an hour
 set -u
 if [ "${1:-}" = --all ]; then
