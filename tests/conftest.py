@@ -22,8 +22,8 @@ from tests.support import covering, packages
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Devices are taken in turns by locks in the temporary folder: tests side by side have a device each.
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+    # Devices are taken in turns by locks in one folder: tests side by side have a device each.
+    os.environ["TMPDIR"] = os.environ["HARNESS_LOCKS"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,6 @@
 """One job at a time on a device: a lock that the end of its process releases, with a line that names the holder.
 
-The lock file lies in the system's temporary folder. The worker inherits it: a device is free when its worker is gone,
+The lock file lies in /tmp, whatever TMPDIR is: all callers share the device. The worker inherits it: a device is free when its worker is gone,
 even if the parent went first.
 """
 
@@ -21,12 +21,18 @@ from harness.core.job import Job
 from harness.devices import machine
 
 
+def folder() -> Path:
+    """Of the locks: $HARNESS_LOCKS, for several machines that share one system, else /tmp."""
+    shared = Path(os.environ.get("HARNESS_LOCKS", "/tmp"))
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
 @contextlib.contextmanager
 def turn(job: Job, report: Callable[[dict[str, Any]], None]) -> Iterator[int]:
     """Hold the job's device; a waiting call reports which process holds it. Yields the lock's descriptor."""
     # Each GPU has a lock; all devices that compute on the CPU share one.
     name = machine.gpu().get("gpu_uuid", "0") if job.device == "cuda" else "cpu"
-    path = Path(tempfile.gettempdir()) / f"harness-{name}.lock"
+    path = folder() / f"harness-{name}.lock"
     handle = _open(path)
     try:
         try:

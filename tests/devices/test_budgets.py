@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -125,6 +126,18 @@ def test_a_turn_is_waited_for_and_its_holder_is_named() -> None:
     thread.join(30)
     assert order == ["first", "second"]
     assert lines[0].startswith(f"waiting for the cpu device: process {os.getpid()} has it for some, 2 layers since ")
+
+
+def test_callers_with_temporary_folders_of_their_own_share_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path))
+    before = device_lock.folder()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "own"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert device_lock.folder() == before == tmp_path
+    monkeypatch.delenv("HARNESS_LOCKS")
+    assert device_lock.folder() == Path("/tmp")
 
 
 def test_any_death_ends_a_turn() -> None:

@@ -103,7 +103,8 @@ def cluster(folder: Path, is_accounted: bool = False) -> Iterator[Path]:
         (folder / name).mkdir()
     # Two nodes of one machine: each has a temporary folder, and so a lock of its processors, of its own.
     (folder / "prolog").write_text(
-        f"#!/bin/sh\nmkdir -p {folder}/$SLURMD_NODENAME\necho export TMPDIR={folder}/$SLURMD_NODENAME\n"
+        f"#!/bin/sh\nmkdir -p {folder}/$SLURMD_NODENAME\n"
+        f"for name in TMPDIR HARNESS_LOCKS; do echo export $name={folder}/$SLURMD_NODENAME; done\n"
     )
     (folder / "prolog").chmod(0o755)
     (folder / "munge.key").write_bytes(os.urandom(1024))
