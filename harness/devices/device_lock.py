@@ -1,7 +1,7 @@
 """One job at a time on a device: a lock that the end of its process releases, with a line that names the holder.
 
-The lock file lies in /tmp, whatever TMPDIR is: all callers share the device. The worker inherits it: a device is free when its worker is gone,
-even if the parent went first.
+The lock file lies in /tmp, whatever TMPDIR is: all callers share the device. The worker inherits it: a device is free
+when its worker is gone, even if the parent went first.
 """
 
 from __future__ import annotations
