@@ -1,4 +1,5 @@
-"""The paper's look: two panels, ours and the published numbers, and a caption with machine, clock and intervals.
+"""The paper's look: a panel of ours, one of the published numbers where there are any, and a caption with machine,
+clock and intervals.
 
 Filled: the run passed the gate; hollow: it did not; a cross: a size that failed; hatched: published. Both panels share
 a scale where widths and clock are the published ones. The same rows give the same bytes.
@@ -25,6 +26,7 @@ FIGURE_INCHES = (7.6, 2.9)
 BAR_WIDTH = 0.4
 TICK_DEGREES = 20
 EDGE, CROSS = "#4A4A4A", "#B00020"
+FAILED = "failed"  # group of the crosses below lines
 DARK = 510  # red, green and blue together: what is less carries white ink
 NOTE_COLUMNS = 190
 STYLE = Path(__file__).with_name("paper.mplstyle")
@@ -39,20 +41,21 @@ def figure(
     rows: Sequence[FigureRow], metric: str, draw: Callable[[Axes, list[FigureRow]], None], note: str,
     series: dict[str, str] | None = None, is_line: bool = False,
 ) -> Figure:  # fmt: skip
-    """Ours beside the published; `draw` fills one panel with its rows. `series`: methods by their labels in the legend
-    ("": the method's own)."""
+    """Ours beside the published, if any; `draw` fills one panel with its rows. `series`: methods by their labels in the
+    legend ("": the method's own)."""
     ours, published = ([row for row in rows if (row.origin == "published") is side] for side in (False, True))
+    parts = [(ours, f"measured, {note}"), *([(published, "published")] if published else [])]
     with empty(*FIGURE_INCHES) as made:
-        left, right = made.subplots(1, 2)
-        for axes, part, text in ((left, ours, f"measured, {note}"), (right, published, "published")):
+        panels = made.subplots(1, len(parts), squeeze=False)[0]
+        for axes, (part, text) in zip(panels, parts, strict=True):
             axes.set_ylabel(axis_text(LABELS[metric], part))
             draw(axes, part)
             title(axes, text)
         widths_and_clocks = [{(row.hidden_size, row.clock) for row in part} for part in (ours, published)]
         if ours and widths_and_clocks[0] == widths_and_clocks[1]:
-            top = max(left.get_ylim()[1], right.get_ylim()[1])
-            left.set_ylim(0, top)
-            right.set_ylim(0, top)
+            top = max(axes.get_ylim()[1] for axes in panels)
+            for axes in panels:
+                axes.set_ylim(0, top)
         legend(made, rows, series or {}, is_line)
         small_print(made, caption(ours, published, note))
         made.subplots_adjust(left=0.085, right=0.99, top=0.84, bottom=0.31, wspace=0.2)
@@ -134,13 +137,15 @@ def _label(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
 
 
 def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> None:
-    """A line through the points with a number; crosses at the foot for those that failed."""
+    """A line through the points with a number, beside those that are there; crosses at the foot, with the line's name,
+    for those that failed."""
+    if not points:
+        return
     good = [(x, row) for x, row in points if succeeded(row)]
-    scale = scale_of([row for _, row in points])[0]
+    scale = _shown_scale(axes, [row for _, row in points])
+    published, color = points[0][1].origin == "published", method.load(points[0][1].method).color
+    values = [row.value / scale for _, row in good if row.value is not None]
     if good:
-        published = good[0][1].origin == "published"
-        color = method.load(good[0][1].method).color
-        values = [row.value / scale for _, row in good if row.value is not None]
         axes.plot([x for x, _ in good], values, "--" if published else "-", color=color, label=label)
         for (x, row), value in zip(good, values, strict=True):
             face, edge = (color, color) if row.valid else ("white", EDGE)
@@ -148,11 +153,32 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
             _error(axes, x, row, scale)
     for x, row in points:
         if not succeeded(row):
-            axes.plot([x], [0], "x", color=CROSS, markeredgewidth=1.3, clip_on=False)
-    axes.set_xticks([x for x, _ in points], [f"{x:g}" for x, _ in points])
-    axes.set_ylim(bottom=0)
-    if good:
-        axes.legend(loc="upper left")
+            drawn: list[Any] = list(axes.lines)
+            others = [each for each in drawn if each.get_gid() == FAILED and each.get_xdata()[0] == x]
+            foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            axes.plot([x], [0.1 * len(others)], "x", color=color, markeredgewidth=1.3, gid=FAILED, **foot)
+            side = "right" if x == max(x for x, _ in points) else "center"  # none runs out of the figure
+            _label(axes, x, 0.1 * len(others) + 0.025, label, fontsize=5.4, ha=side, **foot)
+    _fit(axes)
+
+
+def _fit(axes: Axes) -> None:
+    """Ticks at all points, and room above the highest one for the legend."""
+    lines: list[Any] = list(axes.lines)
+    ticks = sorted({float(each.get_xdata()[0]) for each in lines if each.get_marker() in ("o", "s", "x")})
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    labels = axes.get_legend_handles_labels()[1]
+    if labels:
+        heights = [float(y) for each in lines if each.get_gid() != FAILED for y in each.get_ydata()]
+        num_rows = (len(labels) + 1) // 2
+        axes.set_ylim(0, max(heights) * (1.08 + 0.13 * num_rows) or 1.0)
+        axes.legend(loc="upper left", ncols=min(2, len(labels)), borderaxespad=0.1)
+
+
+def _shown_scale(axes: Axes, rows: Sequence[FigureRow]) -> float:
+    """The divisor of the unit that the axis names: all lines of a panel have the same."""
+    named = [scale for scale, unit in SCALES[rows[0].metric] if axes.get_ylabel().endswith(f"({unit})")]
+    return named[0] if named else scale_of(rows)[0]
 
 
 def tilt(axes: Axes) -> None:
@@ -265,7 +291,7 @@ def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_l
     if any(not row.valid for row in drawn):
         entries.append(key("gate not passed", "white", linestyle="--"))
     if len(drawn) < len(rows):
-        entries.append(Line2D([], [], color=CROSS, marker="x", linestyle="", label="size failed"))
+        entries.append(Line2D([], [], color=EDGE if is_line else CROSS, marker="x", linestyle="", label="size failed"))
     if any(row.origin == "published" for row in rows):
         entries.append(key("published", "white", shape="s", hatch="////"))
     made.legend(handles=entries, loc="upper right", ncols=len(entries), bbox_to_anchor=(0.995, 1.0))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.core import method
 from harness.figures import case, plot
 from harness.figures.point import FigureRow
 
@@ -39,6 +40,63 @@ def test_a_point_of_a_line_is_filled_only_where_the_gate_passed() -> None:
     rows += [dataclasses.replace(rows[0], num_layers=6, valid=False)]
     _, first, second = drawn(4, rows)[0].lines
     assert (first.get_markerfacecolor(), second.get_markerfacecolor()) == ("#A05CFF", "white")
+
+
+LINES = {"L2L": ("l2l", 2e-3), "STRONGHOLD, window 2": ("stronghold", 1.5), "Resident": ("resident", 4e-3)}
+
+
+def drawn_lines(metric: str, *rows: FigureRow) -> plot.Figure:
+    """A figure of LINES: a value for each layer, at 4, 8 and, of the first one, 16 layers; and these rows."""
+    for name, each in LINES.values():
+        depths = (4, 8, 16) if name == "l2l" else (4, 8)
+        rows += tuple(row for n in depths for row in ours(metric, method=name, num_layers=n, value=each * n))
+
+    def draw(axes: plot.Axes, part: list[FigureRow]) -> None:
+        for label, (name, _) in LINES.items():
+            plot.line(axes, [(row.num_layers, row) for row in part if row.method == name], label)
+
+    made = plot.figure(rows, metric, draw, "demo", is_line=True)
+    made.draw_without_rendering()
+    return made
+
+
+def test_every_line_of_a_panel_is_seen_whole() -> None:
+    axes = drawn_lines("step_seconds").axes[0]
+    found = {each.get_label(): each for each in axes.lines if each.get_label() in LINES}
+    low, high = axes.get_ylim()
+    for label, (name, each) in LINES.items():
+        depths = [4, 8, 16] if name == "l2l" else [4, 8]
+        assert list(found[label].get_xdata()) == depths
+        assert list(found[label].get_ydata()) == pytest.approx([1e3 * each * depth for depth in depths])
+        assert low == 0 < max(found[label].get_ydata()) < high
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["4", "8", "16"]
+
+
+def test_lines_of_a_panel_have_one_unit() -> None:
+    axes = drawn_lines("params", *ours(method="resident", num_layers=2, value=5e9)).axes[0]
+    assert axes.get_ylabel() == "Model Size (B)"
+    assert max(max(each.get_ydata()) for each in axes.lines if each.get_label() == "L2L") == pytest.approx(3.2e-11)
+
+
+def test_a_legend_covers_no_line() -> None:
+    axes = drawn_lines("step_seconds").axes[0]
+    box = axes.get_legend().get_window_extent()
+    for each in axes.lines:
+        assert not axes.transData.transform_path(each.get_path()).intersects_bbox(box, filled=False)
+
+
+def test_crosses_below_lines_say_whose_they_are() -> None:
+    failed = [ours("step_seconds", method=name, num_layers=16, value=None, status="oom-host", valid=False)[0]
+              for name in ("stronghold", "resident")]  # fmt: skip
+    axes = drawn_lines("step_seconds", *failed).axes[0]
+    crosses = [(each.get_color(), each.get_ydata()[0]) for each in axes.lines if each.get_marker() == "x"]
+    assert [color for color, _ in crosses] == [method.load(row.method).color for row in failed]
+    assert len({height for _, height in crosses}) == 2
+    assert [text.get_text() for text in axes.texts] == ["STRONGHOLD, window 2", "Resident"]
+
+
+def test_nothing_published_has_no_panel() -> None:
+    assert [axes.get_title(loc="left") for axes in drawn_lines("step_seconds").axes] == ["measured, demo"]
 
 
 def test_a_size_that_failed_is_a_cross_and_no_bar() -> None:
