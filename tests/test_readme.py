@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +17,7 @@ from harness.cli.job_options import make_jobs
 from harness.core import method
 from harness.core.method import ROOT
 from harness.jobs.sweep import resolve
-from tests.test_packages import ORDER, SEEN_BY_METHODS
+from tests.test_packages import LIBRARIES, ORDER, SEEN_BY_METHODS, package_of
 
 PAGES = {
     path: path.read_text()
@@ -107,6 +108,17 @@ def test_the_import_order_is_the_one_that_is_checked() -> None:
     assert shown == [name for name in ORDER if name not in ("harness", "bench", "tests")]
     prose = text.rsplit("\n\n", 1)[1]
     assert all(f"`{name}`" in prose for name in SEEN_BY_METHODS)
+
+
+def test_what_a_method_may_import_is_there_and_allowed() -> None:
+    page = PAGES[ROOT / "docs" / "methods-and-placements.md"].split("## What a method may import\n")[1]
+    rows = re.findall(r"^\| (`.*?`) \| (.*) \|$", page, flags=re.MULTILINE)
+    assert len(rows) > 10
+    for sources, offered in rows:
+        modules = [importlib.import_module(name) for name in re.findall(r"`([\w.]+)`", sources)]
+        assert all(package_of(each.__name__) in SEEN_BY_METHODS | LIBRARIES for each in modules), sources
+        for name in set(re.findall(r"`(\w+)`", offered)) - {"cpu", "cuda", "sim"}:
+            assert any(hasattr(each, name) for each in modules), f"{sources}: {name}"
 
 
 def test_the_afternoon_path_is_read_in_an_afternoon() -> None:

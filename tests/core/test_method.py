@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,47 +20,8 @@ from tests.support.cli import run
 
 TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
 
-# A whole method as a student would add it.
-ONE_FILE = '''
-"""Every layer at once, by a plain loop."""
-
-from dataclasses import dataclass
-
-from harness.core.method import Step, TensorState, Trained
-from harness.core.job import BETAS, EPSILON, Plan
-
-
-@dataclass(frozen=True)
-class Plain:
-    depth_first: bool = True
-
-    label = "Plain"
-    paper = "nobody's"
-
-    def plan(self, workload, budget):
-        return Plan(device={"weights": 16 * workload.num_params})
-
-    def train(self, workload, batches, device):
-        import torch
-        from harness.core.gpt import DTYPES, GPT, adamw_groups, build, initial
-
-        model = build(workload, device).float()
-        for name, weight in model.named_parameters():
-            weight.data.copy_(initial(name, weight.shape, workload))
-        optimizer = torch.optim.AdamW(adamw_groups(model.parameters()), betas=BETAS, eps=EPSILON)
-        for step, (inputs, targets) in enumerate(batches, start=1):
-            with torch.autocast(device, DTYPES[workload.dtype], enabled=workload.dtype != "fp32"):
-                loss = model(inputs, targets)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm)
-            for group in optimizer.param_groups:
-                group["lr"] = workload.learning_rate_at(step)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield Step(loss.detach(), norm)
-        named = model.named_parameters()
-        return Trained([TensorState(name, p.detach(), optimizer.state[p]["exp_avg"]) for name, p in named])
-'''
+# The whole method on the page, as a student would begin with it.
+(ONE_FILE,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -90,7 +52,7 @@ def test_a_file_that_does_not_load_is_named_and_stops_no_other_method(tmp_path: 
 
 
 def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) -> None:
-    (tmp_path / "wrong_plan.py").write_text(ONE_FILE.replace("16 * workload.num_params", "workload.number"))
+    (tmp_path / "wrong_plan.py").write_text(ONE_FILE.replace("workload.num_params", "workload.number"))
     done = run("plan", "-m", "resident,wrong-plan", "-l", "2", "--methods", str(tmp_path))
     assert done.returncode == 0 and "resident" in done.stdout
     assert "plan() of wrong-plan fails: AttributeError" in done.stdout
@@ -152,11 +114,12 @@ def test_a_plan_holds_at_least_the_state_of_the_model(method_name: str, folders:
 
 def test_a_method_is_one_file_in_any_folder(added: Path) -> None:
     assert "plain-loop" in method.names((added,))
-    assert method.load("plain-loop", (added,)).label == "Plain"
+    assert method.load("plain-loop", (added,)).label == "My method"
 
 
-def test_an_added_method_runs_by_its_name_and_is_gated(added: Path, tmp_path: Path) -> None:
-    sizes = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
+def test_the_method_on_the_page_runs_by_its_files_name_and_passes_the_gate(added: Path, tmp_path: Path) -> None:
+    """At a rate that shows a wrong optimizer."""
+    sizes = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4 --lr 0.1".split()
     done = run("-m", "plain-loop", *sizes, "--methods", str(added), "--results", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr + done.stdout
     assert "gate passed" in done.stdout
