@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import re
 import signal
+import traceback
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.core.job import gib
@@ -78,13 +80,14 @@ class Failure:
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
-def of_exception(error: BaseException, phase: str, memory: dict[str, int]) -> Failure:
-    """Name what training raised. `memory`: budgets.lift(), bytes at the time, for messages without any."""
+def of_exception(error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None) -> Failure:
+    """Name what training raised. `memory`: budgets.lift(), bytes at the time, for messages without any; `folder`: of
+    the method's file, whose line a crash names."""
     kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
     told = [(cause, kind) for cause, kind in kinds if kind is not None]
     if not told:
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
-        reason = f"{_text(error)} at {phase}; its log has the traceback"
+        reason = f"{_text(error)} at {phase}{_line_in(folder, error)}; its log has the traceback"
         return _ended("crash", "numeric" if is_numeric else "exception", reason)
     # If nothing but a package is missing, the outermost error tells more: it may name the command that installs it.
     cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
@@ -163,10 +166,10 @@ def of_stop(end: End) -> Failure:
     return _ended("timeout", name, text, "time", last_phase=end.phase, seconds=end.seconds)
 
 
-def of_killed_child(end: End, reason: str, traceback: str) -> Failure | None:
+def of_killed_child(end: End, reason: str, trace: str) -> Failure | None:
     """Name a crash caused by the kernel's kill of one of the worker's processes; None if there was no kill. In a shared
     group the count may have risen for others: there the message must mention a killed process."""
-    if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + traceback)):
+    if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + trace)):
         return None
     text = f"the kernel killed a process of its; {reason}"
     return _kernel_kill(end, text, oom_kills=end.oom_kills, inferred=not end.owns_group)
@@ -237,6 +240,15 @@ def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
         numbers.append(f"{gib(used)}{f' of {gib(limit)}' if limit else ''} in use")
     told = f": {', '.join(numbers)}" if numbers else ""
     return f"out of {memory} at {phase}{told}; {advice} ({text})"
+
+
+def _line_in(folder: Path | None, error: BaseException) -> str:
+    """The line of a file in this folder that the error passed through last."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder]
+    if not frames:
+        return ""
+    text = " ".join((frames[-1].line or "").split())
+    return f", {Path(frames[-1].filename).name} line {frames[-1].lineno}: {text}"[:TEXT_LENGTH]
 
 
 def _text(error: BaseException) -> str:

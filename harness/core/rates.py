@@ -6,6 +6,7 @@ machines.yaml. They decide what is planned, never what is measured, so they are 
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,6 +25,7 @@ FACTS = (
     ("disk_write_gb_per_second", "disk_write_bytes_per_second", 1e9),
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
+TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people, of which no rate is made
 # A parameter's update in memory: gradient and state read, state written; a bf16 weight is half of its master.
 ADAM_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
@@ -77,7 +79,14 @@ class Rates:
 
 
 def of_facts(facts: dict[str, Any]) -> Rates | None:
-    """The rates among a machine's facts; None if one of NEEDED is missing or not a number."""
+    """The rates among a machine's facts; None if one of NEEDED is missing or not a number. Raises ValueError for a fact
+    that there is none of: a misspelt one would be left out of the rates."""
+    known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
+    for name in facts:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"unknown fact {name!r}: {hint}choose one of {', '.join(known)}")
     try:
         found: dict[str, Any] = {rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts}
         return Rates(**found) if all(name in facts for name in NEEDED) else None

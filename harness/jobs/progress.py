@@ -15,6 +15,9 @@ from harness.core.record import Record
 from harness.devices import machine
 from harness.run.launch import Report
 
+FEWEST_TIMED = 5  # steps whose median may be believed
+UNEXPLAINED = ("crash", "killed", "timeout")  # ends of which the log tells more than the record
+
 
 @contextmanager
 def reporter(as_json: bool) -> Iterator[Report]:
@@ -76,7 +79,10 @@ class _Lines:
             done, rate = event["bytes"], event["bytes"] / event["seconds"]
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
-            self.write(closing_line(event["record"]))
+            told = closing_line(event["record"])
+            if event["record"].status in UNEXPLAINED:
+                told += f" ({event['path'].removesuffix('.json')}.txt)"
+            self.write(told)
             job = event["record"].job
             if job.trace and event["record"].answers(job):
                 self.write(f"  trace, for https://ui.perfetto.dev: {job.trace}")
@@ -138,13 +144,21 @@ def closing_line(record: Record) -> str:
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
-    speed += f" ({record.slowed_by})" if record.slowed_by else ""
+    speed += "".join(f" ({told})" for told in (record.slowed_by, few_steps(record)) if told)
     budget = machine.budget(job.budget, job.device)
     host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
     taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
     device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""
     verdict = f"passed ({gate.verdict})" if gate.passed else gate.verdict
     return f"{title}: {speed}, {device}{host}; gate {verdict}: {gate.text}"
+
+
+def few_steps(record: Record) -> str:
+    """A caution beside a speed that rests on few steps; empty otherwise."""
+    num, warmup = len(record.timed_seconds), record.job.warmup
+    if record.samples_per_second is None or num >= FEWEST_TIMED or record.origin != "run":
+        return ""
+    return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {warmup + FEWEST_TIMED}"
 
 
 def _of(size: int, limit: int | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import json
 import os
 import signal
@@ -206,7 +207,8 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     except KeyboardInterrupt:
         end = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
     except Exception as error:
-        end = failures.of_exception(error, run.phase, budgets.lift(job))
+        folder = Path(inspect.getfile(type(method))).parent
+        end = failures.of_exception(error, run.phase, budgets.lift(job), folder)
         evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
         with contextlib.suppress(OSError):  # the log's disk may be what is full
             print(evidence["traceback"], flush=True)

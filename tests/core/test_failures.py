@@ -18,6 +18,7 @@ from harness.core.record import Record, read_all
 from harness.devices import budgets, cgroup
 from harness.jobs.sweep import Sweep
 from harness.run.launch import launch
+from tests.support.cli import run
 from tests.support.tiny import TINY, write_ending
 
 MIB = 2**20
@@ -133,6 +134,18 @@ def test_each_end_has_its_name(tmp_path: Path, row: Row, request: pytest.Fixture
     assert (record.status, record.losses) == (row.status, [1.5]), record.reason
     assert (record.evidence["class"], record.evidence["resource"]) == (row.kind, row.resource), record.evidence
     assert row.words in record.reason and "\n" not in record.reason
+
+
+def test_a_crash_names_the_line_of_the_methods_file_and_its_log(tmp_path: Path) -> None:
+    methods = write_ending(tmp_path, "import json\njson.loads('{')")
+    sizes = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2".split()
+    done = run("-m", "ending", *sizes, "--methods", str(methods), "--results", str(tmp_path / "out"))
+    (log,) = (tmp_path / "out").glob("log_*.txt")
+    (number,) = [n for n, text in enumerate((methods / "ending.py").read_text().splitlines(), 1) if "loads" in text]
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 3 and last.endswith(
+        f" at step 1, ending.py line {number}: json.loads('{{'); its log has the traceback ({log})"
+    )
 
 
 def test_a_container_that_kills_is_known_by_its_own_count(tmp_path: Path, memory_group: cgroup.Group) -> None:

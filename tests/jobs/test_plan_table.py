@@ -149,6 +149,7 @@ def test_a_machine_of_ones_own_is_an_entry(tmp_path: Path) -> None:
     [
         ("desk: {device_memory: 24GB}", "24GB"),
         ("desk: {device: 24GiB}", "unknown field device; try about, device_memory"),
+        ("desk: {facts: {link_gb_per_secnd: 25}}", "'link_gb_per_secnd': did you mean link_gb_per_second?"),
         ("desk: 24GiB", "expected a dictionary, got '24GiB'"),
         ("[1, 2]", "expected a valid dictionary, got "),
         ("desk: {", "does not load"),

@@ -152,7 +152,20 @@ def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Pat
     ("retries", "told"), [(0, ""), (1, "emptied its cache once"), (7, "emptied its cache 7 times")]
 )
 def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: int, told: str) -> None:
-    record = records.record(jobs("l2l")[0], num_alloc_retries=retries)
+    record = records.record(dataclasses.replace(jobs("l2l")[0], steps=6), num_alloc_retries=retries)
     speed = closing_line(record).split("samples/s")[1].split(", host peak")[0]
     small_print = record_row(Entry(1, Path("log.json"), record))["samples/s"].more
     assert (speed, small_print) == (f" (the allocator {told})", f"the allocator {told}") if told else ("", "")
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (6, " (1 step timed after 5 of warm-up, too few; try --steps 10)"),
+        (9, " (4 steps timed after 5 of warm-up, too few; try --steps 10)"),
+        (10, ""),
+    ],
+)
+def test_a_speed_that_rests_on_few_steps_says_so(steps: int, told: str) -> None:
+    job = dataclasses.replace(jobs("l2l")[0], steps=steps, warmup=5)
+    assert closing_line(records.record(job)).split("samples/s")[1].split(", host peak")[0] == told
