@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,11 +131,12 @@ class Watch:
         self.wall = cgroup.make(limit) if limit else None  # or none may be made
         self.group = self.wall or cgroup.current()
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
+        self.scratch = tempfile.mkdtemp(prefix="run-")  # the worker's temporary folder, which is gone with it
         reader, writer = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True, text=True,
-            env=environment(job.device),
+            env=environment(job.device) | {"TMPDIR": self.scratch},
         )  # fmt: skip
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
@@ -189,7 +191,8 @@ class Watch:
         self.process.wait()
         self.events.feed(b"")
         ranks.end_all(self.trainers, GRACE_SECONDS)  # they have sessions of their own
-        shutil.rmtree(ranks.folder_of(self.path), ignore_errors=True)
+        for folder in (ranks.folder_of(self.path), self.scratch):
+            shutil.rmtree(folder, ignore_errors=True)
         self.end = self._end()
         if self.wall:
             self.wall.remove()

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -120,6 +121,15 @@ def test_an_end_by_a_limit_of_the_shell_is_tried_again(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     assert (record.status, record.evidence["limit_of"], record.is_lasting) == ("oom-host", "ulimit -v", False)
+
+
+def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job("hydra", TINY, {"num_models": 2, "num_devices": 2}, steps=2, warmup=1)
+    with tempfile.TemporaryDirectory() as folder:  # of a short name, for sockets lie in it
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        assert Record.read(launch(resolve(job)[0], "key", tmp_path)).status == "ok"
+        assert not os.listdir(folder)
 
 
 def test_an_event_whose_report_fails_costs_no_other() -> None:
