@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -11,14 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.core import method
-from harness.core.job import Budget, Job, Workload
 from harness.core.method import ROOT
-from harness.core.record import Record
-from harness.evidence.fairness import COLUMNS
-from harness.jobs.sweep import Sweep, resolve
+from harness.evidence import method_contract
 from tests.support.cli import run
-
-TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
 
 # The whole method on the page, as a student would begin with it.
 (ONE_FILE,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -58,58 +52,68 @@ def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) ->
     assert "plan() of wrong-plan fails: AttributeError" in done.stdout
 
 
+def keep(check: method_contract.Check, *subject) -> None:
+    try:
+        check(method_contract.Subject(*subject))
+    except method.Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("check", method_contract.BY_ARITHMETIC)
+def test_keeps_the_contract_on_paper(
+    method_name: str, check: str, folders: tuple[Path, ...], shared_results: Path
+) -> None:
+    keep(method_contract.BY_ARITHMETIC[check], method_name, folders, shared_results)
+
+
 @pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.heavy)])
-def test_trains_as_the_reference_does(
-    method_name: str, dtype: str, folders: tuple[Path, ...], shared_results: Path, quick: None
+@pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=[pytest.mark.heavy] * ("bf16" in name)) for name in method_contract.BY_TRAINING]
+)
+def test_keeps_the_contract_in_training(
+    method_name: str, check: str, folders: tuple[Path, ...], shared_results: Path, quick: None
 ) -> None:
-    """Or fails the gate, where the method itself says that it trains otherwise."""
-    record = trained(method_name, dtype, folders, shared_results)
-    assert record.gate.passed == method.load(method_name, folders).is_exact, record.gate.text
+    keep(method_contract.BY_TRAINING[check], method_name, folders, shared_results)
 
 
-@pytest.mark.timeout(1800)
-def test_the_record_names_the_attention_kernel_that_ran(
-    method_name: str, folders: tuple[Path, ...], shared_results: Path, quick: None
-) -> None:
-    kernels = trained(method_name, "fp32", folders, shared_results).kernels
-    assert "scaled_dot_product_flash_attention_for_cpu" in kernels
+def checked(folder: Path, old: str = "", new: str = "") -> tuple[int, list[str]]:
+    """What check-method says of the page's method with a change, in a folder with another script."""
+    file = folder / f"{folder.name}.py"  # no two tests have a module of the same name
+    file.write_text(ONE_FILE.replace(old, new) if old else ONE_FILE)
+    (folder / "script.py").write_text("raise SystemExit('was run')")
+    done = run("check-method", file)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.splitlines()
 
 
-def trained(method_name: str, dtype: str, folders: tuple[Path, ...], results: Path) -> Record:
-    job = Job(method_name, dataclasses.replace(TINY, dtype=dtype), steps=20, warmup=2)
-    record = Sweep(results, folders).run([resolve(job, folders)[0]])[0]
-    if record.status == "unavailable":
-        pytest.skip(record.reason)
-    assert record.status == "ok", record.reason
-    return record
+def test_a_check_that_fails_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    code, lines = checked(tmp_path, "workload.num_params", "workload.number")
+    assert code == 1 and len(lines) == 7
+    assert [line.split()[0] for line in lines].count("failed") == 5
+    assert all("AttributeError" in line for line in lines if line.startswith("failed"))
 
 
-def test_says_what_it_runs_with(method_name: str, folders: tuple[Path, ...]) -> None:
-    row = method.create(method_name, {}, folders).describe(TINY, "cpu")
-    assert "implementation" in row and set(row) <= set(COLUMNS)
+def test_a_file_without_a_method_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    code, (line,) = checked(tmp_path, "@dataclass(frozen=True)")
+    assert code == 1 and line.startswith("failed  its file loads: ") and "must hold one frozen dataclass" in line
 
 
-def test_options_are_the_fields_of_a_frozen_dataclass(method_name: str, folders: tuple[Path, ...]) -> None:
-    cls = method.load(method_name, folders)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        method.create(method_name, {}, folders).anything = 1  # type: ignore[attr-defined]
-    assert set(method.option_names(cls)) == {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+def test_what_is_no_methods_file_is_refused() -> None:
+    done = run("check-method", ROOT / "README.md")
+    assert (done.returncode, done.stdout) == (2, "") and "expected a method's file, such as my_method.py" in done.stderr
 
 
-def test_a_deeper_model_needs_no_less(method_name: str, folders: tuple[Path, ...]) -> None:
-    trained = method.create(method_name, {}, folders)
-    needs = []
-    for depth in (4, 8, 16, 64):
-        plan = trained.plan(Workload(num_layers=depth), Budget())
-        needs.append(plan.device_bytes + plan.host_bytes)
-    assert needs == sorted(needs) and needs[0] < needs[-1]
+@pytest.mark.heavy
+def test_the_method_on_the_page_passes_every_check(tmp_path: Path) -> None:
+    code, lines = checked(tmp_path)
+    assert code == 0 and [line.split()[0] for line in lines] == ["passed"] * 7
 
 
-def test_a_plan_holds_at_least_the_state_of_the_model(method_name: str, folders: tuple[Path, ...]) -> None:
-    workload = Workload()
-    plan = method.create(method_name, {}, folders).plan(workload, Budget())
-    assert plan.device_bytes + plan.host_bytes + plan.disk_bytes >= 16 * workload.num_params
+@pytest.mark.heavy
+def test_a_rate_that_is_not_set_fails_the_training_checks(tmp_path: Path) -> None:
+    code, lines = checked(tmp_path, "workload.learning_rate_at(step)", "0.01")
+    failed = [line for line in lines if line.startswith("failed")]
+    assert code == 1 and ["it trains as" in line for line in failed] == [True, True]
 
 
 def test_a_method_is_one_file_in_any_folder(added: Path) -> None:

@@ -1,0 +1,154 @@
+"""The contract of a method, as checks that run: the tests put every method to them, `check-method` one file.
+
+A check returns what it saw, or raises Broken with what the contract asks for instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.core import method
+from harness.core.job import Budget, Job, Workload
+from harness.core.record import Record
+from harness.evidence.fairness import COLUMNS
+from harness.jobs.sweep import Sweep, resolve
+
+# At this rate each step moves the weights by more than they are rounded.
+TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
+STATE_BYTES = 12  # a parameter's, with AdamW, wherever they lie: its weight and both moments; gradients may come and go
+
+
+class Broken(Exception):
+    """The method does not keep its contract; the text says in what."""
+
+
+class Subject(NamedTuple):
+    """A method by its name, where its file is, and a folder for what it trains."""
+
+    name: str
+    folders: tuple[Path, ...]
+    results: Path
+
+
+Check = Callable[[Subject], str]
+
+
+def trains_in_fp32(subject: Subject) -> str:
+    return _judged(_trained(subject, "fp32"))
+
+
+def trains_in_bf16(subject: Subject) -> str:
+    return _judged(_trained(subject, "bf16"))
+
+
+def names_its_attention(subject: Subject) -> str:
+    kernel, seen = "scaled_dot_product_flash_attention_for_cpu", _trained(subject, "fp32").kernels
+    _hold(kernel in seen, f"expected {kernel} at work in the second step, saw {', '.join(seen) or 'none'}")
+    return kernel
+
+
+def says_what_it_runs_with(subject: Subject) -> str:
+    told = method.create(subject.name, {}, subject.folders).describe(TINY, "cpu")
+    _hold("implementation" in told, "describe() does not name the implementation")
+    _hold(set(told) <= set(COLUMNS), f"describe() may name {', '.join(COLUMNS)}, not {', '.join(told)}")
+    return told["implementation"]
+
+
+def is_frozen(subject: Subject) -> str:
+    try:
+        method.create(subject.name, {}, subject.folders).anything = 1  # type: ignore[attr-defined]
+    except dataclasses.FrozenInstanceError:
+        return ", ".join(method.option_names(method.load(subject.name, subject.folders))) or "none"
+    raise Broken("the class is not @dataclass(frozen=True)")
+
+
+def plans_more_for_more_layers(subject: Subject) -> str:
+    needs = [_planned(subject, Workload(num_layers=depth))[0] for depth in (4, 8, 16, 64)]
+    _hold(needs == sorted(needs) and needs[0] < needs[-1], f"4, 8, 16, 64 layers are planned with {needs} bytes")
+    return f"{needs[-1] / needs[0]:.3g} times as much for 64 layers as for 4"
+
+
+def plans_the_state(subject: Subject) -> str:
+    each = _planned(subject, Workload())[1] / Workload().num_params
+    _hold(each >= STATE_BYTES, f"{each:.3g} bytes a parameter: weight and two moments take {STATE_BYTES} somewhere")
+    return f"{each:.3g} bytes a parameter"
+
+
+BY_ARITHMETIC: dict[str, Check] = {
+    "its options are the fields of a frozen dataclass": is_frozen,
+    "it says what it runs with": says_what_it_runs_with,
+    "a deeper model needs no less": plans_more_for_more_layers,
+    "a plan holds the state of the model": plans_the_state,
+}
+BY_TRAINING: dict[str, Check] = {
+    "it trains as the reference does, fp32": trains_in_fp32,
+    "it trains as the reference does, bf16": trains_in_bf16,
+    "its record names the attention kernel": names_its_attention,
+}
+
+
+def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
+    """Of each check on a method's file: its name, if it passed, and what it saw."""
+    with _alone(file) as subject:
+        try:
+            method.load(subject.name, subject.folders)
+        except ValueError as error:
+            yield "its file loads", False, str(error)
+            return
+        for name, check in {**BY_ARITHMETIC, **BY_TRAINING}.items():
+            try:
+                yield name, True, check(subject)
+            except Exception as error:  # a method's own mistake ends its check alone
+                is_told = isinstance(error, (Broken, ValueError, method.Unavailable))
+                yield name, False, str(error) if is_told else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[Subject]:
+    """The method of a file without the others of its folder; only those that methods import, _name.py, are there."""
+    file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-"))
+    name = file.stem.replace("_", "-")
+    try:
+        if file.parent == method.ROOT / "methods":
+            yield Subject(name, (), folder)
+            return
+        (folder / "methods").mkdir()
+        for each in (file, *file.parent.glob("_*.py")):
+            (folder / "methods" / each.name).symlink_to(each)
+        yield Subject(name, (folder / "methods",), folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
+    """Bytes of device and host, and these with the disk's."""
+    plan = method.create(subject.name, {}, subject.folders).plan(workload, Budget())
+    memory = plan.device_bytes + plan.host_bytes
+    return memory, memory + plan.disk_bytes
+
+
+def _trained(subject: Subject, dtype: str) -> Record:
+    """The record of twenty steps; of checks that share a folder of results the same one."""
+    job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype), steps=20, warmup=2)
+    record = Sweep(subject.results, subject.folders).run([resolve(job, subject.folders)[0]])[0]
+    if record.status == "unavailable":
+        raise method.Unavailable(record.reason)
+    _hold(record.status == "ok", f"{record.status}: {record.reason}")
+    return record
+
+
+def _judged(record: Record) -> str:
+    """Training is the reference's, or is not, where the method itself says that it trains otherwise."""
+    _hold(record.gate.passed == record.is_exact, record.gate.text)
+    return record.gate.text
+
+
+def _hold(is_kept: Any, text: str) -> None:
+    if not is_kept:
+        raise Broken(text)
