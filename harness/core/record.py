@@ -18,6 +18,7 @@ from harness.core.job import Job
 from harness.core.whole_file import write_whole
 
 SCHEMA_VERSION = 1
+SPEED = "samples_per_second"
 # A result is not measured again; the others are, the next time they are asked for.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
@@ -162,7 +163,11 @@ class Record:
         return self.peaks.get("host_anonymous", 0) + self.peaks.get("host_shared", 0)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"schema_version": SCHEMA_VERSION, **_plain(dataclasses.asdict(self))}
+        """With the speed of a run that passed, for other readers: beside the verdict that it rests on."""
+        data = dataclasses.asdict(self)
+        if (speed := self.samples_per_second) is not None:
+            data["gate"][SPEED] = speed
+        return {"schema_version": SCHEMA_VERSION, **_plain(data)}
 
     @staticmethod
     def from_dict(data: Any) -> Record:
@@ -170,7 +175,10 @@ class Record:
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"expected schema version {SCHEMA_VERSION}, got {version}")
-        return checked(Record, {name: value for name, value in data.items() if name != "schema_version"})
+        fields = {name: value for name, value in data.items() if name != "schema_version"}
+        if isinstance(verdict := fields.get("gate"), dict):  # the speed is derived anew
+            fields["gate"] = {name: value for name, value in verdict.items() if name != SPEED}
+        return checked(Record, fields)
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(self.to_dict(), indent=1, allow_nan=False))

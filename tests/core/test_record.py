@@ -53,6 +53,16 @@ def test_throughput_is_batch_over_median_step_once_the_gate_passed() -> None:
     assert dataclasses.replace(RECORD, gate=Gate("exact")).samples_per_second == 4 / 3.0
 
 
+def test_a_file_holds_a_speed_beside_the_verdict_that_allows_it_and_is_not_believed(tmp_path: Path) -> None:
+    path, passed = tmp_path / "log_a.json", dataclasses.replace(RECORD, gate=Gate("exact"))
+    for record, told in ((RECORD, None), (passed, 4 / 3.0)):
+        record.write(path)
+        data = json.loads(path.read_text())
+        assert data["gate"].get("samples_per_second") == told and "samples_per_second" not in data
+        path.write_text(json.dumps({**data, "gate": {**data["gate"], "samples_per_second": 1e9}}))
+        assert Record.read(path) == record
+
+
 def test_the_first_step_counts_from_the_start_of_the_process() -> None:
     seconds = {"process": 1.0, "import": 2.0, "build": 3.0, "training": 100.0}
     assert dataclasses.replace(RECORD, phase_seconds=seconds).first_step_seconds == 1.0 + 2.0 + 3.0 + 9.0
