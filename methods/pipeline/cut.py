@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from methods.pipeline.grouping import group
 from methods.pipeline.stage import Spec, spec_of
 
 
@@ -197,29 +198,11 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
     if num_stages > num_runs:
         raise ValueError(f"{num_stages} stages need {num_stages - 1} CutPoints at least, the model has {num_runs - 1}")
 
-    def cost(start: int, end: int, stage: int) -> float:
-        if not any(has_parameters[start:end]):
-            return float("inf")
-        return (3 if stage == num_stages - 1 else 4) * (sum(flops[start:end]) + end - start)
-
-    best: list[tuple[float, list[int]]] = [
-        (cost(0, end, 0) if end else float("inf"), []) for end in range(num_runs + 1)
-    ]
-    for stage in range(1, num_stages):
-        best = [
-            min(
-                (
-                    (max(best[start][0], cost(start, end, stage)), [*best[start][1], start - 1])
-                    for start in range(1, end)
-                ),
-                default=(float("inf"), []),
-            )
-            for end in range(num_runs + 1)
-        ]
-    longest, cuts = best[-1]
-    if longest == float("inf"):
+    costs = [count + 1 for count in flops]
+    found = group([4 * cost for cost in costs], [3 * cost for cost in costs], has_parameters)[num_stages - 1]
+    if found is None:
         raise ValueError(f"with {num_stages} stages one has no parameters: take fewer, or move the CutPoints apart")
-    return cuts
+    return found
 
 
 def specs_of(values: Sequence[Any], stage: int) -> list[Spec]:

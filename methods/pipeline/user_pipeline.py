@@ -46,18 +46,20 @@ class Varuna(nn.Module):
 
     `get_batch_fn(size, device=None)` returns a batch of that size, to find the shapes at the cuts; nothing is trained
     on it. `batch_size`: of all replicas together. `chunk_size`: samples of a micro-batch; the last one may be smaller.
-    `shared_weights`: pairs of names of parameters that are one. Raises ValueError, one line, for a model that cannot be
-    cut so, and LostPeer for a process that does not come.
+    `shared_weights`: pairs of names of parameters that are one. `cuts`: the CutPoints to cut at, counted from 0 in the
+    order of the forward pass, as AutoConfig's table names them; None: those that balance the FLOPs. Raises ValueError,
+    one line, for a model that cannot be cut so, and LostPeer for a process that does not come.
     """
 
     def __init__(
         self, model: nn.Module, stage_to_rank_map: str, get_batch_fn: Callable[..., Inputs], batch_size: int,
         chunk_size: int, fp16: bool = False, local_rank: int = -1, device: int = -1,
-        shared_weights: Sequence[tuple[str, str]] | None = None, *, limit_seconds: float = 1800.0,
+        shared_weights: Sequence[tuple[str, str]] | None = None, *, cuts: Sequence[int] | None = None,
+        limit_seconds: float = 1800.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.ranks = RankMap.parse(stage_to_rank_map)
-        self.device = _device(device, local_rank)
+        self.device = chosen_device(device, local_rank)
         if not dist.is_initialized():
             join(limit_seconds, backend_of(self.device))
         self.rank = dist.get_rank()
@@ -70,7 +72,7 @@ class Varuna(nn.Module):
         self._shapes = {name: _sample_shape(value) for name, value in sample.items()}
         pairs = list(shared_weights or [])
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        parts = self._cut(model, sample)
+        parts = self._cut(model, sample, cuts)
         shared = _shared(model, parts, pairs)
         self._other_names = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
         mine = parts[self.stage].module
@@ -98,13 +100,21 @@ class Varuna(nn.Module):
 
     # ---- Set-up
 
-    def _cut(self, model: nn.Module, sample: Inputs) -> list[Part]:
+    def _cut(self, model: nn.Module, sample: Inputs, cuts: Sequence[int] | None) -> list[Part]:
         graph = traced(model.train(), sample)
-        number = num_cuts(graph)
+        number, num_stages = num_cuts(graph), self.ranks.num_stages
+        if cuts is not None:
+            self.active = sorted(set(cuts))
+            if len(self.active) != num_stages - 1 or any(each not in range(number) for each in self.active):
+                raise ValueError(
+                    f"cuts: expected {num_stages - 1} of the {number} CutPoints, counted from 0, for {num_stages}"
+                    f" stages, got {list(cuts)}"
+                )
+            return cut(model, graph, self.active)
         runs = cut(model, graph, range(number))
         flops = [flops for _, flops in probe(runs, sample)]
         weighs = [any(True for _ in run.module.parameters()) for run in runs]
-        self.active = choose_cuts(flops, weighs, self.ranks.num_stages)
+        self.active = choose_cuts(flops, weighs, num_stages)
         return cut(model, graph, self.active)
 
     def _in_eval_mode(self, model: nn.Module, sample: Inputs, parts: Sequence[Part]) -> Part:
@@ -117,7 +127,7 @@ class Varuna(nn.Module):
         """By size of micro-batch, what each part returns. Refuses what cannot be sent, by every process alike, so that
         none waits for one that has refused."""
         chunks = {size: _resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
-        returned = {size: [*probe(parts, _cast(each, self.fp16))] for size, each in chunks.items()}
+        returned = {size: [*probe(parts, cast(each, self.fp16))] for size, each in chunks.items()}
         *below, (last, _) = returned[self.sizes[0]]
         self._check_loss(last[0])
         for number, (values, _) in enumerate(below):
@@ -247,7 +257,7 @@ class Varuna(nn.Module):
     def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """One micro-batch through this stage. The last stage's loss is weighted by its share of the global batch."""
         part, inputs = self.modes[self.training], self._micro_batches[number]
-        mine = [_to(inputs.get(name), self.device, self.fp16) for name in part.inputs]
+        mine = [moved(inputs.get(name), self.device, self.fp16) for name in part.inputs]
         found = part.module(*received, *mine)
         if self._engine.stage.is_last:
             loss = found[0] if isinstance(found, tuple | list) else found
@@ -378,7 +388,7 @@ def _shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, 
     return found
 
 
-def _device(device: int, local_rank: int) -> torch.device:
+def chosen_device(device: int, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     number = next((each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0")))
@@ -394,11 +404,11 @@ def _resized(sample: Inputs, size: int) -> dict[str, Any]:
     return {name: first(value) for name, value in sample.items()}
 
 
-def _cast(inputs: Inputs, fp16: bool) -> dict[str, Any]:
-    return {name: _to(value, None, fp16) for name, value in inputs.items()}
+def cast(inputs: Inputs, fp16: bool) -> dict[str, Any]:
+    return {name: moved(value, None, fp16) for name, value in inputs.items()}
 
 
-def _to(value: Any, device: torch.device | None, fp16: bool) -> Any:
+def moved(value: Any, device: torch.device | None, fp16: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device=device, dtype=torch.float16 if fp16 and value.is_floating_point() else value.dtype)

@@ -46,6 +46,7 @@ def trained(folder: str) -> dict[str, list[Any]]:
     jobs = {
         "2x2": job("0,2;1,3;", 2, save=folder, steps=3),
         "short": job("0,2;1,3;", 3),
+        "cuts": job("0;1;", 2, cuts=[0]),
         "4x1": job("0;1;2;3;", 2),
         "resumed": job("2;0;1;", 4, load=folder),
         "fp16": job("0;1;", 4, fp16=True),
@@ -77,7 +78,7 @@ def distance(found: dict[str, Any], expected: tuple[list[float], list[float]] | 
     return max(abs(ours - theirs) / theirs for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("name", ["2x2", "short", "4x1", "resumed"])
+@pytest.mark.parametrize("name", ["2x2", "short", "cuts", "4x1", "resumed"])
 def test_losses_and_norms_are_those_of_one_process(name: str, trained: dict[str, list[Any]]) -> None:
     for found in trained[name]:
         assert distance(found) < 1e-6
@@ -236,6 +237,12 @@ def test_a_stage_without_parameters_is_refused() -> None:
         choose_cuts([10, 0], [True, False], 2)
 
 
+def test_cuts_that_are_named_are_taken(trained: dict[str, list[Any]]) -> None:
+    assert [found["active"] for found in trained["cuts"]] == [[0], [0]]
+    assert [found["active"] for found in trained["fp16"]] != [[0], [0]]
+    assert not any(name.startswith("blocks.1.") for name in trained["cuts"][0]["part"])
+
+
 def test_more_stages_than_cuts_are_refused() -> None:
     model = user_model.make()
     graph = traced(model, user_model.batch(0, 2))
@@ -309,6 +316,12 @@ def test_forward_and_step_say_what_to_call(single: Varuna) -> None:
         single.set_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters()))
     with pytest.raises(ValueError, match="the batch lacks labels, mask, which the first one had"):
         single.evaluate({"input_ids": torch.zeros(4, 8), "scale": None, "bias": None})
+
+
+@pytest.mark.parametrize("cuts", [[0], [9]])
+def test_cuts_unlike_the_stages_are_refused(single: Varuna, cuts: list[int]) -> None:
+    with pytest.raises(ValueError, match="cuts: expected 0 of the 4 CutPoints, counted from 0, for 1 stages, got"):
+        Varuna(user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), 4, 2, cuts=cuts)
 
 
 def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
     model = Varuna(
         whole, training["map"], lambda size, device=None: user_model.batch(0, size), size,
         training["chunk"], fp16=training.get("fp16", False), shared_weights=user_model.SHARED,
+        cuts=training.get("cuts"),
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
     model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))

@@ -1,0 +1,31 @@
+"""Groups a model's sections, the runs of modules between its CutPoints, into stages; standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
+
+def group(below: Sequence[float], last: Sequence[float], has_parameters: Sequence[bool]) -> list[list[int] | None]:
+    """For 1, 2, ... stages the active cuts, counted from 0, so that the longest stage is as short as can be; None where
+    a stage would have no parameters. below: each section's cost in any stage but the last; last: in that one."""
+    num_sections = len(below)
+    costs, last_costs, weighing = ([0, *accumulate(each)] for each in (below, last, map(int, has_parameters)))
+    # Of the sections before `end`, in as many stages as there are before the last one: the longest, and where each ends
+    best: list[tuple[float, list[int]]] = [(0.0, []), *[(inf, [])] * num_sections]
+    found: list[list[int] | None] = []
+
+    def shortest(end: int, sums: Sequence[float]) -> tuple[float, list[int]]:
+        options = (
+            (max(best[start][0], sums[end] - sums[start]), start)
+            for start in range(end) if weighing[end] > weighing[start]
+        )  # fmt: skip
+        longest, start = min(options, default=(inf, 0))
+        return longest, [*best[start][1], start]
+
+    for _ in range(num_sections):
+        longest, starts = shortest(num_sections, last_costs)
+        found.append([start - 1 for start in starts[1:]] if longest < inf else None)
+        best = [(inf, []), *(shortest(end, costs) for end in range(1, num_sections + 1))]
+    return found
