@@ -12,6 +12,7 @@ taken over all stages. `schedule=gpipe` and `1f1b` run by torch's own pipelines.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,14 @@ from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES, orders, step_seconds
 from methods.shared.memory_needs import describe
 
+CLASSES = {"CutPoint": "user_pipeline", "Varuna": "user_pipeline", "Profiler": "profiler", "AutoConfig": "auto_config"}
+
 
 def __getattr__(name: str) -> object:
-    """The classes for users' models, which import torch, unlike this module."""
-    if name not in ("CutPoint", "Varuna"):
+    """The classes for users' models, most of which import torch, unlike this module."""
+    if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from methods.pipeline import user_pipeline
-
-    return getattr(user_pipeline, name)
+    return getattr(importlib.import_module(f"methods.pipeline.{CLASSES[name]}"), name)
 
 
 @dataclass(frozen=True)

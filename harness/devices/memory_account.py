@@ -48,7 +48,6 @@ class Tracker:
     torch.OutOfMemoryError beyond a budget, in bytes; None is no budget."""
 
     def __init__(self, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
-        name_device()
         self.budgets = {"device": device_bytes, "host": host_bytes}
         self.in_use = {"device": 0, "host": 0}
         self.peaks = {"device": 0, "host": 0}
@@ -61,6 +60,7 @@ class Tracker:
         self._entered = ExitStack()
 
     def __enter__(self) -> Tracker:
+        name_device()
         for patch in self._patches():
             self._entered.enter_context(patch)
         self._entered.enter_context(self.in_thread())
@@ -70,7 +70,8 @@ class Tracker:
         self._entered.close()
 
     def in_thread(self) -> AbstractContextManager:
-        """Book this thread's allocations, too: modes belong to a thread."""
+        """Book this thread's allocations, too: modes belong to a thread. Alone it books the host's, and changes nothing
+        in torch: a process in which a device is named sim can no longer meet others."""
         return _Booking(self)
 
     def stats(self) -> dict[str, int]:

@@ -1,0 +1,201 @@
+"""Chooses stages and micro-batches by a profile: the step of every configuration is predicted by the rules of the
+schedule; standard library only.
+
+    num_stages, chunk_size, step_seconds = AutoConfig(16, 4, 512, "profile").get_min()
+
+Sections are grouped into stages by their time. A step is its passes in Varuna's order, each message as slow as the
+slowest cut's, and the slowest stage's sum over replicas. A profile of one process knows neither messages' nor sums'
+times, which then count as none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.core.job import gib
+from methods.pipeline.grouping import group
+from methods.pipeline.partition import BUCKET_BYTES
+from methods.pipeline.profile import SectionCost, read
+from methods.pipeline.rank_map import RankMap
+from methods.pipeline.schedule import orders, step_seconds
+
+# Of a parameter's weight, gradient, and Adam's two moments; in fp16 with a master, and gradients in fp32.
+STATE_BYTES, FP16_STATE_BYTES = 16, 18
+GRADIENT_BYTES = 4  # of a parameter, as replicas sum them
+
+
+class Choice(NamedTuple):
+    num_stages: int
+    chunk_size: int  # samples of a micro-batch
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration, and what it is predicted to need. `cuts`: the CutPoints at which stages meet, for Varuna."""
+
+    num_stages: int
+    num_replicas: int
+    chunk_size: int
+    num_micro_batches: int
+    device_bytes: int  # of the rank that needs most
+    fits: bool
+    cuts: tuple[int, ...]
+    passes: tuple[dict[str, float], ...]  # seconds of each stage's
+    send_seconds: float
+    sum_seconds: float
+
+    @property
+    def stage_to_rank_map(self) -> str:
+        return str(RankMap.make(self.num_stages, self.num_replicas))
+
+    @functools.cached_property
+    def least_seconds(self) -> float:
+        """No step is faster: a stage waits for those below, has its passes, and those below end after it."""
+        waits, found = 0.0, 0.0
+        for passes in self.passes:
+            found = max(found, waits + self.num_micro_batches * sum(passes.values()))
+            waits += passes["F"] + passes["B"] + 2 * self.send_seconds
+        return found + self.sum_seconds
+
+    @functools.cached_property
+    def step_seconds(self) -> float:
+        """Beyond a number of micro-batches the pipeline is full, and each further one takes the same."""
+        many = max(2 * self.num_stages, 64)
+        if self.num_micro_batches <= many:
+            return self._passes_seconds(self.num_micro_batches) + self.sum_seconds
+        half, whole = self._passes_seconds(many // 2), self._passes_seconds(many)
+        more = self.num_micro_batches - many
+        return max(whole + (whole - half) / (many - many // 2) * more + self.sum_seconds, self.least_seconds)
+
+    def _passes_seconds(self, num_micro_batches: int) -> float:
+        return step_seconds(orders("varuna", self.num_stages, num_micro_batches), self.passes, self.send_seconds)
+
+
+class AutoConfig:
+    """Of `num_gpus` devices, `gpus_per_vm` on a machine, for a global batch. `gpu_memory_capacity`: bytes of a device;
+    None: of those profiled; CPUs' has no limit. Raises ValueError, one line, for what is no number or profile."""
+
+    def __init__(
+        self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path,
+        gpu_memory_capacity: int | None = None,
+    ) -> None:  # fmt: skip
+        numbers = {"num_gpus": num_gpus, "gpus_per_vm": gpus_per_vm, "batch_size": batch_size}
+        if gpu_memory_capacity is not None:
+            numbers["gpu_memory_capacity"] = gpu_memory_capacity
+        for name, value in numbers.items():
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        self.num_gpus, self.batch_size, self.profile = num_gpus, batch_size, read(profile_folder)
+        self.capacity = gpu_memory_capacity or self.profile.device_bytes
+        messages = self.profile.messages
+        alike = [each for each in messages if each.is_one_machine == (num_gpus <= gpus_per_vm)] or messages
+        self._messages = [(each.num_bytes, each.seconds) for each in alike]
+        self._rows = [found for size in self.profile.sizes for found in self._of_size(size)]
+        if not self._rows:
+            raise ValueError(
+                f"no micro-batch of the sizes profiled ({', '.join(map(str, self.profile.sizes)) or 'none fit'}) is"
+                f" within a batch of {batch_size}; try to profile smaller ones"
+            )
+
+    def get_min(self) -> Choice:
+        """The fastest that fits. Raises ValueError, one line, if none does."""
+        fitting = [row for row in self._rows if row.fits]
+        if not fitting:
+            least = min(self._rows, key=lambda row: row.device_bytes)
+            capacity = self.capacity or 0
+            raise ValueError(
+                f"nothing fits: {least.num_stages} stages of micro-batches of {least.chunk_size} need"
+                f" {gib(least.device_bytes)} of a device's memory, {gib(least.device_bytes - capacity)} more than the"
+                f" {gib(capacity)} there are; try more devices and CutPoints, or smaller micro-batches"
+            )
+        best: Row | None = None
+        for row in sorted(fitting, key=lambda row: row.least_seconds):
+            if best and row.least_seconds >= best.step_seconds:
+                break
+            best = row if best is None or row.step_seconds < best.step_seconds else best
+        assert best is not None
+        return Choice(best.num_stages, best.chunk_size, best.step_seconds)
+
+    def table(self) -> list[Row]:
+        """All configurations, the fastest first; last those that do not fit."""
+        return sorted(self._rows, key=lambda row: (not row.fits, row.step_seconds))
+
+    def _of_size(self, size: int) -> list[Row]:
+        """All numbers of stages. Replicas share a batch evenly, so as many take part as divide it."""
+        costs, params = self.profile.at(size), [section.num_params for section in self.profile.sections]
+        below = [cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs]
+        last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
+        found = []
+        for number, cuts in enumerate(group(below, last, [count > 0 for count in params]), start=1):
+            most = self.num_gpus // number
+            num_replicas = max((count for count in range(1, most + 1) if self.batch_size % count == 0), default=0)
+            if cuts is not None and num_replicas and self.batch_size // num_replicas >= size:
+                found.append(self._row(size, cuts, num_replicas, costs, params))
+        return found
+
+    def _row(
+        self, size: int, cuts: list[int], num_replicas: int, costs: Sequence[SectionCost], params: Sequence[int]
+    ) -> Row:
+        starts, num_micro_batches = [0, *(cut + 1 for cut in cuts)], -(-self.batch_size // num_replicas // size)
+        stages = [slice(*ends) for ends in zip(starts, [*starts[1:], len(costs)], strict=True)]
+        passes = [_passes(costs[stage], is_last=stage is stages[-1]) for stage in stages]
+        counts = [sum(params[stage]) for stage in stages]
+        # The last stage is done with a micro-batch at once; the first one has the batch.
+        received = [0, *(costs[cut].activation_bytes * num_micro_batches for cut in cuts[:-1]),
+                    *(costs[cut].activation_bytes for cut in cuts[-1:])]  # fmt: skip
+        summed = [GRADIENT_BYTES * count * (num_replicas > 1) for count in counts]
+        needs = [
+            (FP16_STATE_BYTES if self.profile.fp16 else STATE_BYTES) * count
+            + max(inputs + _graph_bytes(costs[stage]), min(BUCKET_BYTES, num_bytes))
+            for stage, count, inputs, num_bytes in zip(stages, counts, received, summed, strict=True)
+        ]
+        sends = [_at(self._messages, costs[cut].activation_bytes) + costs[cut].copy_seconds for cut in cuts]
+        return Row(
+            len(stages), num_replicas, size, num_micro_batches, max(needs),
+            self.capacity is None or max(needs) <= self.capacity, tuple(cuts), tuple(passes), max(sends, default=0.0),
+            self._sum_seconds(max(summed), num_replicas),
+        )  # fmt: skip
+
+    def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
+        """Of the measured ring most like this one: each rank passes on (n - 1) / n of the bytes, twice."""
+        sums = self.profile.sums
+        if num_ranks == 1 or not sums:
+            return 0.0
+        like = min((each.num_ranks for each in sums), key=lambda count: abs(count - num_ranks))
+        seconds = _at([(each.num_bytes, each.seconds) for each in sums if each.num_ranks == like], num_bytes)
+        return seconds * (1 - 1 / num_ranks) / (1 - 1 / like)
+
+
+def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
+    forward, recompute, backward = (
+        sum(getattr(cost, f"{name}_seconds") for cost in costs) for name in ("forward", "recompute", "backward")
+    )
+    # The last stage keeps at once what its backward pass needs.
+    return {"F": recompute, "R": 0.0, "B": backward} if is_last else {"F": forward, "R": recompute, "B": backward}
+
+
+def _graph_bytes(costs: Sequence[SectionCost]) -> int:
+    """Peak of a micro-batch's passes through these sections: what those before keep, and the one's own peak."""
+    kept, peak = 0, 0
+    for cost in costs:
+        peak = max(peak, kept + cost.peak_bytes)
+        kept += cost.saved_bytes
+    return peak
+
+
+def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
+    """Seconds of so many bytes: on the line between the measured points around, in proportion beyond the last."""
+    below = max((point for point in points if point[0] <= num_bytes), default=None)
+    above = min((point for point in points if point[0] > num_bytes), default=None)
+    if below is None or above is None:
+        known = below or above
+        if known is None:
+            return 0.0
+        return known[1] * max(1.0, num_bytes / known[0])
+    share = (num_bytes - below[0]) / (above[0] - below[0])
+    return below[1] + share * (above[1] - below[1])

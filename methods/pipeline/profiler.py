@@ -1,0 +1,263 @@
+"""Measures a user's model on the machines that are to train it: each section between CutPoints, messages, and sums.
+
+    profiler = Profiler(model, device=0)
+    profiler.initialize(get_batch)
+    profiler.profile_all(get_batch, [1, 2, 4, 8], out_folder="profile")
+
+Ranks share the sections out, and all compute at once, as they will in training: neighbors may share cores, memory and
+network. Messages are measured while both ends compute. A single process measures sections alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.core.failures import of_exception
+from harness.devices.memory_account import Tracker
+from harness.devices.streams import STREAMS
+from methods.pipeline.cut import Part, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.partition import BUCKET_BYTES
+from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
+from methods.pipeline.transport import backend_of, join
+from methods.pipeline.user_pipeline import Inputs, cast, chosen_device, moved
+
+RUNS = 7  # of which the median counts, after one that does not
+
+
+class Values(NamedTuple):
+    """A micro-batch at a section."""
+
+    received: list[Tensor]
+    inputs: list[Any]
+    grads: list[Tensor] | None  # of what it sends; None for the loss
+
+
+class Profiler:
+    """`device`: the number of a GPU, as for Varuna; of no effect without one. Joins the ranks that torchrun started."""
+
+    def __init__(self, model: nn.Module, device: int | str | torch.device = -1, fp16: bool = False) -> None:
+        wanted = device if isinstance(device, int) else torch.device(device).index
+        self.device = chosen_device(-1 if wanted is None else wanted, -1)
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            join(1800.0, backend_of(self.device))
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.fp16, self.model = fp16, model.half() if fp16 else model
+        self.sections: list[Part] = []
+
+    def initialize(self, get_batch: Callable[[int], Inputs]) -> None:
+        """Cut the model at all of its CutPoints. Raises ValueError, one line, where it cannot be cut."""
+        graph = traced(self.model.train(), get_batch(1))
+        self.sections = cut(self.model, graph, range(num_cuts(graph)))
+
+    def profile_all(
+        self, get_batch: Callable[[int], Inputs], microbatches: Iterable[int], out_folder: str | Path = "profile"
+    ) -> Profile:
+        """Measure all sections with micro-batches of these sizes, up to one that memory does not hold, then messages
+        and sums; rank 0 writes the profile. All ranks return it."""
+        if not self.sections:
+            raise ValueError("profile_all: expected a model that is cut; try initialize(get_batch) before")
+        sizes = sorted(set(microbatches))
+        if not sizes or sizes[0] < 1:
+            raise ValueError(f"microbatches: expected sizes of at least 1, got {sizes}")
+        batches = {size: cast(get_batch(size), self.fp16) for size in sizes}
+        num_params = [sum(weight.numel() for weight in part.module.parameters()) for part in self.sections]
+        self._returned = {
+            size: [values for values, _ in probe(self.sections, batch)] for size, batch in batches.items()
+        }
+        for returned in self._returned.values():
+            for number, values in enumerate(returned[:-1]):
+                specs_of(values, number)
+        own: dict[int, list[SectionCost]] = {}
+        for first in range(0, len(self.sections), self.world_size):
+            self._meet()
+            number = (first + self.rank) % len(self.sections)  # past the end again from 0: no rank is left idle
+            own[number] = self._costs(number, batches)
+        costs = {number: each for found in self._gathered(own) for number, each in found.items()}
+        messages, sums = [], []
+        if self.world_size > 1:
+            sent = sorted({cost.activation_bytes for each in costs.values() for cost in each} - {0})
+            messages = self._messages(sorted({*sent[:1], *sent[len(sent) // 2 :][:1], *sent[-1:]}), batches)
+            sums = self._sums(min(BUCKET_BYTES, max(4 * sum(num_params), 64)))
+        profile = Profile(
+            self.fp16,
+            torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None,
+            [Section(count, costs[number]) for number, count in enumerate(num_params)], messages, sums,
+        )  # fmt: skip
+        if self.rank == 0:
+            profile.write(out_folder)
+        self._meet()
+        return profile
+
+    # ---- Sections
+
+    def _costs(self, number: int, batches: Mapping[int, Inputs]) -> list[SectionCost]:
+        module, found = self.sections[number].module.to(self.device), []
+        try:
+            for size, batch in batches.items():
+                found.append(self._cost(number, size, self._values(number, size, batch)))
+        except (RuntimeError, MemoryError) as error:
+            if not of_exception(error, "profile", {}).status.startswith("oom"):
+                raise
+        finally:
+            module.zero_grad()
+            module.to("cpu")
+        return found
+
+    def _values(self, number: int, size: int, batch: Inputs) -> Values:
+        returned = self._returned[size]
+        received = [self._drawn(tensor) for tensor in returned[number - 1]] if number else []
+        is_last = number == len(self.sections) - 1
+        grads = None if is_last else [self._drawn(each).detach() for each in returned[number] if each.requires_grad]
+        inputs = [moved(batch.get(name), self.device, self.fp16) for name in self.sections[number].inputs]
+        return Values(received, inputs, grads)
+
+    def _drawn(self, like: Tensor) -> Tensor:
+        """A tensor in place of one that another rank's section would make."""
+        if not like.is_floating_point():
+            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+        return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
+
+    def _cost(self, number: int, size: int, values: Values) -> SectionCost:
+        module, seconds = self.sections[number].module, defaultdict(list)
+        sent: list[Tensor] = []
+
+        def timed(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+            self._synchronize()
+            began = time.perf_counter()
+            found = work(*arguments)
+            self._synchronize()
+            seconds[name].append(time.perf_counter() - began)
+            return found
+
+        for _ in range(RUNS + 1):
+            with torch.no_grad():
+                found = timed("forward", module, *values.received, *values.inputs)
+                sent = [] if values.grads is None else [*found]
+                timed("copy", self._copies, sent)
+            found = timed("recompute", module, *values.received, *values.inputs)
+            timed("backward", _backward, found, values.grads)
+        forward, copy, recompute, backward = (statistics.median(each[1:]) for each in seconds.values())
+        return SectionCost(size, forward, recompute, backward, copy, *self._bytes(module, values),
+                           sum(tensor.nbytes for tensor in sent))  # fmt: skip
+
+    def _copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
+
+    def _bytes(self, module: nn.Module, values: Values) -> tuple[int, int]:
+        """Kept of a pass, and its peak; the gradients are there already, those of the input are not."""
+        for tensor in values.received:
+            tensor.grad = None
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            found = module(*values.received, *values.inputs)
+            saved = torch.cuda.memory_allocated(self.device) - before
+            _backward(found, values.grads)
+            return saved, torch.cuda.max_memory_allocated(self.device) - before
+        tracker = Tracker()
+        with tracker.in_thread():
+            found = module(*values.received, *values.inputs)
+            saved = tracker.stats()["host_allocated"]
+            _backward(found, values.grads)
+            return saved, tracker.stats()["host_peak"]
+
+    def _synchronize(self) -> None:
+        STREAMS[self.device.type].current().synchronize()
+
+    # ---- Between ranks
+
+    def _meet(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def _gathered(self, own: Any) -> list[Any]:
+        found = [own] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(found, own)
+        return found
+
+    def _messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
+        """Half of a round trip to the next rank; first the even ranks with the odd ones above them, then the others."""
+        hosts, found = self._gathered(socket.gethostname()), []
+        number = self.rank % len(self.sections)
+        module, values = (
+            self.sections[number].module.to(self.device),
+            self._values(number, *next(iter(batches.items()))),
+        )
+        with ThreadPoolExecutor(1) as pool:
+            for size in sizes:
+                for parity in (0, 1):
+                    lower = self.rank - (self.rank + parity) % 2
+                    self._meet()
+                    if lower < 0 or lower + 1 == self.world_size:
+                        continue
+                    running = pool.submit(self._round_trips, 2 * lower + 1 - self.rank, size, self.rank == lower)
+                    while not running.done():
+                        _backward(module(*values.received, *values.inputs), values.grads)
+                    is_one_machine = hosts[lower] == hosts[lower + 1]
+                    found.append(((is_one_machine, size), statistics.median(running.result()[1:]) / 2))
+        module.zero_grad()
+        module.to("cpu")
+        return [Message(*key) for key in self._medians(found)]
+
+    @staticmethod
+    def _round_trips(peer: int, num_bytes: int, is_first: bool) -> list[float]:
+        message, seconds = torch.zeros(num_bytes, dtype=torch.uint8), []
+        for _ in range(RUNS + 1):
+            began = time.perf_counter()
+            for is_sent in (is_first, not is_first):
+                dist.send(message, peer) if is_sent else dist.recv(message, peer)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def _sums(self, num_bytes: int) -> list[Sum]:
+        """In rings of 2, 4, 8, ... and all ranks, which lie as the replicas of a stage do."""
+        found = []
+        for num_ranks in sorted({self.world_size, *(2**power for power in range(1, self.world_size.bit_length()))}):
+            apart = self.world_size // num_ranks
+            if not apart:
+                continue
+            groups = [dist.new_group([first + apart * index for index in range(num_ranks)]) for first in range(apart)]
+            for size in sorted({num_bytes // 8, num_bytes}):
+                self._meet()
+                seconds = []
+                for _ in range((RUNS + 1) * (self.rank < apart * num_ranks)):
+                    tensor = torch.zeros(size // 4, device=self.device)
+                    self._synchronize()
+                    began = time.perf_counter()
+                    dist.all_reduce(tensor, group=groups[self.rank % apart])
+                    self._synchronize()
+                    seconds.append(time.perf_counter() - began)
+                if seconds:
+                    found.append(((num_ranks, size), statistics.median(seconds[1:])))
+        return [Sum(*key) for key in self._medians(found)]
+
+    def _medians(self, own: Sequence[tuple[Any, float]]) -> list[Any]:
+        """Over all ranks."""
+        together: dict[Any, list[float]] = defaultdict(list)
+        for found in self._gathered(own):
+            for key, seconds in found:
+                together[key].append(seconds)
+        return [(*key, statistics.median(each)) for key, each in sorted(together.items())]
+
+
+def _backward(found: Any, grads: Sequence[Tensor] | None) -> None:
+    if grads is None:
+        loss = found[0] if isinstance(found, tuple | list) else found
+        loss.float().reshape(()).backward()
+    else:
+        wanted = [tensor for tensor in found if tensor.requires_grad]
+        if wanted:  # there is nothing to train below some cuts
+            torch.autograd.backward(wanted, list(grads))

@@ -1,0 +1,219 @@
+"""Stages and micro-batches chosen by a written profile, against arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from methods.pipeline.auto_config import AutoConfig, Row
+from methods.pipeline.grouping import group
+from methods.pipeline.profile import FILE, Message, Profile, Section, SectionCost, Sum, read
+from methods.pipeline.schedule import orders, step_seconds
+
+MANY = 1000.0  # seconds
+
+
+def cost(size: int, unit: float = 1.0, **more: Any) -> SectionCost:
+    """Forward pass and recompute take one unit for each sample, a backward pass two."""
+    known = {"forward_seconds": size * unit, "recompute_seconds": size * unit, "backward_seconds": 2 * size * unit,
+             "copy_seconds": 0.0, "saved_bytes": 0, "peak_bytes": 0, "activation_bytes": 0}  # fmt: skip
+    return SectionCost(size, **{**known, **more})
+
+
+def profile(*sections: list[SectionCost], sum_seconds: float = 0.0, **more: Any) -> Profile:
+    sums = [Sum(2, 80, sum_seconds), Sum(2, 800, sum_seconds)]
+    return Profile(**{"fp16": False, "device_bytes": None, "sections": [Section(10, each) for each in sections],
+                      "messages": [], "sums": sums, **more})  # fmt: skip
+
+
+def configured(folder: Path, written: Profile, gpus: int, batch: int, capacity: int | None = None) -> AutoConfig:
+    written.write(folder)
+    return AutoConfig(gpus, gpus, batch, folder, capacity)
+
+
+@pytest.mark.parametrize(("sum_seconds", "expected"), [
+    # Two replicas: two micro-batches of two sections, each 1 and 2 s, then the sum.
+    (1.0, (1, 1, 2 * 2 * 3 + 1.0)),
+    # Two stages: the lower one F0 F1 F2 R0 B0 R1 B1 R2 B2 F3, idle until above B3 is half done, R3 B3.
+    (MANY, (2, 1, 12 + 1 + 2 + 1 + 2.0)),
+])  # fmt: skip
+def test_the_best_of_two_devices_depends_on_the_sum(tmp_path: Path, sum_seconds: float, expected: tuple) -> None:
+    assert configured(tmp_path, profile([cost(1)], [cost(1)], sum_seconds=sum_seconds), 2, 4).get_min() == expected
+
+
+def test_stages_are_cut_by_time(tmp_path: Path) -> None:
+    """Below 4 s a unit, in the last stage 3: 12 and 15 s are the least; by count it would be 8 and 18."""
+    written = profile([cost(1)], [cost(1)], [cost(1)], [cost(1, 5.0)])
+    two = next(row for row in configured(tmp_path, written, 2, 2).table() if row.num_stages == 2)
+    assert two.cuts == (2,)
+    assert two.passes == ({"F": 3.0, "R": 3.0, "B": 6.0}, {"F": 5.0, "R": 0.0, "B": 10.0})
+
+
+def test_grouping_is_the_best_of_all() -> None:
+    draws = random.Random(0)
+    for _ in range(30):
+        below, last = ([draws.randint(1, 9) for _ in range(6)] for _ in range(2))
+        weighs = [draws.random() > 0.3 for _ in below]
+        for number, found in enumerate(group(below, last, weighs), start=1):
+            longest = {}
+            for cuts in itertools.combinations(range(5), number - 1):
+                ends = [0, *(each + 1 for each in cuts), 6]
+                stages = [slice(*pair) for pair in itertools.pairwise(ends)]
+                if all(any(weighs[stage]) for stage in stages):
+                    longest[cuts] = max(*(sum(below[stage]) for stage in stages[:-1]), sum(last[stages[-1]]), 0)
+            assert (found is None) == (not longest)
+            assert found is None or longest[tuple(found)] == min(longest.values())
+
+
+# ---- Memory
+
+
+def fat(size: int) -> SectionCost:
+    """A larger micro-batch takes no longer."""
+    return cost(size, 1 / size, saved_bytes=50 * size, peak_bytes=100 * size)
+
+
+@pytest.mark.parametrize(("capacity", "chunk"), [(None, 2), (620, 2), (619, 1), (470, 1)])
+def test_a_limit_of_memory_excludes_larger_micro_batches(tmp_path: Path, capacity: int | None, chunk: int) -> None:
+    """One device, two sections: 16 bytes for each of 20 parameters, what the first section keeps, the second's peak."""
+    found = configured(tmp_path, profile([fat(1), fat(2)], [fat(1), fat(2)]), 1, 4, capacity)
+    assert found.get_min()[:2] == (1, chunk)
+    assert {row.chunk_size: row.device_bytes for row in found.table()} == {2: 320 + 100 + 200, 1: 320 + 50 + 100}
+
+
+def test_where_nothing_fits_it_says_by_how_much(tmp_path: Path) -> None:
+    found = configured(tmp_path, profile([fat(1), fat(2)], [fat(1), fat(2)]), 1, 4, 400)
+    with pytest.raises(ValueError) as error:
+        found.get_min()
+    assert str(error.value).startswith(
+        "nothing fits: 1 stages of micro-batches of 1 need 470 bytes of a device's memory, 70 bytes more than the 400"
+    )
+    assert "\n" not in str(error.value) and not any(row.fits for row in found.table())
+
+
+def test_a_size_that_one_section_lacked_memory_for_is_left_out(tmp_path: Path) -> None:
+    found = configured(tmp_path, profile([fat(1), fat(2)], [fat(1)]), 1, 4)
+    assert [row.chunk_size for row in found.table()] == [1]
+
+
+def test_a_profile_without_sizes_for_the_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"sizes profiled \(8\) is within a batch of 4; try to profile smaller ones"):
+        configured(tmp_path, profile([fat(8)]), 1, 4)
+    with pytest.raises(ValueError, match=r"sizes profiled \(none fit\)"):
+        configured(tmp_path, profile([]), 1, 4)
+
+
+# ---- All numbers of stages
+
+
+def test_stages_need_not_divide_the_devices(tmp_path: Path) -> None:
+    """Three stages of four devices: two would need 320 bytes of weights alone."""
+    found = configured(tmp_path, profile([cost(1)], [cost(1)], [cost(1)]), 4, 4, 319)
+    assert found.get_min()[:2] == (3, 1)
+    assert {row.num_stages: row.num_replicas for row in found.table()} == {1: 4, 2: 2, 3: 1}
+    assert found.table()[0].stage_to_rank_map == "0;1;2;"
+
+
+def test_replicas_share_the_batch_evenly(tmp_path: Path) -> None:
+    [row] = configured(tmp_path, profile([cost(1)]), 3, 4).table()
+    assert (row.num_replicas, row.num_micro_batches) == (2, 2)
+
+
+def test_256_devices_take_less_than_two_seconds(tmp_path: Path) -> None:
+    """The 8.3 B GPT's 72 layers and its head, four sizes; messages as slow as a pass and 16 times as fast."""
+    draws = random.Random(0)
+    for seconds in (0.1, 0.006):
+        sections = [[cost(size, (1 + draws.random() / 5) / 50, activation_bytes=size) for size in (1, 2, 4, 8)]
+                    for _ in range(73)]  # fmt: skip
+        for capacity in (None, 16 * 10 * 9):  # of nine sections' weights
+            messages = [Message(False, 1, seconds), Message(False, 8, 8 * seconds)]
+            written = profile(*sections, messages=messages)
+            began = time.process_time()
+            found = configured(tmp_path, written, 256, 8192, capacity)
+            found.get_min()
+            assert time.process_time() - began < 2
+            assert {row.num_stages for row in found._rows} == {*range(1, 74)}
+
+
+# ---- The prediction
+
+
+@pytest.mark.parametrize("send_seconds", [0.0, 0.3, 1.5])
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(2, 200), (4, 200), (9, 256), (16, 300)])
+def test_many_micro_batches_are_predicted_as_the_rules_have_it(
+    num_stages: int, num_micro_batches: int, send_seconds: float
+) -> None:
+    passes = [{"F": 1.0, "R": float(stage < num_stages - 1), "B": 2.0} for stage in range(num_stages)]
+    row = Row(num_stages, 1, 1, num_micro_batches, 0, True, (), tuple(passes), send_seconds, 0.0)
+    exact = step_seconds(orders("varuna", num_stages, num_micro_batches), passes, send_seconds)
+    assert row.step_seconds == pytest.approx(exact, rel=0.015)
+    assert row.least_seconds <= exact
+
+
+def test_the_choice_is_the_best_of_the_table(tmp_path: Path) -> None:
+    draws = random.Random(1)
+    for _ in range(10):
+        sections = [[cost(size, draws.random(), activation_bytes=size) for size in (1, 2)] for _ in range(5)]
+        messages = [Message(True, 1, draws.random())]
+        found = configured(tmp_path, profile(*sections, sum_seconds=draws.random() * 9, messages=messages), 8, 24)
+        best = found.table()[0]
+        assert found.get_min() == (best.num_stages, best.chunk_size, best.step_seconds)
+
+
+def test_messages_across_machines_count_where_there_are_several(tmp_path: Path) -> None:
+    """Twice the bytes of the one measured, and the copy."""
+    sections = [[cost(1, activation_bytes=200, copy_seconds=0.5)]] * 2
+    messages = [Message(True, 100, 1.0), Message(False, 100, 10.0)]
+    configured(tmp_path, profile(*sections, messages=messages), 2, 4)
+    for gpus_per_vm, seconds in ((2, 2.5), (1, 20.5)):
+        rows = AutoConfig(2, gpus_per_vm, 4, tmp_path).table()
+        assert next(row for row in rows if row.num_stages == 2).send_seconds == seconds
+
+
+def test_a_larger_ring_passes_on_more(tmp_path: Path) -> None:
+    """Of ten parameters 40 bytes: half of the bytes each way with 2 ranks, three quarters with 4."""
+    [row] = configured(tmp_path, profile([cost(1)], sum_seconds=2.0), 4, 4).table()
+    assert row.sum_seconds == pytest.approx(3.0)
+
+
+# ---- Files and numbers that are none
+
+
+def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
+    written = profile([fat(1)], messages=[Message(True, 1, 0.1)])
+    written.write(tmp_path / "new")
+    assert read(tmp_path / "new") == written
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ({"sections": []}, "sections: expected one at least, got none"),
+    ({"sums": [{"num_ranks": 2, "num_bytes": 1, "seconds": -1.0}]}, "seconds: expected at least 0, got -1.0"),
+    ({"sections": [{"num_params": 1, "costs": [dataclasses.asdict(cost(0))]}]}, "expected costs of sizes from 1 in"),
+    ({"fp16": None}, "fp16: expected a valid boolean, got None"),
+])  # fmt: skip
+def test_what_is_no_profile_is_one_line(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    data = json.loads(profile([cost(1)]).write(tmp_path).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**data, **change}))
+    with pytest.raises(ValueError) as error:
+        read(tmp_path)
+    assert told in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_profile_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"profile.json: no such file; try Profiler\(...\).profile_all"):
+        read(tmp_path)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(ValueError, match="expected a profile: "):
+        read(tmp_path)
+
+
+def test_numbers_below_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_gpus: expected at least 1, got 0"):
+        configured(tmp_path, profile([cost(1)]), 0, 4)

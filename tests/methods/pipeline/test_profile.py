@@ -1,0 +1,146 @@
+"""A user's model is profiled, by one process and by several; and the documents' snippet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.core.method import ROOT
+from methods.pipeline.profile import Profile, read
+from methods.varuna import AutoConfig, CutPoint, Profiler
+from tests.methods.pipeline import user_model
+
+SNIPPET = (ROOT / "docs" / "pipelines.md").read_text().split("```python\n")[2].split("```")[0]
+SLEEP_SECONDS = 0.01
+IN, OUT, FITTING = 64, 32, 2
+
+
+class Slow(nn.Module):
+    """Its forward pass sleeps, or asks for more memory than there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(OUT, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            time.sleep(SLEEP_SECONDS)
+            torch.empty(2**50 if len(x) > FITTING else 0)
+        return self.linear(x).mean()
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cutpoint, self.slow = nn.Linear(IN, OUT, bias=False), CutPoint(), Slow()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slow(self.cutpoint(self.first(x)))
+
+
+def batch_of_two(size: int) -> dict[str, Any]:
+    return {"x": torch.ones(size, IN)}
+
+
+def profiled(model: nn.Module, get_batch: Any, sizes: list[int], folder: Path, **more: Any) -> Profile:
+    profiler = Profiler(model, -1, **more)
+    profiler.initialize(get_batch)
+    return profiler.profile_all(get_batch, sizes, out_folder=folder)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return profiled(Two(), batch_of_two, [4, 2, 1], tmp_path_factory.mktemp("two"))
+
+
+def test_memory_that_runs_out_ends_the_sizes(two: Profile) -> None:
+    lower, upper = two.sections
+    assert [cost.size for cost in lower.costs] == [1, 2, 4]
+    assert [cost.size for cost in upper.costs] == two.sizes == [1, 2]
+
+
+def test_bytes_are_those_of_the_tensors(two: Profile) -> None:
+    """By hand: the lower section keeps its output; its backward pass makes the weight's gradient beside the sum."""
+    for cost in two.sections[0].costs:
+        sent = 4 * cost.size * OUT
+        assert (cost.activation_bytes, cost.saved_bytes, cost.peak_bytes) == (sent, sent, sent + 4 * IN * OUT)
+    assert [section.num_params for section in two.sections] == [IN * OUT, OUT + 1]
+
+
+def test_seconds_are_those_of_the_section(two: Profile) -> None:
+    lower, upper = (section.costs[0] for section in two.sections)
+    assert upper.forward_seconds >= SLEEP_SECONDS and upper.recompute_seconds >= SLEEP_SECONDS
+    assert lower.forward_seconds < SLEEP_SECONDS > upper.backward_seconds
+    assert lower.backward_seconds > 0 < lower.copy_seconds
+
+
+def test_one_process_measures_neither_messages_nor_sums(two: Profile) -> None:
+    assert (two.messages, two.sums) == ([], [])
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_inputs_for_every_micro_batch_and_half_precision_are_taken(tmp_path: Path, fp16: bool) -> None:
+    """The mask crosses no cut: each section has it."""
+    found = profiled(user_model.make(), lambda size: user_model.batch(0, size), [2], tmp_path, fp16=fp16)
+    crossing = 2 * user_model.TOKENS * user_model.WIDTH * (2 if fp16 else 4)
+    assert [section.costs[0].activation_bytes for section in found.sections] == [crossing] * user_model.NUM_BLOCKS + [0]
+    assert read(tmp_path) == found and found.fp16 == fp16
+
+
+def test_what_comes_too_early_or_has_no_sizes_is_refused(tmp_path: Path) -> None:
+    profiler = Profiler(Two(), -1)
+    with pytest.raises(ValueError, match=r"try initialize\(get_batch\) before"):
+        profiler.profile_all(batch_of_two, [1], out_folder=tmp_path)
+    profiler.initialize(batch_of_two)
+    for sizes in ([], [0, 1]):
+        with pytest.raises(ValueError, match="microbatches: expected sizes of at least 1, got"):
+            profiler.profile_all(batch_of_two, sizes, out_folder=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_error_of_the_model_is_its_own(tmp_path: Path) -> None:
+    class Wrong(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slow.register_forward_hook(lambda module, inputs, found: found if found.is_meta else 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        profiled(Wrong(), batch_of_two, [1], tmp_path)
+
+
+# ---- The documents' snippet
+
+
+def test_the_snippet_of_the_page_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(SNIPPET, "snippet", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines()[0].startswith("stages ")
+    assert len(read("profile").sections) == 5 and read("profile").sizes == [1, 2, 4]
+
+
+@pytest.mark.heavy
+def test_the_snippet_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(SNIPPET)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=250,
+                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.split()[0] for line in done.stdout.splitlines()][:1] == ["stages"]
+    found = read(tmp_path / "profile")
+    sent = {cost.activation_bytes for section in found.sections for cost in section.costs} - {0}
+    assert len(found.sections) == 5 and found.sizes == [1, 2, 4]
+    assert {message.num_bytes for message in found.messages} == sent and all(
+        each.is_one_machine for each in found.messages
+    )
+    assert {each.num_ranks for each in found.sums} == {2} and all(each.seconds > 0 for each in found.sums)
+    assert AutoConfig(2, 2, 8, tmp_path / "profile").get_min().num_stages in (1, 2)
