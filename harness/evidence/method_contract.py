@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
-from harness.core.record import Record
+from harness.core.record import Record, read_all
 from harness.evidence.fairness import COLUMNS
 from harness.jobs.sweep import Sweep, resolve
 
@@ -94,7 +94,7 @@ BY_TRAINING: dict[str, Check] = {
 
 
 def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
-    """Of each check on a method's file: its name, if it passed, and what it saw."""
+    """Of each check on a method's file: its name, if it passed, and what it saw. Logs of runs that ended badly stay."""
     with _alone(file) as subject:
         try:
             method.load(subject.name, subject.folders)
@@ -123,7 +123,8 @@ def _alone(file: Path) -> Iterator[Subject]:
             (folder / "methods" / each.name).symlink_to(each)
         yield Subject(name, (folder / "methods",), folder)
     finally:
-        shutil.rmtree(folder)
+        if all(record.status == "ok" for record in read_all(folder)[0].values()):
+            shutil.rmtree(folder)
 
 
 def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
@@ -136,10 +137,12 @@ def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
 def _trained(subject: Subject, dtype: str) -> Record:
     """The record of twenty steps; of checks that share a folder of results the same one."""
     job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype), steps=20, warmup=2)
-    record = Sweep(subject.results, subject.folders).run([resolve(job, subject.folders)[0]])[0]
+    sweep = Sweep(subject.results, subject.folders)
+    (record,) = sweep.run([resolve(job, subject.folders)[0]])
     if record.status == "unavailable":
         raise method.Unavailable(record.reason)
-    _hold(record.status == "ok", f"{record.status}: {record.reason}")
+    logs = [str(path).removesuffix(".json") + ".txt" for path, found in sweep.records.items() if found is record]
+    _hold(record.status == "ok", f"{record.status}: {record.reason} ({', '.join(logs)})")
     return record
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,16 @@ def test_a_check_that_fails_is_one_line_and_exit_1(tmp_path: Path) -> None:
     assert code == 1 and len(lines) == 7
     assert [line.split()[0] for line in lines].count("failed") == 5
     assert all("AttributeError" in line for line in lines if line.startswith("failed"))
+
+
+@pytest.mark.heavy
+def test_a_crash_while_it_is_checked_names_its_line_and_a_log_that_is_there(tmp_path: Path) -> None:
+    _, lines = checked(tmp_path, "loss.backward()", "loss.backwards()")
+    (told,) = [line for line in lines if "fp32" in line]
+    assert ": loss.backwards(); its log has the traceback (" in told
+    log = Path(told.rsplit("(", 1)[1].rstrip(")"))
+    assert "AttributeError" in log.read_text()
+    shutil.rmtree(log.parent)
 
 
 def test_a_file_without_a_method_is_one_line_and_exit_1(tmp_path: Path) -> None:
