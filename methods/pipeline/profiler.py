@@ -1,6 +1,6 @@
 """Measures a user's model on the machines that are to train it: each section between CutPoints, messages, and sums.
 
-    profiler = Profiler(model, device=0)
+    profiler = Profiler(model, device=-1)
     profiler.initialize(get_batch)
     profiler.profile_all(get_batch, [1, 2, 4, 8], out_folder="profile")
 
@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,11 +46,11 @@ class Values(NamedTuple):
 
 
 class Profiler:
-    """`device`: the number of a GPU, as for Varuna; of no effect without one. Joins the ranks that torchrun started."""
+    """`device`: the number of a GPU, -1 for that of torchrun's LOCAL_RANK, as for Varuna. Joins the ranks that torchrun
+    started. In fp16 the model itself is rounded."""
 
-    def __init__(self, model: nn.Module, device: int | str | torch.device = -1, fp16: bool = False) -> None:
-        wanted = device if isinstance(device, int) else torch.device(device).index
-        self.device = chosen_device(-1 if wanted is None else wanted, -1)
+    def __init__(self, model: nn.Module, device: int = -1, fp16: bool = False) -> None:
+        self.device = chosen_device(device, -1)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             join(1800.0, backend_of(self.device))
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -79,21 +80,29 @@ class Profiler:
         for returned in self._returned.values():
             for number, values in enumerate(returned[:-1]):
                 specs_of(values, number)
-        own: dict[int, list[SectionCost]] = {}
-        for first in range(0, len(self.sections), self.world_size):
-            self._meet()
-            number = (first + self.rank) % len(self.sections)  # past the end again from 0: no rank is left idle
-            own[number] = self._costs(number, batches)
+        self._seconds: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
+        self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._too_large: set[tuple[int, int]] = set()
+        # In rounds of all sections and sizes, so that a busy while of the machine hits each of them.
+        for _ in range(RUNS + 1):
+            for first in range(0, len(self.sections), self.world_size):
+                self._meet()
+                # Past the end again from 0: no rank is left idle.
+                self._visit((first + self.rank) % len(self.sections), batches)
+        own: dict[int, list[SectionCost]] = defaultdict(list)
+        for (number, size), each in sorted(self._seconds.items()):
+            forward, copy, recompute, backward = map(statistics.median, zip(*each[1:], strict=True))
+            own[number].append(SectionCost(size, forward, recompute, backward, copy, *self._bytes[number, size]))
         costs = {number: each for found in self._gathered(own) for number, each in found.items()}
         messages, sums = [], []
-        if self.world_size > 1:
+        if self.world_size > 1 and len(costs) == len(self.sections):
             sent = sorted({cost.activation_bytes for each in costs.values() for cost in each} - {0})
             messages = self._messages(sorted({*sent[:1], *sent[len(sent) // 2 :][:1], *sent[-1:]}), batches)
             sums = self._sums(min(BUCKET_BYTES, max(4 * sum(num_params), 64)))
         profile = Profile(
             self.fp16,
             torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None,
-            [Section(count, costs[number]) for number, count in enumerate(num_params)], messages, sums,
+            [Section(count, costs.get(number, [])) for number, count in enumerate(num_params)], messages, sums,
         )  # fmt: skip
         if self.rank == 0:
             profile.write(out_folder)
@@ -102,18 +111,27 @@ class Profiler:
 
     # ---- Sections
 
-    def _costs(self, number: int, batches: Mapping[int, Inputs]) -> list[SectionCost]:
-        module, found = self.sections[number].module.to(self.device), []
+    def _visit(self, number: int, batches: Mapping[int, Inputs]) -> None:
+        """One pass of each size; a size for which memory runs out is the end of them from now on."""
+        module = self.sections[number].module.to(self.device)
         try:
             for size, batch in batches.items():
-                found.append(self._cost(number, size, self._values(number, size, batch)))
+                if (number, size) in self._too_large:
+                    break
+                values = self._values(number, size, batch)
+                self._seconds[number, size].append(self._timed(module, values))
+                if (number, size) not in self._bytes:
+                    self._bytes[number, size] = self._measured_bytes(module, values)
         except (RuntimeError, MemoryError) as error:
             if not of_exception(error, "profile", {}).status.startswith("oom"):
                 raise
+            self._too_large.add((number, size))
+            for each in batches:
+                if each >= size:
+                    self._seconds.pop((number, each), None)
         finally:
             module.zero_grad()
             module.to("cpu")
-        return found
 
     def _values(self, number: int, size: int, batch: Inputs) -> Values:
         returned = self._returned[size]
@@ -129,49 +147,43 @@ class Profiler:
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
 
-    def _cost(self, number: int, size: int, values: Values) -> SectionCost:
-        module, seconds = self.sections[number].module, defaultdict(list)
-        sent: list[Tensor] = []
+    def _timed(self, module: nn.Module, values: Values) -> list[float]:
+        """Seconds of a forward pass, of the copy of what it sends, of a recompute and of a backward pass."""
+        seconds = []
 
-        def timed(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        def timed(work: Callable[..., Any], *arguments: Any) -> Any:
             self._synchronize()
             began = time.perf_counter()
             found = work(*arguments)
             self._synchronize()
-            seconds[name].append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
             return found
 
-        for _ in range(RUNS + 1):
-            with torch.no_grad():
-                found = timed("forward", module, *values.received, *values.inputs)
-                sent = [] if values.grads is None else [*found]
-                timed("copy", self._copies, sent)
-            found = timed("recompute", module, *values.received, *values.inputs)
-            timed("backward", _backward, found, values.grads)
-        forward, copy, recompute, backward = (statistics.median(each[1:]) for each in seconds.values())
-        return SectionCost(size, forward, recompute, backward, copy, *self._bytes(module, values),
-                           sum(tensor.nbytes for tensor in sent))  # fmt: skip
+        with torch.no_grad():
+            found = timed(module, *values.received, *values.inputs)
+            timed(self._copies, [] if values.grads is None else found)
+        found = timed(module, *values.received, *values.inputs)
+        timed(_backward, found, values.grads)
+        return seconds
 
     def _copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
 
-    def _bytes(self, module: nn.Module, values: Values) -> tuple[int, int]:
-        """Kept of a pass, and its peak; the gradients are there already, those of the input are not."""
+    def _measured_bytes(self, module: nn.Module, values: Values) -> tuple[int, int, int]:
+        """Kept of a pass, its peak, and sent; the weights' gradients are there already, the input's are not."""
         for tensor in values.received:
             tensor.grad = None
-        if self.device.type == "cuda":
+        is_cuda, tracker = self.device.type == "cuda", Tracker()
+        if is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
+        before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
+        with nullcontext() if is_cuda else tracker.in_thread():
             found = module(*values.received, *values.inputs)
-            saved = torch.cuda.memory_allocated(self.device) - before
+            saved = torch.cuda.memory_allocated(self.device) if is_cuda else tracker.stats()["host_allocated"]
             _backward(found, values.grads)
-            return saved, torch.cuda.max_memory_allocated(self.device) - before
-        tracker = Tracker()
-        with tracker.in_thread():
-            found = module(*values.received, *values.inputs)
-            saved = tracker.stats()["host_allocated"]
-            _backward(found, values.grads)
-            return saved, tracker.stats()["host_peak"]
+            peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else tracker.stats()["host_peak"]
+        sent = 0 if values.grads is None else sum(tensor.nbytes for tensor in found)
+        return saved - before, peak - before, sent
 
     def _synchronize(self) -> None:
         STREAMS[self.device.type].current().synchronize()
