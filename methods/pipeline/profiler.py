@@ -34,6 +34,7 @@ from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
 from methods.pipeline.transport import backend_of, join
 from methods.pipeline.user_pipeline import Inputs, cast, chosen_device, moved
 
+MOST_REPEATS = 16
 RUNS = 7  # of which the median counts, after one that does not
 
 
@@ -119,7 +120,9 @@ class Profiler:
                 if (number, size) in self._too_large:
                     break
                 values = self._values(number, size, batch)
-                self._seconds[number, size].append(self._timed(module, values))
+                # As many samples of each size: on busy cores a short pass alone escapes others' time slices.
+                passes = [self._timed(module, values) for _ in range(max(1, min(MOST_REPEATS, max(batches) // size)))]
+                self._seconds[number, size].append([statistics.mean(each) for each in zip(*passes, strict=True)])
                 if (number, size) not in self._bytes:
                     self._bytes[number, size] = self._measured_bytes(module, values)
         except (RuntimeError, MemoryError) as error:
