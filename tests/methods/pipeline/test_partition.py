@@ -41,6 +41,7 @@ def workload_of(each: Any) -> Workload:
     return Workload(**SIZES, vocab_size=each[4], dtype=each[5])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("each", JOBS, ids=str)
 def test_the_plan_of_each_stage_is_its_peak_and_at_most_a_quarter_more(each: Any, peaks: Any) -> None:
     """GPipe's last stage included, which keeps a gradient of the head for each micro-batch."""
