@@ -31,6 +31,7 @@ OF_WORKLOAD = ("micro_batches", "seq_len", "vocab_size", "num_heads", "dtype", "
 
 job_options = options.together(
     click.option("-m", "method_names", metavar="METHOD", help="One method, several (a,b), or all."),
+    options.model,
     click.option("-l", "num_layers", type=Numbers(), default="16", help="Layers."),
     click.option("-h", "hidden_size", type=Numbers(), default="2048", help="Hidden size."),
     click.option("-b", "batch_size", type=Numbers(), default="4", help="Samples per step."),

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from harness.core import method
+from harness.core import method, named_models
 from harness.devices import named_machines
 
 MOST_NUMBERS = 10_000  # of one option
@@ -27,6 +27,20 @@ methods = click.option(
 machine_of_records = click.option(
     "--machine", metavar="NAME", help="Read only records of machines whose name contains NAME; v100-vm: the paper's."
 )
+
+
+def _take_sizes(context: click.Context, param: click.Parameter, name: str | None) -> None:
+    """Make the model's sizes the defaults of the options that come after; what a verb sets itself stays, as the depth
+    up to which it searches."""
+    if name is not None:
+        sizes = named_models.load(name).sizes
+        context.default_map = {**{option: str(size) for option, size in sizes.items()}, **(context.default_map or {})}
+
+
+model = click.option(
+    "--model", metavar="NAME", is_eager=True, expose_value=False, callback=_take_sizes,
+    help="Take -l, -h, --heads, --seq and --vocab of a model of models.yaml, such as gpt2-xl; those given override it.",
+)  # fmt: skip
 num_heads = click.option("--heads", "num_heads", type=int, default=16, help="Attention heads per layer.")
 seq_len = click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample.")
 dtype = click.option("--dtype", default="fp32", help="fp32, or mixed precision with bf16 or fp16.")

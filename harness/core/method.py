@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import difflib
 import functools
 import importlib
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_
 import methods
 from harness.core import source_hash as source
 from harness.core.job import Budget, Plan, Workload
+from harness.core.named_entries import did_you_mean
 from harness.core.source_hash import ROOT
 
 if TYPE_CHECKING:
@@ -154,9 +154,7 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     """The method's class. Raises ValueError that names the nearest method, or what the file lacks."""
     files = _files(folders)
     if name not in files:
-        near = difflib.get_close_matches(name, files, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"no method {name!r}: {hint}choose one of {', '.join(sorted(files))}")
+        raise ValueError(f"no method {name!r}: {did_you_mean(name, files)}choose one of {', '.join(sorted(files))}")
     # Files beside it are importable as methods._name, wherever the folder lies.
     if str(files[name].parent) not in methods.__path__:
         methods.__path__.append(str(files[name].parent))

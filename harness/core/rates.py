@@ -6,10 +6,11 @@ machines.yaml. They decide what is planned, never what is measured, so they are 
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, fields
 from typing import Any
+
+from harness.core.named_entries import did_you_mean
 
 # A fact of machines.yaml, the rate that it gives, and the factor to its unit.
 FACTS = (
@@ -84,9 +85,7 @@ def of_facts(facts: dict[str, Any]) -> Rates | None:
     known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
     for name in facts:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"unknown fact {name!r}: {hint}choose one of {', '.join(known)}")
+            raise ValueError(f"unknown fact {name!r}: {did_you_mean(name, known)}choose one of {', '.join(known)}")
     try:
         found: dict[str, Any] = {rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts}
         return Rates(**found) if all(name in facts for name in NEEDED) else None

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.core.checked_data import NO_OTHER_FIELDS, checked
+from harness.core.checked_data import NO_OTHER_FIELDS
 from harness.core.job import GIB, Budget
 from harness.core.method import ROOT
+from harness.core.named_entries import entries, entry
 from harness.core.rates import of_facts
 from harness.devices import cuda_budget, machine
 
 FILE = ROOT / "machines.yaml"
+EXAMPLE = "v100-vm: {device_memory: 32GiB}"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
@@ -48,20 +49,12 @@ class Machine:
 
 
 def names(file: Path = FILE) -> list[str]:
-    return sorted(_read(file))
+    return sorted(entries(file, EXAMPLE))
 
 
 def load(name: str, file: Path = FILE) -> Machine:
     """The machine of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
-    machines = _read(file)
-    if name not in machines:
-        near = difflib.get_close_matches(name, machines, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"no machine {name!r}: {hint}choose one of {', '.join(sorted(machines))}, or add it to {file}")
-    try:
-        return checked(Machine, machines[name])
-    except ValueError as error:
-        raise ValueError(f"{file}: {name}: {error}; try {', '.join(item.name for item in fields(Machine))}") from error
+    return entry(Machine, name, file, EXAMPLE)
 
 
 def size_bytes(text: str) -> int:
@@ -71,13 +64,3 @@ def size_bytes(text: str) -> int:
     if not size:
         raise ValueError(f"expected a positive size with {', '.join(UNITS)}, got {text!r}; try 32GiB")
     return size
-
-
-def _read(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        return checked(dict[str, Any], yaml.safe_load(file.read_text()) or {})
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        told = " ".join(str(error).split())
-        raise ValueError(f"{file} does not load: {told}; try v100-vm: {{device_memory: 32GiB}}") from error

@@ -16,8 +16,8 @@ from harness.places.docker import Docker, default_image, engine, told
 
 PINS = ("venv.sh", "pyproject.toml", "constraints.txt")
 PARTS = (
-    *PINS, "run.sh", "test.sh", "machines.yaml", "README.md", "ARTIFACT.md", "CONTRIBUTING.md", "CITATION.cff", "docs",
-    "harness", "methods", "cases", "claims", "bench", "tests", "notebooks",
+    *PINS, "run.sh", "test.sh", "machines.yaml", "models.yaml", "README.md", "ARTIFACT.md", "CONTRIBUTING.md",
+    "CITATION.cff", "docs", "harness", "methods", "cases", "claims", "bench", "tests", "notebooks",
 )  # fmt: skip
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's build.")
 name_option = click.option(

@@ -1,0 +1,44 @@
+"""Entries by name in a YAML file at the root, such as machines.yaml: read, found or refused with the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.core.checked_data import checked
+
+T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest name as a hint that ends with a space, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def entries(file: Path, example: str) -> dict[str, Any]:
+    """Every entry, as written. Raises ValueError, one line with an example, if the file holds none."""
+    import yaml
+
+    try:
+        return checked(dict[str, Any], yaml.safe_load(file.read_text()) or {})
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"{file} does not load: {told}; try {example}") from error
+
+
+def entry(kind: type[T], name: str, file: Path, example: str) -> T:
+    """The entry of this name as a value of a dataclass. Raises ValueError that names the nearest one, or the entry's
+    wrong fields."""
+    found, what = entries(file, example), kind.__name__.lower()
+    if name not in found:
+        choices = f"choose one of {', '.join(sorted(found))}, or add it to {file}"
+        raise ValueError(f"no {what} {name!r}: {did_you_mean(name, found)}{choices}")
+    try:
+        return checked(kind, found[name])
+    except ValueError as error:
+        known = ", ".join(item.name for item in fields(kind))  # type: ignore[arg-type]
+        raise ValueError(f"{file}: {name}: {error}; try {known}") from error

@@ -1,0 +1,58 @@
+"""Models by name: their sizes against the published numbers of parameters, and how --model gives them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.core import named_models
+from harness.core.job import Workload
+from tests.support import cli
+
+
+def sizes(*words: str) -> tuple[int, ...]:
+    """Layers, hidden size, heads, tokens a sample and vocabulary that a call asks for."""
+    told = main.door.commands[words[0]].make_context("it", list(words[1:])).params
+    return (*told["num_layers"], *told["hidden_size"], told["num_heads"], told["seq_len"], told["vocab_size"])
+
+
+def test_gpt2_xl_has_its_published_parameters() -> None:
+    """1,557,611,200 with 50,257 tokens; the vocabulary is padded by 47 more."""
+    assert Workload(**named_models.load("gpt2-xl").sizes).num_params == 1_557_611_200 + 47 * 1600
+
+
+@pytest.mark.parametrize("name", [name for name in named_models.names() if re.search(r"\d[mb]$", name)])
+def test_a_name_tells_the_number_of_parameters(name: str) -> None:
+    """Less exactly where "our architecture" lacks a part."""
+    number, unit = re.search(r"-([\d.]+)([mb])$", name).groups()  # type: ignore[union-attr]
+    model = named_models.load(name)
+    published = float(number) * {"m": 1e6, "b": 1e9}[unit]
+    within = 0.14 if "our architecture" in model.about else 0.05
+    assert Workload(**model.sizes).num_params == pytest.approx(published, rel=within)
+
+
+@pytest.mark.parametrize("verb", ["run", "sweep", "plan"])
+def test_a_model_gives_the_sizes_that_are_not_given(verb: str) -> None:
+    assert sizes(verb, "--model", "llama-7b") == (32, 4096, 32, 2048, 32000)
+    assert sizes(verb, "-l", "2", "--seq", "128", "--model", "gpt2-xl") == (2, 1600, 25, 128, 50304)
+
+
+def test_a_search_takes_the_width_and_searches_the_depth() -> None:
+    search = main.door.commands["search"].commands["largest"]  # type: ignore[attr-defined]
+    told = search.make_context("it", ["-m", "l2l", "--model", "gpt2-xl"]).params
+    assert (told["hidden_size"], told["num_layers"], told["steps"]) == ([1600], [2**20], 5)
+
+
+def test_an_unknown_model_names_the_nearest() -> None:
+    ended = cli.run("plan", "-m", "l2l", "--model", "gpt2xl")
+    assert ended.returncode == 2 and "no model 'gpt2xl': did you mean gpt2-xl?" in ended.stderr
+
+
+def test_sizes_that_make_no_model_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("mine: {num_layers: 2, hidden_size: 100, num_heads: 16, seq_len: 64}")
+    with pytest.raises(ValueError, match=r"mine: hidden size 100 is not divisible by 16 heads"):
+        named_models.load("mine", file)
