@@ -156,7 +156,7 @@ def _take(log: RawLog, line: str) -> None:
         log.memory_mb.update(_fields(match[1]))
     elif match := OWN_HEADER.match(line):
         log.own = {"method": match[1], "steps": int(match[3]), "device": match[4]}
-        log.own |= {"options": _pairs(r"'(\w+)': ([^,}]+)", match[2]), "workload": _pairs(r"(\w+)=([^,]+)", match[5])}
+        log.own |= {"options": _pairs(r"'(\w+)': ([^,}]+)", match[2]), "workload": _pairs(r"\b(\w+)=([^,]+)", match[5])}
     elif match := OWN_END.match(line):
         log.own_end = (match[1], match[2], int(match[3]), clean(match[4] or "", 1000))
     else:

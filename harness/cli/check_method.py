@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-CONTRACT_BROKEN = 1
+from harness.cli.exit_codes import CHECK_FAILED
 
 
 @click.command(name="check-method")
@@ -20,6 +20,6 @@ def check_method(file: Path) -> None:
         raise ValueError(f"expected a method's file, such as my_method.py, got {file}")
     code = 0
     for name, is_passed, told in outcomes(file):
-        code = code if is_passed else CONTRACT_BROKEN
+        code = code if is_passed else CHECK_FAILED
         print(f"{'passed' if is_passed else 'failed'}  {name}: {' '.join(told.split())}", flush=True)
     sys.exit(code)

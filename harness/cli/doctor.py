@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from harness.cli import options
+from harness.cli.exit_codes import UNAVAILABLE
 from harness.cli.options import check_writable
 from harness.core import method, native_build
 from harness.core.child_process import ask
@@ -19,7 +20,6 @@ from harness.core.job import Job, Workload, gib
 from harness.devices import machine, sim
 from harness.devices.device_lock import turn
 
-NOTHING_RUNS = 7
 GB = 1e9
 
 
@@ -48,7 +48,7 @@ def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
     for text in [*map(told, machine.calibrations())] or ["none of this machine: ./run.sh doctor --calibrate"]:
         print(f"{'calibration':20}{text}")
     if all(method.create(name, {}).missing(chosen) for name in method.names()):
-        sys.exit(NOTHING_RUNS)
+        sys.exit(UNAVAILABLE)
 
 
 def hardware(results: Path) -> list[tuple[str, str]]:

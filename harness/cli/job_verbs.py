@@ -10,21 +10,15 @@ from typing import Any
 
 import click
 
-from harness.cli import options
+from harness.cli import exit_codes, options
 from harness.cli.job_options import WithMethods, check_corpus, job_options, make_jobs, place_of, place_options
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
 from harness.core.console import print_table
-from harness.core.record import Record
 from harness.core.whole_file import check_replaceable
 from harness.devices import budgets
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep, resolve
 
-EXIT = {
-    "crash": 3, "killed": 3, "oom-device": 4, "oom-host": 4, "does-not-fit": 4, "timeout": 6, "unavailable": 7,
-    "interrupted": 130,
-}  # fmt: skip
-GATE_FAILED, INTERRUPTED = 5, 130
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of search largest
 EXAMPLES = """\b
 Examples:
@@ -113,7 +107,7 @@ def largest(**words: Any) -> None:
     else:
         rows = [texts(result) for result in found]
         print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
-    sys.exit(exit_code([record for record in records if record], is_sweep=True))
+    sys.exit(exit_codes.of_records([record for record in records if record], is_sweep=True))
 
 
 @click.command()
@@ -138,7 +132,7 @@ def case(**words: Any) -> None:
         check_writable(words["results"])
     if words["out"]:
         check_writable(words["out"], "--out")
-    sys.exit(exit_code(collect.main(**words), is_sweep=True))
+    sys.exit(exit_codes.of_records(collect.main(**words), is_sweep=True))
 
 
 @click.command()
@@ -160,7 +154,7 @@ def demo(results: Path, as_json: bool) -> None:
     from harness.cli.demo import show_all
 
     check_writable(results)
-    sys.exit(exit_code(show_all(results, as_json), is_sweep=True))
+    sys.exit(exit_codes.of_records(show_all(results, as_json), is_sweep=True))
 
 
 VERBS = (run, sweep, plan, search, case, setup, demo)
@@ -196,22 +190,8 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         print(f"left out: {line}", file=sys.stderr)
     with reporter(words["as_json"]) as report:
         records = Sweep(words["results"], folders, report, words["rerun"], place).run(jobs)
-    sys.exit(exit_code(records, is_sweep))
+    sys.exit(exit_codes.of_records(records, is_sweep))
 
 
 def _folders(words: dict[str, Any]) -> tuple[Path, ...]:
     return tuple(path.resolve() for path in words["methods_folder"])
-
-
-def exit_code(records: list[Record], is_sweep: bool) -> int:
-    """0 success, 3 crash, 4 out of memory or disk, 5 failed gate, 6 timeout, 7 unavailable, 130 interrupted.
-
-    Of several jobs, a run without a verdict is a result, and so is a failed gate of a method that is not exact by its
-    own description; a crash or any other failed gate is an error.
-    """
-    several = is_sweep or len(records) > 1
-    codes = {EXIT.get(record.status, 0) for record in records}
-    if any(record.status == "ok" and not record.gate.passed and (record.is_exact or not several) for record in records):
-        codes.add(GATE_FAILED)
-    serious = codes & ({3, GATE_FAILED, INTERRUPTED} if several else codes)
-    return min(serious - {0}, default=0)

@@ -17,13 +17,12 @@ import click
 from harness.cli import job_verbs, options, pipeline_verbs, result_verbs
 from harness.cli.check_method import check_method
 from harness.cli.doctor import doctor
+from harness.cli.exit_codes import INTERRUPTED, MEMORY, UNAVAILABLE, USAGE
 from harness.cli.job_options import WithMethods
-from harness.cli.job_verbs import EXAMPLES, EXIT, INTERRUPTED
+from harness.cli.job_verbs import EXAMPLES
 from harness.core import method
 from harness.core.console import readable_output
 from harness.places.docker_image import image
-
-USAGE = 2
 
 
 class Door(WithMethods, click.Group):
@@ -55,7 +54,7 @@ for verb in (*job_verbs.VERBS, *result_verbs.VERBS, *pipeline_verbs.VERBS, check
 
 
 def main() -> None:
-    """Exit codes beside those of a verb: 2 wrong usage, 130 interrupted by Ctrl-C or SIGTERM."""
+    """Exit codes beside those of a verb: 2 wrong usage, 130 interrupted by Ctrl-C, SIGTERM or a closed pipe."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, signal.default_int_handler)
@@ -65,7 +64,8 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        door.main(standalone_mode=False, prog_name="./run.sh")
+        with door.make_context("./run.sh", sys.argv[1:]) as context:  # main() ends in 1 where a pipe is closed
+            door.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
@@ -79,15 +79,17 @@ def _run() -> None:
         hint = "-h is the hidden size, help is --help" if "'-h'" in text else "see --help"
         _fail(f"error: {text.rstrip('.')}; {hint}", USAGE)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            _fail("error: too many open files: raise the limit, ulimit -n 256, and repeat the call", USAGE)
         where = f" {error.filename}" if error.filename else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             told = f" in{where}" if where else ""
-            _fail(f"error: the disk is full{told}: free some space and repeat the call", EXIT["does-not-fit"])
+            _fail(f"error: the disk is full{told}: free some space and repeat the call", MEMORY)
         _fail(f"error: cannot use{where or ' a file'}: {error.strerror or error}; try another one", USAGE)
     except ValueError as error:
         _fail(f"error: {error}", USAGE)
     except method.Unavailable as error:
-        _fail(f"error: {error}", EXIT["unavailable"])
+        _fail(f"error: {error}", UNAVAILABLE)
 
 
 def _fail(line: str, code: int) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 import click
 
 from harness.cli import options
+from harness.cli.exit_codes import CHECK_FAILED
 from harness.cli.options import FILE, FOLDER, check_writable
 from harness.core.record import read_all
-
-CLAIM_FAILED = 1
 
 
 @click.command()
@@ -55,7 +54,7 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
         print(import_logs.line(record) + ("" if is_new else " [recorded before]"))
     if not records and not skipped:
         raise ValueError(f"no log in {', '.join(map(readable, logs))}: try files, or folders of log_*.txt")
-    sys.exit(1 if skipped else 0)
+    sys.exit(CHECK_FAILED if skipped else 0)
 
 
 def readable(path: Path) -> str:
@@ -78,7 +77,7 @@ def verify(results: Path, against: str | None, machine: str | None, folder: Path
         raise ValueError(f"no folder {results}: try --results with a folder of records, which ./run.sh case all writes")
     found = findings(results, against, machine, folder or CLAIMS)
     show(found, as_json)
-    sys.exit(CLAIM_FAILED if failed(found) else 0)
+    sys.exit(CHECK_FAILED if failed(found) else 0)
 
 
 @click.command()
@@ -93,7 +92,7 @@ def compare(a: str, b: str, results: Path, as_json: bool) -> None:
     """
     from harness.evidence.compare import run
 
-    sys.exit(0 if run(a, b, results, as_json) else CLAIM_FAILED)
+    sys.exit(0 if run(a, b, results, as_json) else CHECK_FAILED)
 
 
 @click.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,8 +35,11 @@ class _Readable:
 @contextlib.contextmanager
 def readable_output() -> Iterator[None]:
     """Pass all that is printed meanwhile through readable(): logs, records and names of files may hold anything."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # was closed: no file of results may take its place
+        pass
+    os.close(handle)
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_Readable, streams)
+    sys.stdout, sys.stderr = (_Readable(stream or open(os.devnull, "w")) for stream in streams)  # noqa: SIM115
     try:
         yield
     finally:

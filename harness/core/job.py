@@ -16,6 +16,7 @@ from harness.core.checked_data import NO_OTHER_FIELDS
 from harness.core.rates import Rates
 
 GIB = 2**30
+MOST = 10**9  # of whatever is counted; products of such numbers are still numbers of a computer
 # What a plan counts bytes of, in each memory.
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -56,8 +57,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            check_count(name, getattr(self, name))
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"the seed must be from 0 to below 2**63, not {self.seed}")
         if self.hidden_size % self.num_heads:
@@ -257,10 +257,12 @@ class Job:
     trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; as budget.seconds
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, not {self.steps}")
+        check_count("steps", self.steps)
         if not 0 <= self.warmup < self.steps:
             raise ValueError(f"warm-up must be from 0 to {self.steps - 1} of {self.steps} steps, not {self.warmup}")
+        for name, value in self.options.items():
+            if isinstance(value, int) and abs(value) > MOST:
+                raise ValueError(f"option {name} must be at most {MOST}")
 
     @property
     def world_size(self) -> int:
@@ -286,6 +288,12 @@ class Job:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Job:
         return Job(**{**data, "workload": Workload(**data["workload"]), "budget": Budget(**data["budget"])})
+
+
+def check_count(name: str, value: int) -> None:
+    if not 1 <= value <= MOST:
+        limit = f"least 1, not {value}" if value < 1 else f"most {MOST}"
+        raise ValueError(f"{name} must be at {limit}")
 
 
 def params_text(num_params: int) -> str:

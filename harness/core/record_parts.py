@@ -39,6 +39,7 @@ class Evidence(TypedDict, total=False):
     unsaid: list[str]
     reference: str
     reference_layers: int
+    reference_ended: str
 
 
 class Machine(TypedDict, total=False):

@@ -59,8 +59,8 @@ def load(name: str, file: Path = FILE) -> Machine:
 
 def size_bytes(text: str) -> int:
     """Bytes of a size with its unit. Raises ValueError where it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|TiB)", text)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,30})?)(KiB|MiB|GiB|TiB)", text)
     size = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if not size:
-        raise ValueError(f"expected a positive size with {', '.join(UNITS)}, got {text!r}; try 32GiB")
+        raise ValueError(f"expected a positive size with {', '.join(UNITS)}, got {text!r:.80}; try 32GiB")
     return size

@@ -20,6 +20,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.core import method
 from harness.core.checked_data import checked
+from harness.core.foreign_file import read_text
 from harness.core.job import Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Gate, Record
@@ -276,6 +279,10 @@ def figure(number: int, rows: Sequence[FigureRow], note: str) -> plot.Figure:
 def draw(number: int, path: Path) -> list[Path]:
     """Draw a case from its CSV, beside it. Raises ValueError where that is missing, or of several profiles."""
     found, names = read_csv(path)
+    module, metrics = load(number), {row.metric for row in found}
+    if not found or not (hasattr(module, "figure") or metrics == {module.METRIC}):
+        told = ", ".join(sorted(metrics)) or "no row"
+        raise ValueError(f"{path} is no table of case {number}: expected rows of {module.METRIC}, got {told:.80}")
     machines = {row.machine for row in found if row.origin == "run"}
     if len(names) > 1 or len(machines) > 1:
         raise ValueError(f"{path} mixes {'; '.join(sorted(names if len(names) > 1 else machines))}: draw each alone")
@@ -287,7 +294,7 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
     import pandas
 
     try:
-        frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+        frame = pandas.read_csv(io.StringIO(read_text(path)), dtype=str, keep_default_na=False)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; the case's extract script writes it") from error
     except ValueError as error:  # pandas' own for what is no table
@@ -298,4 +305,13 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
     frame["keys"] = frame["keys"].str.split()
     lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
     needed = {"window_size": None, "value": None}  # fields without a default
-    return checked(list[FigureRow], [needed | line for line in lines]), set(frame["profile"])
+    try:
+        rows = checked(list[FigureRow], [needed | line for line in lines])
+        unknown = [row.method for row in rows if row.method not in method.names()]
+        numbers = (each for row in rows for each in vars(row).values() if isinstance(each, float))
+        odd = [each for each in numbers if not math.isfinite(each)]
+        if unknown or odd:
+            raise ValueError(f"expected methods and finite numbers, got {(unknown or odd)[0]!r:.80}")
+    except ValueError as error:
+        raise ValueError(f"{path} is no table of a case: {error}") from error
+    return rows, set(frame["profile"])

@@ -111,6 +111,7 @@ def _compare(record: Record, reference: Record) -> Gate:
     evidence: dict[str, Any] = {"reference": reference.key, "loss_difference": largest}
     own = _own_conditions(reference) if reference.status == "ok" else Gate(text=f"ended as {reference.status}")
     if own:
+        evidence["reference_ended"] = reference.status
         return Gate("untested", "no-reference", f"the reference itself did not train: {own.text}", evidence)
     if record.data_sha256 != reference.data_sha256:
         return _failed("data", "trained on other data than the reference", **evidence)

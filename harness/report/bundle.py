@@ -37,8 +37,8 @@ TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
 
 def write(results: Path, out: Path | None = None, names: Names | None = None) -> Path:
-    """Write the archive without `names`, else those of this machine. Raises ValueError if there is no record, or the
-    archive cannot be written."""
+    """Write the archive without `names`, else those of this machine. Raises ValueError if there is no record,
+    OSError where it cannot be written."""
     archive = out or results / f"{FOLDER}.tar.gz"
     check_replaceable(archive)
     with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
@@ -51,11 +51,8 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
         lines = [f"{hashlib.sha256((stage / path).read_bytes()).hexdigest()}  {path.as_posix()}\n" for path in paths]
         (stage / MANIFEST).write_text("".join(lines))
         packed = _packed(stage, [Path(MANIFEST), *paths])
-    try:
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(archive, packed)
-    except OSError as error:
-        raise ValueError(f"cannot write {archive}: {error.strerror}; name another file with --out") from error
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(archive, packed)
     return archive
 
 

@@ -56,12 +56,9 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
         raise ValueError(f"--out names the page, {REVIEW} is written beside it: try --out {page.parent / PAGE}")
     told = gather(results, profile, machine)
     made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        for path, text in made.items():
-            write_whole(path, text)
-    except OSError as error:
-        raise ValueError(f"cannot write {page}: {error.strerror}; name another file with --out") from error
+    page.parent.mkdir(parents=True, exist_ok=True)
+    for path, text in made.items():
+        write_whole(path, text)
     return list(made)
 
 

@@ -34,6 +34,7 @@ SAMPLE_SECONDS = 0.1
 LIST_SECONDS = 1.0  # between lists of children, which read every process: 1.5 ms of the cores that train
 GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
 AFTER_TRAINING = ("drain", "inspect", "done")  # phases whose memory is not the method's
+AFTER_A_STOP = ("interrupted", "crash", "unavailable")  # an import that is broken off may raise anything
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
 EXPANDABLE = "expandable_segments:True"
@@ -131,13 +132,17 @@ class Watch:
         self.wall = cgroup.make(limit) if limit else None  # or none may be made
         self.group = self.wall or cgroup.current()
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
-        self.scratch = tempfile.mkdtemp(prefix="run-")  # the worker's temporary folder, which is gone with it
         reader, writer = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True, text=True,
-            env=environment(job.device) | {"TMPDIR": self.scratch},
-        )  # fmt: skip
+        self.scratch = tempfile.mkdtemp(prefix="run-")  # the worker's temporary folder, which is gone with it
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True,
+                text=True, env=environment(job.device) | {"TMPDIR": self.scratch},
+            )  # fmt: skip
+        except OSError:
+            os.rmdir(self.scratch)
+            raise
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock,
@@ -218,7 +223,7 @@ class Watch:
         if self.wall:
             changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}
         failure, end = None, dataclasses.replace(self.end, phase=record.phase)
-        if record.status == "interrupted" and self.stopped in ("deadline", "silence"):
+        if self.stopped and record.status in AFTER_A_STOP:
             failure = failures.of_stop(end)
         elif record.status == "crash":
             failure = failures.of_killed_child(end, record.reason, str(record.evidence.get("traceback")))

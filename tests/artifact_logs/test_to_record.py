@@ -182,3 +182,5 @@ def test_a_long_file_of_anything_is_read_in_seconds(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"  a . " + b" " * 3_000_000 + b"x" + b"\0" * 10_000_000 + b"\n" + b"iteration 1/ \n" * 50_000)
     assert to_record(read(path), path.name).losses == [9.0, 8.0]
+    lines = ["method m with , 3 steps on cpu, Workload(" + "a" * 16_000 + ")"] * 100
+    assert read(write_log(tmp_path, path.name, lines)).own["workload"] == {}

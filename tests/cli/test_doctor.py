@@ -50,6 +50,13 @@ def test_doctor_ends_with_exit_code_7_where_nothing_can_run(monkeypatch) -> None
     assert run("doctor", "--device", "cpu").returncode == 7
 
 
+def test_a_calibration_that_cannot_be_kept_is_not_measured(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "CALIBRATION", Path("/proc/results/calibration.json"))
+    done = run("doctor", "--calibrate", "--device", "cpu", "--results", tmp_path)
+    assert done.returncode == 2 and "calibrating" not in done.stdout
+    assert done.stderr.startswith("error: cannot write to /proc/results: ") and len(done.stderr.splitlines()) == 1
+
+
 def test_rates_of_a_calibration_by_hand() -> None:
     """A layer takes 1 s forward and 3 s backward, the head 5 s; 28 bytes a parameter pass through the host's memory,
     alone 56 GB/s and under copies 42 + 20."""

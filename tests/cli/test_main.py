@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -11,10 +10,8 @@ import pytest
 
 from harness.cli import job_verbs
 from harness.cli.job_options import make_jobs
-from harness.cli.job_verbs import exit_code
 from harness.cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
-from harness.core.record import Gate, Record
 from harness.jobs.command import command
 from tests.support.cli import run
 
@@ -57,6 +54,10 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m resident --timeout nan", "must be positive and finite, not nan"),
         ("-m resident --timeout inf", "must be positive and finite, not inf"),
         ("-m resident --device-memory 12", "expected a positive size"),
+        (f"-m resident --device-memory {'9' * 400}GiB", "expected a positive size"),
+        (f"-m resident -l {'9' * 400}", "num_layers must be at most 1000000000"),
+        (f"-m resident -l 1 --steps {'9' * 400}", "steps must be at most 1000000000"),
+        (f"-m hydra -l 1 --models {'9' * 400}", "option num_models must be at most 1000000000"),
         ("-m resident,l2l -l 2 --trace /tmp/trace.json", "--trace needs one run in one local process"),
         ("-m l2l -l 2 --trace /proc/traces/trace.json", "try another folder with --trace"),
         ("-m l2l -l 2 --trace /dev/null", "/dev/null: expected the name of a new file or of one to replace"),
@@ -136,29 +137,6 @@ def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path) -> No
 def test_a_results_folder_elsewhere_is_made(tmp_path: Path) -> None:
     assert run("-m", "resident", *SMALL, "--results", str(tmp_path / "a" / "b")).returncode == 0
     assert len(list((tmp_path / "a" / "b").glob("*.json"))) == 1
-
-
-RECORD = Record(Job("some", Workload()), "k", "ok", gate=Gate("exact"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "single", "several"),
-    [
-        ({}, 0, 0),
-        ({"status": "crash"}, 3, 3),
-        ({"status": "oom-host"}, 4, 0),
-        ({"status": "oom-device"}, 4, 0),
-        ({"gate": Gate("failed")}, 5, 5),
-        ({"gate": Gate("failed"), "is_exact": False}, 5, 0),
-        ({"status": "timeout"}, 6, 0),
-        ({"status": "unavailable"}, 7, 0),
-        ({"status": "does-not-fit"}, 4, 0),
-    ],
-)
-def test_exit_codes(changes: dict, single: int, several: int) -> None:
-    record = dataclasses.replace(RECORD, **changes)
-    assert exit_code([record], is_sweep=False) == single
-    assert exit_code([RECORD, record], is_sweep=False) == several
 
 
 @pytest.mark.parametrize(

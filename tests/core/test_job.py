@@ -59,7 +59,7 @@ workloads = st.builds(
 )
 sizes = st.none() | st.integers(1, 2**50)
 budgets = st.builds(Budget, sizes, sizes, sizes, st.none() | st.floats(1e-3, 1e9))
-options = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
+options = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text())
 jobs = st.builds(Job, st.text(), workloads, options, budgets, steps=st.integers(6, 100))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,18 @@ def test_a_file_has_the_rights_that_the_umask_leaves(tmp_path: Path, mask: int, 
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "page").write_text("old")
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))  # as a full disk does: a part is written
+    try:
+        with pytest.raises(OSError, match="page"):
+            write_whole(tmp_path / "page", "new" * 4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_the_longest_name_there_is_can_be_written(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -203,6 +204,30 @@ def test_the_same_records_give_the_same_bytes(number: int, tmp_path: Path) -> No
         paths = [case.extract(number, DEMO, demo_records(), folder)]
         files.append([path.read_bytes() for path in (*paths, *case.draw(number, paths[0]))])
     assert files[0] == files[1] and all(files[0])
+
+
+HEAD = "profile,keys,metric,method,num_layers,hidden_size,value\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "No columns"), (HEAD, "expected rows of samples_per_second, got no row"),
+        (HEAD + "demo,a,height,l2l,1,1,1", "expected rows of samples_per_second, got height"),
+        (HEAD + "demo,a,samples_per_second,l3l,1,1,1", "expected methods and finite numbers, got 'l3l'"),
+        (HEAD + "demo,a,samples_per_second,l2l,1,1,nan", "expected methods and finite numbers, got nan"),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_of_the_case_is_named(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "case3_demo.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"is no table of .*{told}"):
+        case.draw(3, tmp_path / "case3_demo.csv")
+
+
+def test_a_pipe_of_a_tables_name_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "case3_demo.csv")
+    with pytest.raises(ValueError, match="expected a regular file"):
+        case.draw(3, tmp_path / "case3_demo.csv")
 
 
 def test_a_csv_of_two_machines_is_not_drawn(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
         (RECORDS[:1], "--profile some", "expected a profile, one of demo, quick, paper, fit"),
         (RECORDS[:1], "--profile quick", "no record of profile quick: ./run.sh case all --profile quick runs it"),
         (RECORDS[:1], "--machine h100", "--machine takes one of ['Some CPU, 2 cores']"),
-        (RECORDS[:1], "--out /proc/page.html", "name another file with --out"),
+        (RECORDS[:1], "--out /proc/page.html", "cannot use /proc/"),
         ([RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})], "", "--machine takes one of"),
     ],
 )

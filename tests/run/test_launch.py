@@ -17,14 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.core.failures import End
 from harness.core.job import Budget, Job
 from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
-from harness.run.launch import Events, environment, launch
+from harness.run.launch import Events, Watch, environment, launch
 from tests.support import cli, tiny
 from tests.support.tiny import TINY, write_compiling
 
+TINY_JOB = Job("resident", TINY)
 KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
 
 
@@ -130,6 +132,26 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path: Path, monkeypatc
         monkeypatch.setenv("TMPDIR", folder)
         assert Record.read(launch(resolve(job)[0], "key", tmp_path)).status == "ok"
         assert not os.listdir(folder)
+
+
+def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError):
+        launch(Job("resident", TINY), "key", tmp_path)
+    assert not os.listdir(scratch)
+
+
+@pytest.mark.parametrize(("stopped", "status"), [("interrupt", "interrupted"), ("deadline", "timeout"), ("", "crash")])
+def test_whatever_an_import_raises_that_is_broken_off_is_no_crash(stopped: str, status: str) -> None:
+    watch = object.__new__(Watch)
+    watch.job, watch.stopped, watch.end = TINY_JOB, stopped, End("import", stopped=stopped)
+    watch.wall, watch.peaks, watch.surroundings = None, {}, {}
+    made = Record(TINY_JOB, "key", "crash", "import", "ImportError: cannot import name")
+    assert watch.complete(made).status == status
 
 
 def test_an_event_whose_report_fails_costs_no_other() -> None:
