@@ -230,14 +230,23 @@ class Plan:
     def disk_bytes(self) -> int:
         return sum(self.disk.values())
 
+    def pooled(self, budget: Budget) -> Plan:
+        """The plan on the memories there are: without a device budget, a CPU's device memory is the host's."""
+        if budget.device_bytes is not None:
+            return self
+        kinds = {kind: self.device.get(kind, 0) + self.host.get(kind, 0) for kind in {**self.device, **self.host}}
+        return dataclasses.replace(self, device={}, host=kinds)
+
     def shortfall(self, budget: Budget) -> str | None:
         """The first memory that does not suffice, with its kinds, or None if the plan fits."""
+        plan = self.pooled(budget)
         for memory in ("device", "host", "disk"):
-            need, have = getattr(self, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")
+            need, have = getattr(plan, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")
             if have is not None and need > have:
-                kinds = getattr(self, memory)
+                kinds = getattr(plan, memory)
                 parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)
-                return f"needs {gib(need)} of {memory} memory ({parts}), there is {gib(have)}"
+                which = "memory" if memory == "host" and budget.device_bytes is None else f"{memory} memory"
+                return f"needs {gib(need)} of {which} ({parts}), there is {gib(have)}"
         return None
 
 

@@ -15,7 +15,7 @@ from harness.core.job import Budget, Job, Plan, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
 from harness.jobs.depth_search import Answer, Outcome, extrapolate, search
-from harness.jobs.sweep import Sweep, one_pool
+from harness.jobs.sweep import Sweep
 
 BEYOND_PLAN = 4  # depths up to this many times the planned one are tried, and up to 64 layers
 BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that count towards another's budget
@@ -78,13 +78,13 @@ class Probes:
 
     def _fits(self, plan: Plan, num_layers: int) -> bool:
         room = self._room(num_layers)
-        return one_pool(plan, room).shortfall(room) is None and not self._refusal(plan)
+        return plan.shortfall(room) is None and not self._refusal(plan)
 
     def refine(self) -> int:
         """guess() with the excess that small runs have shown."""
         self.lacking.clear()
         for record in (record for record in self.records if record.status == "ok"):
-            planned = one_pool(Plan(record.predicted["device"], record.predicted["host"]), self.budget)
+            planned = Plan(record.predicted["device"], record.predicted["host"]).pooled(self.budget)
             for memory, size in measured(record).items():
                 beyond = {"run": size - getattr(planned, f"{memory}_bytes")}
                 self.excess.setdefault(memory, []).append((record.job.workload.num_layers, beyond))
@@ -109,7 +109,7 @@ class Probes:
         """A run failed although its plan fitted: it takes more beyond the plan than was left."""
         num_layers, lacked = record.job.workload.num_layers, memory_of(record)
         memory, room = BUDGETED.get(lacked, lacked), self._room(num_layers)
-        have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, one_pool(plan, room)))
+        have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, plan.pooled(room)))
         if have is not None and planned is not None and planned <= have:
             beyond = getattr(self.budget, f"{memory}_bytes") - planned + 1
             self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))

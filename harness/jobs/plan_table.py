@@ -15,7 +15,7 @@ from harness.core.job import STATE_KINDS, Budget, Job, Plan, Workload, gib
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import machine
 from harness.jobs import published_laws
-from harness.jobs.sweep import largest, one_pool, resolve
+from harness.jobs.sweep import largest, resolve
 
 MEMORIES = ("device", "host", "disk")
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # a parameter: two moments, in mixed precision a master, too
@@ -62,7 +62,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
 def _binding(trained: method.Method, job: Job, budget: Budget, depth: int) -> str | None:
     """The memory that one layer more than fits would pass first."""
     try:
-        plan = one_pool(trained.plan(job.workload.at_depth(depth + 1), budget), budget)
+        plan = trained.plan(job.workload.at_depth(depth + 1), budget).pooled(budget)
     except ValueError:
         return None
     sizes = ((memory, getattr(plan, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")) for memory in MEMORIES)

@@ -36,11 +36,9 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
         raise ValueError(f"plan() of {job.method} fails: {type(error).__name__}: {error}") from error
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     resolved = dataclasses.replace(job, options=options)
-    shortfall = one_pool(plan, budget).shortfall(budget)
+    shortfall = plan.shortfall(budget)
     if shortfall is None:
         return resolved, plan, None
-    if budget.device_bytes is None:
-        shortfall = shortfall.replace("host memory", "memory")
     hint = _hint(trained, job, budget, folders)
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
         least = plan.device_bytes
@@ -62,14 +60,6 @@ def _hint(trained: method.Method, job: Job, budget: Budget, folders: tuple[Path,
     return f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
 
 
-def one_pool(plan: Plan, budget: Budget) -> Plan:
-    """The plan on the memories there are: without a device budget, a CPU's device memory is the host's."""
-    if budget.device_bytes is not None:
-        return plan
-    kinds = {kind: plan.device.get(kind, 0) + plan.host.get(kind, 0) for kind in {**plan.device, **plan.host}}
-    return dataclasses.replace(plan, device={}, host=kinds)
-
-
 def largest(trained: method.Method, job: Job, budget: Budget) -> int:
     """Layers of the deepest model of this job that fits the budget by the method's plan; 0 if none does."""
 
@@ -78,7 +68,7 @@ def largest(trained: method.Method, job: Job, budget: Budget) -> int:
             plan = trained.plan(job.workload.at_depth(num_layers), budget)
         except ValueError:  # a window beyond these few layers, or a placement of another number of them
             return unplanned
-        return one_pool(plan, budget).shortfall(budget) is None
+        return plan.shortfall(budget) is None
 
     depth = method.largest_depth(lambda num_layers: fits(num_layers, num_layers < job.workload.num_layers))
     return depth if depth and fits(depth, False) else 0

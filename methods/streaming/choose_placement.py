@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -79,47 +81,70 @@ class Choice:
         return with_forecast(plan_of(workload, counts), workload, budget, counts, clipping)
 
     def _most_resident(self) -> Plan:
-        """Resident layers spare the host, and a narrow window leaves room for them. Where no window suffices, the
-        narrowest."""
-        budget = self.budget
-        for window in self._windows():
-            kinds = self._kinds(window)
-            plan = self._placed(kinds, window, self.clipping or "deferred")
+        """The first filling that fits, on the disk only if none does without; where none does at all, the narrowest
+        window's."""
+        budget, clipping, fillings = self.budget, self.clipping or "deferred", list(self._fillings())
+        on_disk = ((window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ()))
+        for window, kinds in itertools.chain(fillings, on_disk):
+            plan = self._placed(kinds, window, clipping)
             if plan.shortfall(budget) is None:
                 break
+        else:
+            window, kinds = next(each for each in fillings if each[0] == fillings[-1][0])
+            kinds = self._to_disk(window, kinds) if self.disk else kinds
+            plan = self._placed(kinds, window, clipping)
         if self.clipping is None and self.workload.waits_for_norm and budget.device_bytes and budget.host_bytes:
             speculating = self._placed(kinds, window, "speculate")
             if plan.host_bytes and SPARE_ROOM * speculating.host_bytes <= budget.host_bytes:
                 return speculating
         return plan
 
-    def _kinds(self, window: int) -> str:
-        """A letter a layer."""
+    def _fillings(self) -> Iterator[tuple[int, str]]:
+        """Windows with a letter a layer, the preferred first: resident layers spare the host, and a narrow window
+        leaves room for them. Then what takes least: in one pool of memory resident layers alone, which need no slots;
+        where no update waits for the norm, streamed layers, which keep no gradient."""
         num_layers, resident = self.workload.num_layers, self.resident_layers
         if resident is not None and not 0 <= resident <= num_layers:
             raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
-        if self.placement is not None:
-            kinds = parse(self.placement, num_layers)
-            if resident not in (None, kinds.count("R")):
-                raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: give one of them")
-            return kinds
+        given = parse(self.placement, num_layers) if self.placement is not None else None
+        if given is not None and resident not in (None, given.count("R")):
+            raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: give one of them")
+        for window in self._windows():
+            yield window, given or self._filled(window, "W")
+        if given is None and resident is None and self.budget.device_bytes is None and self.budget.host_bytes:
+            yield window, "R" * num_layers
+        if given is None and not self.workload.waits_for_norm:
+            yield window, self._filled(window, "S")
+
+    def _filled(self, window: int, letter: str) -> str:
+        """As many resident layers at the bottom as the device's budget holds beside the others; none where it is not
+        known."""
+        room, num_layers, resident = self.budget.device_bytes or 0, self.workload.num_layers, self.resident_layers
+
+        def kinds(resident: int) -> str:
+            return ("R" * resident).ljust(num_layers, letter)
+
         if resident is None:
-            resident = self._num_resident(window)
-        kinds = ("R" * resident).ljust(num_layers, "W")
-        room = self.budget.host_bytes
-        while self.disk and room and "W" in kinds and placed_plan(self.workload, kinds, window).host_bytes > room:
-            kinds = "D".join(kinds.rsplit("W", 1))  # from the top: what is needed last has the longest time
-        return kinds
+            resident = largest_depth(
+                lambda count: count <= num_layers and self._needs(kinds(count), window).device_bytes <= room
+            )
+        return kinds(resident)
 
-    def _num_resident(self, window: int) -> int:
-        """Bottom layers that fit the device budget beside the window; none where no budget is known."""
-        room, num_layers = self.budget.device_bytes or 0, self.workload.num_layers
+    def _to_disk(self, window: int, kinds: str) -> str:
+        """The same with the states of as few layers on the disk as the host needs, from the top: what is needed last
+        has the longest time."""
+        if self.placement is not None:
+            return kinds
+        room, is_fixed = self.budget.host_bytes, self.budget.device_bytes or self.resident_layers is not None
+        movable = len(kinds) - (kinds.count("R") if is_fixed else 0)
 
-        def fits(resident: int) -> bool:
-            kinds = ("R" * resident).ljust(num_layers, "W")
-            return resident <= num_layers and placed_plan(self.workload, kinds, window).device_bytes <= room
+        def with_disk(count: int) -> str:
+            return kinds[: len(kinds) - count] + "D" * count
 
-        return largest_depth(fits)
+        def suffices(count: int) -> bool:
+            return room is None or self._needs(with_disk(count), window).pooled(self.budget).host_bytes <= room
+
+        return with_disk(min(movable, bisect.bisect_left(range(movable + 1), True, key=suffices)))
 
     def _placed(self, kinds: str, window: int, clipping: str | None, workload: Workload | None = None) -> Plan:
         workload = workload or self.workload
@@ -128,5 +153,9 @@ class Choice:
             options["disk"] = str(writable(self.disk))
         if workload.waits_for_norm:
             options["clipping"] = clipping
-        plan = placed_plan(workload, kinds, window, clipping if workload.waits_for_norm else None)
-        return replace(plan, options=options)
+        return replace(self._needs(kinds, window, clipping, workload), options=options)
+
+    def _needs(self, kinds: str, window: int, clipping: str | None = None, workload: Workload | None = None) -> Plan:
+        workload = workload or self.workload
+        waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
+        return placed_plan(workload, kinds, window, waits)
