@@ -39,7 +39,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     shortfall = plan.shortfall(budget)
     if shortfall is None:
         return resolved, plan, None
-    hint = _hint(trained, job, budget, folders)
+    hint = _hint(job, budget, folders)
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
         least = plan.device_bytes
         if job.device == "cuda":
@@ -49,15 +49,29 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
 
 
-def _hint(trained: method.Method, job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
+def _hint(job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
     """The largest size that fits instead; without the placement if none fits with it."""
-    depth, placement = largest(trained, job, budget), job.options.get("placement")
+    asked = _asked(job, budget, folders)
+    depth, placement = largest(method.create(job.method, asked, folders), job, budget), asked.pop("placement", None)
     if not depth and placement:
-        others = {name: value for name, value in job.options.items() if name != "placement"}
-        depth = largest(method.create(job.method, others, folders), job, budget)
+        depth = largest(method.create(job.method, asked, folders), job, budget)
         if depth:
             return f"the largest that should fit without --placement {placement} has -l {depth}"
     return f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
+
+
+def _asked(job: Job, budget: Budget, folders: tuple[Path, ...]) -> dict[str, Any]:
+    """The options of a resolved job without those that its plan chose: whoever asked for it gave the others."""
+
+    def planned(options: dict[str, Any]) -> dict[str, Any]:
+        return method.create(job.method, options, folders).plan(job.workload, budget).options
+
+    asked, chosen = dict(job.options), planned(job.options)
+    for name in job.options if chosen else ():
+        others = {option: value for option, value in asked.items() if option != name}
+        with contextlib.suppress(ValueError):  # one that has to be given
+            asked = others if planned(others) == chosen else asked
+    return asked
 
 
 def largest(trained: method.Method, job: Job, budget: Budget) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.job import Budget, Job, Plan, Workload
+from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.method import create
 from harness.core.record import read_all
 from harness.jobs.progress import _Lines, closing_line
@@ -169,3 +169,13 @@ def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: in
 def test_a_speed_that_rests_on_few_steps_says_so(steps: int, told: str) -> None:
     job = dataclasses.replace(jobs("l2l")[0], steps=steps, warmup=5)
     assert closing_line(records.record(job)).split("samples/s")[1].split(", host peak")[0] == told
+
+
+def test_a_refused_job_is_advised_about_what_was_asked_for() -> None:
+    """A resolved job names a placement that nobody gave, and a window that was."""
+    asked = Job("stronghold", Workload(num_layers=40), {"window_size": 2}, Budget(host_bytes=24 * GIB))
+    resolved, _, shortfall = resolve(asked)
+    again = resolve(resolved)[2]
+    assert "placement" in resolved.options and again == shortfall and "the largest that should fit has -l 2" in again
+    given = dataclasses.replace(asked, options={"placement": "R1W39"})
+    assert "without --placement R1W39" in str(resolve(given)[2])
