@@ -27,6 +27,8 @@ from methods.shared.memory_needs import describe
 
 CLASSES = {"CutPoint": "user_pipeline", "Varuna": "user_pipeline", "Profiler": "profiler", "AutoConfig": "auto_config"}
 
+__path__ = [str(Path(__file__).with_name("pipeline") / "launch")]  # python -m methods.varuna.run, as in the original
+
 
 def __getattr__(name: str) -> object:
     """The classes for users' models, most of which import torch, unlike this module."""

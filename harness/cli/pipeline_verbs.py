@@ -1,4 +1,4 @@
-"""The verbs of pipelines on machines that come and go: ./run.sh varuna configure."""
+"""The verbs of pipelines on machines that come and go: ./run.sh varuna configure, launch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from harness.cli import options
 from harness.cli.options import FOLDER, Bytes
 from harness.core.console import print_table
 from harness.core.job import gib
+from methods.pipeline.launch.run import launch
 
 DOES_NOT_FIT = 4
 
@@ -19,7 +20,7 @@ DOES_NOT_FIT = 4
 @click.group(invoke_without_command=True)
 @click.pass_context
 def varuna(context: click.Context) -> None:
-    """Pipelines on machines that come and go: choose stages by a profile."""
+    """Pipelines on machines that come and go: choose stages by a profile, launch a script."""
     if context.invoked_subcommand is None:
         raise ValueError("expected what to do; try ./run.sh varuna configure --profile FOLDER --gpus N --batch B")
 
@@ -61,4 +62,5 @@ def configure(
         )
 
 
+varuna.add_command(launch)
 VERBS = (varuna,)

@@ -43,6 +43,7 @@ class Inbox:
 
     def __init__(self, peer: int, kind: int, limit_seconds: float) -> None:
         self.peer, self.kind, self.limit_seconds = peer, kind, limit_seconds
+        self.waited_seconds = 0.0
         self.expected: queue.SimpleQueue[list[tuple[int, list[Spec]]] | None] = queue.SimpleQueue()
         self.arrived: queue.Queue[list[Tensor] | Exception] = queue.Queue()
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"inbox of rank {peer}")
@@ -57,12 +58,14 @@ class Inbox:
 
     def take(self) -> list[Tensor]:
         """Wait for the next message. Raises LostPeer after the limit of time, and what its receipt raised."""
+        began = time.monotonic()
         try:
             found = self.arrived.get(timeout=self.limit_seconds)
         except queue.Empty:
             what = "gradient" if self.kind == GRADIENT else "activation"
             text = f"no {what} from rank {self.peer} in {self.limit_seconds:g} s: look at that rank's log"
             raise LostPeer(text) from None
+        self.waited_seconds += time.monotonic() - began
         if isinstance(found, Exception):
             raise found
         return found
@@ -99,6 +102,7 @@ class Outbox:
 
     def __init__(self, peer: int, kind: int) -> None:
         self.peer, self.kind = peer, kind
+        self.waited_seconds = 0.0
         self.under_way: deque[list[tuple[Tensor, Any]]] = deque()
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
@@ -116,8 +120,10 @@ class Outbox:
             self._wait()
 
     def _wait(self) -> None:
+        began = time.monotonic()
         for _, work in self.under_way.popleft():
             work.wait()
+        self.waited_seconds += time.monotonic() - began
 
 
 class Transport:
@@ -128,6 +134,12 @@ class Transport:
         self.gradients_out = None if below is None else Outbox(below, GRADIENT)
         self.gradients_in = None if above is None else Inbox(above, GRADIENT, limit_seconds)
         self.activations_out = None if above is None else Outbox(above, ACTIVATION)
+
+    @property
+    def waited_seconds(self) -> float:
+        """In which this stage had nothing to do but wait for a neighbor."""
+        boxes = (self.activations_in, self.gradients_out, self.gradients_in, self.activations_out)
+        return sum(box.waited_seconds for box in boxes if box)
 
     def finish(self) -> None:
         """Wait until everything sent has been taken."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,6 +31,7 @@ from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.cut import CutPoint, Part, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.engine import Engine, order_of
 from methods.pipeline.gradients import Gradients, Groups, Shared, all_reduce
+from methods.pipeline.link import done, link, num_updates
 from methods.pipeline.masters import Masters
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.stage import Spec, Stage
@@ -58,6 +60,9 @@ class Varuna(nn.Module):
         limit_seconds: float = 1800.0,
     ) -> None:  # fmt: skip
         super().__init__()
+        self._link = link()
+        if self._link and cuts is None:
+            cuts = self._link.cuts
         self.ranks = RankMap.parse(stage_to_rank_map)
         self.device = chosen_device(device, local_rank)
         if not dist.is_initialized():
@@ -209,14 +214,25 @@ class Varuna(nn.Module):
         fp16 whether a gradient was not finite, so that the optimizer must not step."""
         if not hasattr(self, "optimizer"):
             raise ValueError("step: expected an optimizer; try set_optimizer(optimizer) before")
+        if self._link:
+            self._link.at_boundary(self)
+        began = time.monotonic()
         self._begin(inputs)
         self._masters.zero_grad()
+        waited = self._engine.transport.waited_seconds
         self._engine.step()
+        busy = time.monotonic() - began - (self._engine.transport.waited_seconds - waited)
         loss, norm = self._gradients.reduce(self._taken_loss(), self._loss_scale)
         self.grad_norm = norm
         overflow = self.fp16 and not math.isfinite(float(norm))
-        self._rescale(overflow)
         self.num_steps += 1
+        if self._link:
+            self._link.tell_step(self, inputs, {
+                "step": self.num_steps, "loss": float(loss), "grad_norm": float(norm), "overflow": overflow,
+                "learning_rate": self.optimizer.param_groups[0]["lr"], "updates": num_updates(self.optimizer),
+                "loss_scale": self._loss_scale, "busy_seconds": busy, "seconds": time.monotonic() - began,
+            })  # fmt: skip
+        self._rescale(overflow)
         if clip_grad_max_norm is not None and not overflow:
             self._gradients.clip(norm, clip_grad_max_norm)
         return float(loss), overflow
@@ -256,6 +272,8 @@ class Varuna(nn.Module):
 
     def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """One micro-batch through this stage. The last stage's loss is weighted by its share of the global batch."""
+        if self._link:
+            self._link.alive()
         part, inputs = self.modes[self.training], self._micro_batches[number]
         mine = [moved(inputs.get(name), self.device, self.fp16) for name in part.inputs]
         found = part.module(*received, *mine)
@@ -279,20 +297,32 @@ class Varuna(nn.Module):
         elif self._num_good % SCALE_WINDOW == 0:
             self._loss_scale *= 2
 
-    def checkpoint(self, folder: str | Path, step: int | None = None) -> Future:
+    def checkpoint(self, folder: str | Path | None = None, step: int | None = None) -> Future:
         """Called by all processes after an update: copies the state, and writes it while training goes on. Durable when
-        the future is done. `step`: the number of steps taken, if not given."""
+        the future is done. `step`: the number of steps taken, if not given. `folder`: the launcher's, if not given."""
+        step = self.num_steps if step is None else step
+        if folder is None and self._link:
+            if self._link.saved == step:  # to write it again would leave none meanwhile
+                return self._checkpoints.under_way or done()
+            self._link.saved = step
         progress = {"num_steps": self.num_steps, "loss_scale": self._loss_scale, "num_good": self._num_good}
-        return self._checkpoints.save(folder, self.num_steps if step is None else step, progress)
+        return self._checkpoints.save(self._folder(folder), step, progress)
 
-    def load_checkpoint(self, folder: str | Path, step: int | None = None) -> int:
+    def load_checkpoint(self, folder: str | Path | None = None, step: int | None = None) -> int:
         """Go on from a complete checkpoint, the newest if no step is given, of any stages and replicas; its step."""
-        chosen, progress = self._checkpoints.load(folder, step)
+        chosen, progress = self._checkpoints.load(self._folder(folder), step)
+        if folder is None and self._link:
+            self._link.saved = chosen
         self.num_steps = progress["num_steps"]
         if self._is_dynamic:
             self._loss_scale, self._num_good = progress["loss_scale"], progress["num_good"]
         self._masters.publish()
         return chosen
+
+    def _folder(self, folder: str | Path | None) -> str | Path:
+        if folder is None and self._link is None:
+            raise ValueError("checkpoint: expected a folder, which only a launcher's scripts may leave out")
+        return folder if folder is not None else self._link.folder  # type: ignore[union-attr]
 
     # ---- This stage as a module: names are those of the whole model
 

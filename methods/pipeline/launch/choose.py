@@ -1,0 +1,61 @@
+"""How a job is spread over the workers that are there; standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from methods.pipeline.auto_config import AutoConfig
+from methods.pipeline.profile import read
+from methods.pipeline.rank_map import RankMap
+
+
+@dataclass(frozen=True)
+class Spread:
+    num_stages: int
+    num_replicas: int
+    chunk_size: int
+    cuts: tuple[int, ...] | None = None  # None: the model chooses
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_stages * self.num_replicas
+
+    @property
+    def stage_to_rank_map(self) -> str:
+        return str(RankMap.make(self.num_stages, self.num_replicas))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user fixed: `num_stages` and `chunk_size`, or a profile. Raises ValueError where that is neither."""
+
+    batch_size: int
+    per_machine: int
+    num_stages: int | None = None
+    chunk_size: int | None = None
+    profile: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "per_machine", "num_stages", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if (self.num_stages is None or self.chunk_size is None) == (self.profile is None):
+            raise ValueError("expected --nstages and --chunk-size, or --profile FOLDER by which to choose them")
+        if self.profile:
+            read(self.profile)
+
+    def spread(self, num_workers: int) -> Spread:
+        """Over so many workers at most. Fewer workers than stages make fewer stages; as many replicas take part as
+        divide the batch. Raises ValueError if nothing fits."""
+        if self.profile:
+            config = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile)
+            best = config.get_min()
+            row = next(row for row in config.table() if (row.num_stages, row.chunk_size) == best[:2])
+            return Spread(row.num_stages, row.num_replicas, row.chunk_size, row.cuts)
+        assert self.num_stages and self.chunk_size
+        num_stages = min(self.num_stages, num_workers)
+        most = num_workers // num_stages
+        num_replicas = max(count for count in range(1, most + 1) if self.batch_size % count == 0)
+        return Spread(num_stages, num_replicas, min(self.chunk_size, self.batch_size // num_replicas))

@@ -1,0 +1,115 @@
+"""The folder of a launched job: its lock, its state, and the record of its steps; standard library only.
+
+- job.json: what is trained, and how it ended
+- steps.jsonl: each step once, in order
+- lost_steps.jsonl: steps that were done again, because what they had changed was lost
+- events.jsonl: rounds, and what ended them
+- checkpoints, logs: folders; slow_machines.txt: ranks slower than those of their stage
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.core.whole_file import write_whole
+from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, folder_of
+
+LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
+TAKEOVER_SECONDS = 20.0  # by which the ranks of a killed launcher are gone
+KEPT = 2  # complete checkpoints
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A process killed while it wrote leaves a last line without an end, which does not count."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+class Folder:
+    """Held by one launcher at a time, until its process ends. Raises ValueError, one line, if another one holds it, or
+    if another job is in it."""
+
+    def __init__(self, path: Path, job: dict[str, Any]) -> None:
+        self.path = path
+        for name in ("checkpoints", "logs"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+        self.locks = [open(path / name, "a+") for name in (LOCK, WORKERS_LOCK)]  # noqa: SIM115
+        self._lock(self.locks[0], "a launcher", 0.0)
+        self._lock(self.locks[1], "ranks of an earlier launcher", TAKEOVER_SECONDS)
+        self.locks.pop().close()  # the agents share it
+        held = path / "job.json"
+        there = json.loads(held.read_text()) if held.exists() else {}
+        other = [name for name, value in job.items() if there and there.get(name) != value]
+        if other:
+            name = other[0]
+            raise ValueError(f"{path}: it holds a job with {name} {there.get(name)}, not {job[name]}; try --folder")
+        self.state = {"round": 0, "end": None, **there, **job}
+        self.keep()
+        self.steps = open(path / "steps.jsonl", "a")  # noqa: SIM115
+        self.events = open(path / "events.jsonl", "a")  # noqa: SIM115
+
+    def _lock(self, file: Any, what: str, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            if time.monotonic() >= until:
+                raise ValueError(f"{self.path}: {what} still runs there; try another --folder, or end that one")
+            time.sleep(0.05)
+
+    def keep(self, **changes: Any) -> None:
+        self.state.update(changes)
+        write_whole(self.path / "job.json", json.dumps(self.state, indent=1) + "\n")
+
+    def note(self, event: str, **facts: Any) -> None:
+        self.events.write(json.dumps({"time": time.time(), "event": event, **facts}) + "\n")
+        self.events.flush()
+
+    def record(self, step: dict[str, Any]) -> None:
+        self.steps.write(json.dumps(step) + "\n")
+        self.steps.flush()
+
+    # ---- Checkpoints
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def resume(self) -> int | None:
+        """Step of the newest complete checkpoint; the record goes on after it. None: from the start."""
+        step = next(reversed(complete_steps(self.checkpoints)), None)
+        path = self.path / "steps.jsonl"
+        found = read_lines(path)
+        lost = [line for line in found if line["step"] > (step or 0)]
+        self.steps.close()
+        if lost:
+            with open(self.path / "lost_steps.jsonl", "a") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lost))
+        kept = found[: len(found) - len(lost)]
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.steps = open(path, "a")  # noqa: SIM115
+        return step
+
+    def prune(self) -> None:
+        """Remove checkpoints that newer complete ones replace."""
+        steps = complete_steps(self.checkpoints)
+        if len(steps) > KEPT:
+            for path in self.checkpoints.glob(f"{PREFIX}*"):
+                if path < folder_of(self.checkpoints, steps[-KEPT]):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def newest_log(self, name: str) -> str:
+        """The last line that an agent printed, if any."""
+        with contextlib.suppress(OSError):
+            lines = (self.path / "logs" / name).read_text(errors="replace").split("\n")
+            return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return ""

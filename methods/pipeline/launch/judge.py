@@ -1,0 +1,84 @@
+"""The gate for morphs: the record of a disturbed job, step by step against that of one process that nothing disturbed;
+standard library only.
+
+Each way to lose a part of the state has a fact of its own in the record: so what went wrong has a name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from methods.pipeline.launch.folder import read_lines
+
+TOLERANCE = 1e-6  # of a loss, relative: replicas and micro-batches sum in another order
+# What must be the same at each step, in the order in which causes are named before their effects.
+EXACT = (
+    ("samples", "batch", "samples in the batch"),
+    ("data", "data-order", "digest of the samples"),
+    ("updates", "optimizer-step-count", "updates that the optimizer has counted"),
+    ("learning_rate", "learning-rate", "learning rate"),
+    ("loss_scale", "loss-scale", "loss scale"),
+    ("overflow", "overflow", "overflow"),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reason`: the name of the first difference; empty if there is none."""
+
+    reason: str
+    text: str
+    largest: float = 0.0  # relative difference of a loss
+
+    @property
+    def passed(self) -> bool:
+        return not self.reason
+
+
+def judge(
+    steps: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]] = (),
+    tolerance: float = TOLERANCE,
+) -> Verdict:  # fmt: skip
+    """`lost`: steps that were done again; the first time, too, they must have been right."""
+    expected = {line["step"]: line for line in undisturbed}
+    counts = Counter(line["step"] for line in steps)
+    if twice := sorted(step for step, count in counts.items() if count > 1):
+        return Verdict("step-twice", f"step {twice[0]} is in the record {counts[twice[0]]} times")
+    if missing := sorted(expected.keys() - counts.keys()):
+        return Verdict("step-missing", f"step {missing[0]} is not in the record")
+    if beyond := sorted(counts.keys() - expected.keys()):
+        return Verdict("step-beyond", f"step {beyond[0]} is beyond the {len(expected)} of the undisturbed job")
+    if [line["step"] for line in steps] != sorted(counts):
+        return Verdict("step-order", "the record's steps are not in order")
+    largest = 0.0
+    for line in sorted([*lost, *steps], key=lambda line: line["step"]):
+        step, other = line["step"], expected.get(line["step"])
+        if other is None:
+            return Verdict("step-beyond", f"step {step}, done again, is beyond the undisturbed job")
+        for name, reason, text in EXACT:
+            if line[name] != other[name]:
+                return Verdict(reason, f"step {step}: {text}: expected {other[name]}, got {line[name]}")
+        difference = abs(line["loss"] - other["loss"]) / abs(other["loss"])
+        if not difference <= tolerance:
+            told = f"step {step}: loss: expected {other['loss']:.9g}, got {line['loss']:.9g}"
+            return Verdict("loss", f"{told} (relative {difference:.1e}, {tolerance:g} allowed)", difference)
+        largest = max(largest, difference)
+    return Verdict("", f"{len(steps)} steps agree to {largest:.1e}", largest)
+
+
+def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: float = TOLERANCE) -> Verdict:
+    """Of two launched jobs. `most_lost`: steps that one death may cost."""
+    lost = read_lines(folder / "lost_steps.jsonl")
+    found = judge(read_lines(folder / "steps.jsonl"), read_lines(undisturbed / "steps.jsonl"), lost, tolerance)
+    if not found.passed:
+        return found
+    for number, count in Counter(line["round"] for line in lost).items():
+        if count > most_lost:
+            return Verdict("lost-steps", f"round {number} lost {count} steps, {most_lost} allowed", found.largest)
+    assert math.isfinite(found.largest)
+    return found

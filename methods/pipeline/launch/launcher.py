@@ -1,0 +1,429 @@
+"""Trains on the machines that are there: rounds of ranks, each ended by a change of the machines, until the script is
+done; standard library only.
+
+A round has one configuration. When machines leave or come, the ranks get SIGUSR1, save a checkpoint between two steps,
+and end; the next round goes on from it. When ranks die without a word, it goes on from the newest checkpoint that is
+complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.core.failures import LOST_RANK
+from methods.pipeline.launch.choose import Choice, Spread
+from methods.pipeline.launch.folder import Folder
+from methods.pipeline.launch.machines import IMPORTS, Line, Remote, is_here, read_list
+from methods.pipeline.launch.pace import Pace
+
+POLL_SECONDS = 0.25  # of the list; a change counts when it is seen twice, since lists are written in several pieces
+START_SECONDS = 120.0  # that the first round waits for an agent; later ones wait for none
+GRACE_SECONDS = 1.5  # in which the ends of other ranks tell which one was the first
+STOP_SECONDS = 180.0  # for the checkpoint that SIGUSR1 asks for
+END_SECONDS = 10.0  # by which an agent that is told to has ended its ranks
+RETRY_SECONDS = 30.0  # until a machine that was lost is tried again; twice as long each time
+MOST_CRASHES = 3  # in a row without progress
+PRUNE_SECONDS = 2.0
+OK, CRASH, TIMEOUT, INTERRUPTED = 0, 3, 6, 130
+# What a rank says when another one is gone: methods/pipeline/transport.py, and gloo.
+CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connection refused|gloo::EnforceNotMet")
+
+
+class Interrupted(Exception):
+    """A signal asked this process to end."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """`arguments`: the script's own. `checkpoint_every`: None leaves checkpoints to the script."""
+
+    machine_list: Path
+    script: str
+    arguments: Sequence[str]
+    code_dir: Path
+    choice: Choice
+    checkpoint_every: int | None = 100
+    stall_seconds: float = 1800.0
+
+    def identity(self) -> dict[str, Any]:
+        return {"script": self.script, "arguments": list(self.arguments), "batch_size": self.choice.batch_size}
+
+
+@dataclass
+class Round:
+    """The ranks that train together, and what is known of them."""
+
+    number: int
+    spread: Spread
+    machines: list[Remote]
+    resume_step: int | None
+    seats: list[tuple[Remote, int]]  # of each rank, its machine and its place there
+    running: set[int] = field(default_factory=set)
+    codes: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # by step and rank
+    is_stopping: bool = False  # the ranks have agreed to
+    asked_to_stop: float | None = None
+    failed_at: float | None = None
+    heard: float = field(default_factory=time.monotonic)
+
+
+class Launcher:
+    def __init__(self, job: Job, folder: Folder, say: Callable[[str], None]) -> None:
+        self.job, self.folder, self.say = job, folder, say
+        self.told: queue.SimpleQueue[tuple[Remote, dict[str, Any] | None]] = queue.SimpleQueue()
+        self.agents: list[Remote] = []
+        self.listed: list[Line] = read_list(job.machine_list)
+        self.seen: list[Line] | None = None
+        self.polled = self.pruned = 0.0
+        self.retry: dict[Line, tuple[float, float]] = {}  # of a lost machine: when, and the wait after that
+        self.round: Round | None = None
+        self.crashes, self.furthest = 0, folder.state.get("furthest", 0)
+        self.reason = ""  # why no round runs
+        self.is_interrupted = False
+
+    def run(self) -> int:
+        """Until the script is done; an exit code. Interrupted by Ctrl-C or SIGTERM, it saves a checkpoint first."""
+        began = time.monotonic()
+        try:
+            while True:
+                self._watch()
+                waits = any(not agent.is_ready for agent in self.agents)
+                if self.folder.state["round"] == 0 and waits and time.monotonic() < began + START_SECONDS:
+                    self._take(POLL_SECONDS)
+                    continue
+                spread, machines = self._wanted()
+                if spread is None:
+                    self._take(POLL_SECONDS)
+                    continue
+                if (code := self._train(spread, machines)) is not None:
+                    return code
+        except KeyboardInterrupt:
+            return self._interrupted()
+        finally:
+            for agent in self.agents:
+                agent.close()
+
+    # ---- Machines
+
+    def _watch(self) -> None:
+        """Follow the list: agents start on machines that came, and are to end on those that left."""
+        if time.monotonic() < self.polled + POLL_SECONDS:
+            return
+        self.polled = time.monotonic()
+        found: list[Line] | None = None
+        with contextlib.suppress(ValueError):  # it is being replaced
+            found = read_list(self.job.machine_list)
+        if found is not None and found == self.seen:
+            self.listed = found
+        self.seen = found
+        there = {agent.line for agent in self.agents if not agent.is_leaving}
+        for line in set(self.retry) - set(self.listed):
+            del self.retry[line]
+        for line in self.listed:
+            if line not in there and time.monotonic() >= self.retry.get(line, (0.0, 0.0))[0]:
+                self._admit(line)
+        for agent in self.agents:
+            if agent.line not in self.listed and not agent.is_leaving:
+                agent.is_leaving = True
+                self._event("leaving", machine=str(agent.line))
+        for agent in [*self.agents]:
+            is_used = self.round is not None and agent in self.round.machines
+            if agent.is_leaving and not is_used:
+                self._dismiss(agent)
+            elif agent.is_silent():
+                self._lose(agent, "is silent")
+
+    def _admit(self, line: Line) -> None:
+        order = {"folder": str(self.folder.path), "script": self.job.script, "code_dir": str(self.job.code_dir),
+                 "imports": IMPORTS}  # fmt: skip
+        log = self.folder.path / "logs" / f"agent-{line.address.replace('/', '_')}-{line.number}.txt"
+        self.agents.append(Remote(line, order, log, self.told))
+
+    def _dismiss(self, agent: Remote) -> None:
+        self.agents.remove(agent)
+        agent.is_lost = True
+        agent.close()
+
+    def _lose(self, agent: Remote, how: str) -> None:
+        """A machine that is gone, or never came."""
+        self._dismiss(agent)
+        wait = self.retry.get(agent.line, (0.0, RETRY_SECONDS))[1]
+        self.retry[agent.line] = (time.monotonic() + wait, 2 * wait)
+        last = "" if agent.is_ready else f": {self.folder.newest_log(agent.log.name)}"
+        self._event("lost", machine=str(agent.line))
+        self.say(f"machine {agent.line} {how}{last}")
+
+    def _wanted(self) -> tuple[Spread | None, list[Remote]]:
+        """The configuration for the machines that are there, and those of them that it uses."""
+        ready = [agent for agent in self.agents if agent.is_ready and not agent.is_leaving]
+        per_machine = self.job.choice.per_machine
+        if not ready:
+            self._wait_for("no machine of the list is there")
+            return None, []
+        try:
+            spread = self.job.choice.spread(len(ready) * per_machine)
+        except ValueError as error:
+            self._wait_for(str(error))
+            return None, []
+        self.reason = ""
+        return spread, ready[: -(-spread.num_ranks // per_machine)]
+
+    def _wait_for(self, reason: str) -> None:
+        if reason != self.reason and self.round is None and all(agent.is_ready for agent in self.agents):
+            self.reason = reason
+            self.say(f"waiting for machines: {reason}")
+
+    # ---- A round
+
+    def _train(self, spread: Spread, machines: list[Remote]) -> int | None:
+        """One round; the job's exit code if it was the last."""
+        running = self._start(spread, machines)
+        pace = Pace(spread.num_stages)
+        while True:
+            self._take(0.1)
+            self._watch()
+            self._advance(running, pace)
+            if running.failed_at is not None:
+                is_late = time.monotonic() > running.failed_at + GRACE_SECONDS
+                if is_late or not running.running:
+                    return self._after_failure(running)
+            elif not running.running:
+                return self._after_end(running)
+            elif running.asked_to_stop is None:
+                wanted = self._wanted()
+                may_wait = any(not agent.is_ready for agent in self.agents) and not any(
+                    agent.is_leaving for agent in running.machines
+                )
+                if wanted != (spread, machines) and not may_wait:
+                    self._ask_to_stop(running)
+            elif time.monotonic() > running.asked_to_stop + STOP_SECONDS:
+                self.say(f"no checkpoint within {STOP_SECONDS:g} s of SIGUSR1: going on from an earlier one")
+                self._end(running)
+                return None
+            if time.monotonic() > running.heard + self.job.stall_seconds:
+                return self._stalled(running)
+
+    def _start(self, spread: Spread, machines: list[Remote]) -> Round:
+        resume_step = self.folder.resume()
+        number = self.folder.state["round"] + 1
+        self.folder.keep(round=number)
+        per_machine = self.job.choice.per_machine
+        seats = [(machines[rank // per_machine], rank % per_machine) for rank in range(spread.num_ranks)]
+        running = self.round = Round(number, spread, machines, resume_step, seats)
+        running.running = set(range(spread.num_ranks))
+        self._event("round", workers=spread.num_ranks, machines=[str(agent.line) for agent in machines],
+                    stages=spread.num_stages, replicas=spread.num_replicas, chunk_size=spread.chunk_size,
+                    resume_step=resume_step)  # fmt: skip
+        shape = f"{spread.num_stages} stages x {spread.num_replicas} replicas, micro-batches of {spread.chunk_size}"
+        where = f"after step {resume_step}" if resume_step else "from the start"
+        self.say(f"round {number}: {spread.num_ranks} workers on {len(machines)} machines, {shape}, {where}")
+        machines[0].send({"do": "meet", "round": number, "address": machines[0].line.address})
+        return running
+
+    def _seat(self, running: Round, port: int) -> None:
+        """Start the ranks, which meet at this port of the first machine."""
+        spread, per_machine = running.spread, self.job.choice.per_machine
+        share = self.job.choice.batch_size // spread.num_replicas
+        link = {"folder": str(self.folder.checkpoints), "checkpoint_every": self.job.checkpoint_every,
+                "cuts": spread.cuts, "round": running.number}  # fmt: skip
+        environment = {
+            "WORLD_SIZE": str(spread.num_ranks), "LOCAL_WORLD_SIZE": str(per_machine),
+            "MASTER_ADDR": running.machines[0].line.address, "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(running.number),
+        }  # fmt: skip
+        if all(is_here(agent.line.address) for agent in running.machines):
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        ranks: dict[Remote, list[dict[str, Any]]] = {agent: [] for agent in running.machines}
+        for rank, (agent, local) in enumerate(running.seats):
+            arguments = [
+                f"--rank={rank}", f"--local_rank={local}", f"--stage_to_rank_map={spread.stage_to_rank_map}",
+                f"--chunk_size={spread.chunk_size}", f"--batch-size={share}",
+            ]  # fmt: skip
+            if running.resume_step:
+                arguments.append(f"--resume_step={running.resume_step}")
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(running.machines.index(agent))}
+            ranks[agent].append({
+                "rank": rank, "arguments": [*arguments, *self.job.arguments], "environment": environment | own,
+                "link": {**link, "rank": rank}, "log": str(self.folder.path / "logs" / f"rank-{rank}.txt"),
+            })  # fmt: skip
+        for agent, theirs in ranks.items():
+            agent.send({"do": "start", "round": running.number, "ranks": theirs})
+
+    def _ask_to_stop(self, running: Round) -> None:
+        running.asked_to_stop = time.monotonic()
+        self._event("morph", round=running.number)
+        for agent in running.machines:
+            agent.send({"do": "signal"})
+
+    def _end(self, running: Round) -> None:
+        """End the ranks that are left, and wait until none is."""
+        self.round = None
+        waiting = {agent for agent in running.machines if not agent.is_lost}
+        for agent in waiting:
+            agent.send({"do": "end"})
+        until = time.monotonic() + END_SECONDS
+        while waiting and time.monotonic() < until:
+            try:
+                agent, event = self.told.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if event and event["kind"] == "ended":
+                waiting.discard(agent)
+            elif event is None or event["kind"] == "ready":
+                self._hear(agent, event)
+                waiting.discard(agent)
+        for agent in waiting:
+            self._lose(agent, "does not end its ranks")
+
+    # ---- What agents and ranks tell
+
+    def _take(self, seconds: float) -> None:
+        """Take in all that was told, after this long at most."""
+        with contextlib.suppress(queue.Empty):
+            self._hear(*self.told.get(timeout=seconds))
+            while True:
+                self._hear(*self.told.get_nowait())
+
+    def _hear(self, agent: Remote, event: dict[str, Any] | None) -> None:
+        running = self.round
+        if agent.is_lost:
+            return
+        if event is None:
+            is_used = running is not None and agent in running.machines
+            self._lose(agent, "is gone" if agent.is_ready else "did not start")
+            if is_used and running:
+                running.failed_at = running.failed_at or time.monotonic()
+                running.running -= {rank for rank, seat in enumerate(running.seats) if seat[0] is agent}
+        elif event["kind"] == "ready":
+            agent.is_ready = True
+            self.retry.pop(agent.line, None)
+            self._event("came", machine=str(agent.line), agent=event["pid"])
+        elif running and event.get("round") == running.number:
+            self._hear_of_round(running, agent, event)
+
+    def _hear_of_round(self, running: Round, agent: Remote, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if kind == "store":
+            self._seat(running, event["port"])
+        elif kind == "no-store":
+            self._lose(agent, f"cannot listen at {event['address']}")
+            running.failed_at, running.running = time.monotonic(), set()
+        elif kind == "exit":
+            rank, code = event["rank"], event["code"]
+            running.codes[rank] = code
+            running.running.discard(rank)
+            if code:
+                running.failed_at = running.failed_at or time.monotonic()
+        elif kind == "error":
+            running.errors[event["rank"]] = event["text"]
+        elif kind == "stopping":
+            running.is_stopping = True
+        if kind == "step":
+            running.told.setdefault(event["step"], {})[event["rank"]] = event
+        if kind in ("step", "alive", "store"):
+            running.heard = time.monotonic()
+
+    def _advance(self, running: Round, pace: Pace) -> None:
+        """Record the steps that all ranks have told of, and who is slow."""
+        spread = running.spread
+        while running.told and len(running.told[min(running.told)]) == spread.num_ranks:
+            step = min(running.told)
+            told = running.told.pop(step)
+            first = told[0]
+            owners = [event for event in told.values() if "data" in event]
+            kept = ("loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
+            self.folder.record({
+                "step": step, **{name: first[name] for name in kept},
+                "samples": sum(event["samples"] for event in owners),
+                "data": f"{sum(event['data'] for event in owners) % 2**48:012x}",
+                "num_workers": spread.num_ranks, "num_stages": spread.num_stages, "num_replicas": spread.num_replicas,
+                "chunk_size": spread.chunk_size, "round": running.number, "time": time.time(),
+            })  # fmt: skip
+            if step > self.furthest:
+                self.furthest, self.crashes = step, 0
+            pace.add({rank: event["busy_seconds"] for rank, event in told.items()})
+            self._name_slow(running, pace)
+        if time.monotonic() > self.pruned + PRUNE_SECONDS:
+            self.pruned = time.monotonic()
+            self.folder.prune()
+
+    def _name_slow(self, running: Round, pace: Pace) -> None:
+        found = [f"{running.seats[slow.rank][0].line.address} {slow}" for slow in pace.slow(running.spread)]
+        if found != pace.named:
+            pace.named = found
+            (self.folder.path / "slow_machines.txt").write_text("".join(f"{line}\n" for line in found))
+
+    # ---- Ends
+
+    def _after_end(self, running: Round) -> int | None:
+        self._end(running)
+        if running.is_stopping:
+            return None
+        self._event("done")
+        self.folder.keep(end="done")
+        self.say(f"done after step {self.furthest}")
+        return OK
+
+    def _after_failure(self, running: Round) -> int | None:
+        is_lost = any(agent.is_lost for agent in running.machines)
+        codes = dict(running.codes)  # those that _end() kills are no cause
+        self._end(running)
+        failed = {rank: code for rank, code in codes.items() if code}
+        own = {rank: code for rank, code in failed.items() if not CONSEQUENCE.search(running.errors.get(rank, ""))}
+        killed = {rank: code for rank, code in own.items() if code < 0}
+        if is_lost or (running.is_stopping and not own):
+            return None  # a machine that is lost has been named
+        if own and not killed:
+            rank = min(own)
+            text = running.errors.get(rank) or f"exit code {own[rank]}"
+            return self._crashed(f"rank {rank} crashed; its log is logs/rank-{rank}.txt\n{text.rstrip()}")
+        first = min(killed or failed)
+        what = f"rank {first} was killed by signal {-killed[first]}" if killed else f"rank {first} lost another rank"
+        self.crashes += 1
+        if self.crashes >= MOST_CRASHES:
+            return self._crashed(f"{MOST_CRASHES} crashes in a row without progress since step {self.furthest}: {what}")
+        self._event("crash", what=what)
+        self.say(f"{what}: going on from the newest checkpoint")
+        return None
+
+    def _crashed(self, text: str) -> int:
+        self._event("crash", what=text.splitlines()[0])
+        self.say(f"error: {text}")
+        return CRASH
+
+    def _stalled(self, running: Round) -> int:
+        self._end(running)
+        last = {rank: max((step for step in running.told if rank in running.told[step]), default=self.furthest)
+                for rank in range(running.spread.num_ranks)}  # fmt: skip
+        behind = min(last, key=lambda rank: last[rank])
+        seconds = self.job.stall_seconds
+        self._event("stalled", rank=behind)
+        self.say(f"error: no progress for {seconds:g} s: rank {behind} told least, of step {last[behind]} at last")
+        return TIMEOUT
+
+    def _interrupted(self) -> int:
+        """Save a checkpoint, and end."""
+        running = self.round
+        if running and running.failed_at is None:
+            self._ask_to_stop(running)
+            with contextlib.suppress(KeyboardInterrupt):
+                until = time.monotonic() + STOP_SECONDS
+                while running.running and running.failed_at is None and time.monotonic() < until:
+                    self._take(0.1)
+                    self._advance(running, Pace(running.spread.num_stages))
+                self._end(running)
+        self._event("interrupted")
+        self.say("interrupted: the same call goes on from the newest checkpoint")
+        return INTERRUPTED
+
+    def _event(self, event: str, **facts: Any) -> None:
+        self.folder.note(event, pid=os.getpid(), **facts)

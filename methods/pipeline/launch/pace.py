@@ -1,0 +1,54 @@
+"""Which ranks are slow: longer at work on a step than the others of their stage; standard library only."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from methods.pipeline.launch.choose import Spread
+from methods.pipeline.rank_map import RankMap
+
+STEPS = 5  # that a rank's time is the median of
+SLOW = 1.15  # times the median of its stage
+
+
+class Slow(NamedTuple):
+    rank: int
+    stage: int
+    seconds: float
+    ratio: float
+
+    def __str__(self) -> str:
+        more = f"{self.ratio - 1:.0%} above the median of stage {self.stage}"
+        return f"rank {self.rank}: {self.seconds:.3g} s of work a step, {more}"
+
+
+class Pace:
+    """Seconds of work of each rank in the newest steps of a round; waits do not count."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.seconds: dict[int, deque[float]] = {}
+        self.num_steps = 0
+        self.named: list[str] = []
+
+    def add(self, seconds: Mapping[int, float]) -> None:
+        """Of one step; a round's first one does not count."""
+        self.num_steps += 1
+        if self.num_steps > 1:
+            for rank, each in seconds.items():
+                self.seconds.setdefault(rank, deque(maxlen=STEPS)).append(each)
+
+    def slow(self, spread: Spread) -> list[Slow]:
+        found = []
+        if self.num_steps <= STEPS:
+            return []
+        for stage, replicas in enumerate(RankMap.make(spread.num_stages, spread.num_replicas).ranks):
+            typical = {rank: statistics.median(self.seconds[rank]) for rank in replicas}
+            median = statistics.median(typical.values())
+            found += [
+                Slow(rank, stage, each, each / median) for rank, each in typical.items() if each > SLOW * median > 0
+            ]
+        return found

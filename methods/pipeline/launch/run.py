@@ -1,0 +1,71 @@
+"""The launcher's command: `./run.sh varuna launch`, or `python -m methods.varuna.run` as the original spells it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from methods.pipeline.launch.choose import Choice
+from methods.pipeline.launch.folder import Folder
+from methods.pipeline.launch.launcher import OK, Job, Launcher
+
+PATH = click.Path(path_type=Path)
+ORIGINALS = {"allow_interspersed_args": False, "ignore_unknown_options": True, "help_option_names": ["--help"]}
+
+
+@click.command(context_settings=ORIGINALS)
+@click.option("--machine-list", "--machine_list", type=PATH, required=True, help="Addresses, one a line; watched.")
+@click.option("--gpus-per-node", "--gpus_per_node", "per_machine", type=int, default=1, show_default=True,
+              help="Ranks of each machine.")  # fmt: skip
+@click.option("--batch-size", "--batch_size", type=int, required=True, help="Samples of a step, of all replicas.")
+@click.option("--nstages", "num_stages", type=int, help="Stages; fewer where fewer ranks are there.")
+@click.option("--chunk-size", "--chunk_size", type=int, help="Samples of a micro-batch.")
+@click.option("--profile", type=PATH, metavar="FOLDER", help="Choose both by what Profiler wrote.")
+@click.option("--code-dir", "--code_dir", type=PATH, default=Path(), help="Where ranks work; default: here.")
+@click.option("--folder", type=PATH, default=Path("varuna_job"), show_default=True,
+              help="Of this job's record, checkpoints and logs; the same one goes on.")  # fmt: skip
+@click.option("--checkpoint-every", type=click.IntRange(0), default=100, show_default=True,
+              help="Steps that a death may cost; 0: checkpoints are the script's business.")  # fmt: skip
+@click.option("--stall-minutes", type=float, default=30.0, show_default=True, help="Without progress, that end a job.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    machine_list: Path, per_machine: int, batch_size: int, num_stages: int | None, chunk_size: int | None,
+    profile: Path | None, code_dir: Path, folder: Path, checkpoint_every: int, stall_minutes: float, script: str,
+    arguments: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Train a script with CutPoints on machines that come and go.
+
+    Exit codes: 3 the script crashed, 6 no progress, 130 interrupted; the same call then goes on.
+    """
+    code_dir = code_dir.resolve()
+    if not (code_dir / script).is_file():
+        raise ValueError(f"{code_dir / script}: expected a script, got none; try --code-dir")
+    choice = Choice(batch_size, per_machine, num_stages, chunk_size, profile)
+    job = Job(machine_list.resolve(), script, arguments, code_dir, choice, checkpoint_every or None, 60 * stall_minutes)
+    held = Folder(folder.resolve(), job.identity())
+    if held.state["end"] == "done":
+        print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one")
+        sys.exit(OK)
+    sys.exit(Launcher(job, held, lambda line: print(line, flush=True)).run())
+
+
+def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        launch.main(standalone_mode=False)
+    except click.ClickException as error:
+        print(f"error: {error.format_message().rstrip('.')}; see --help", file=sys.stderr)
+        sys.exit(2)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

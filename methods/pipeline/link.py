@@ -1,0 +1,105 @@
+"""A rank's link with the launcher that started it: what the rank was told, and what it tells of each step.
+
+SIGUSR1 asks the ranks for a checkpoint and their end. It reaches them at different moments, perhaps in the midst of an
+update; so it stays blocked, and at the beginning of each step all ranks agree whether one of them has seen it. If so,
+the script's handler runs there, in all ranks between the same two steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+VARIABLE = "VARUNA_LINK"  # set by methods/pipeline/launch/agent.py
+ALIVE_SECONDS = 5.0  # between two signs of life within a step
+
+
+@functools.cache
+def link() -> Link | None:
+    """None in a process that no launcher started."""
+    told = os.environ.get(VARIABLE)
+    return Link(**json.loads(told)) if told else None
+
+
+class Link:
+    """`descriptor`: of the pipe to the agent; `folder`: of checkpoints; `checkpoint_every`: steps that a death may
+    cost; `cuts`: those that the launcher chose, None if it leaves the choice to the model."""
+
+    def __init__(
+        self, descriptor: int, folder: str, checkpoint_every: int | None, cuts: list[int] | None, rank: int, round: int
+    ) -> None:
+        self.descriptor, self.folder, self.checkpoint_every, self.cuts = descriptor, folder, checkpoint_every, cuts
+        self.place = {"rank": rank, "round": round}
+        self.saved: int | None = None  # step of the newest checkpoint in the folder that this process knows
+        self.is_stopping = False
+        self.told_alive = 0.0
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """One line, which the system writes whole."""
+        os.write(self.descriptor, (json.dumps({"kind": kind, **self.place, **facts}) + "\n").encode())
+
+    def alive(self) -> None:
+        if time.monotonic() > self.told_alive + ALIVE_SECONDS:
+            self.told_alive = time.monotonic()
+            self.tell("alive")
+
+    def at_boundary(self, model: Any) -> None:
+        """Between two steps: let the script's handler run if a signal came, else save what is due."""
+        if self.is_stopping:
+            return
+        seen = torch.tensor([float(signal.SIGUSR1 in signal.sigpending())])
+        dist.all_reduce(seen)
+        if seen.item():
+            self.is_stopping = True
+            self.tell("stopping", step=model.num_steps)
+            signal.raise_signal(signal.SIGUSR1)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the handler runs here
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        # Each checkpoint is durable when the next is begun: a death costs two of these intervals at most.
+        elif (every := self.checkpoint_every) and model.num_steps and model.num_steps % max(1, every // 2) == 0:
+            pending = model.checkpoint()
+            if every == 1:
+                pending.result()
+
+    def tell_step(self, model: Any, inputs: Mapping[str, Any], facts: dict[str, Any]) -> None:
+        """After a step's passes, before its update. Ranks of the first stage tell of their samples, which the replicas
+        share."""
+        if model.stage == 0:
+            samples = digest(inputs)
+            facts = {**facts, "samples": len(samples), "data": sum(samples) % 2**48}
+        self.tell("step", **facts)
+
+
+def digest(inputs: Mapping[str, Any]) -> list[int]:
+    """A number for each sample, by all its values: their sum does not depend on how replicas share a batch."""
+    split = [(name, value) for name, value in sorted(inputs.items()) if isinstance(value, Tensor) and value.ndim]
+    size = max((value.shape[0] for _, value in split), default=0)
+    hashes = [hashlib.blake2b(digest_size=6) for _ in range(size)]
+    for name, value in split:
+        if value.shape[0] == size:
+            for found, row in zip(hashes, value.detach().cpu().contiguous(), strict=True):
+                found.update(name.encode() + row.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return [int.from_bytes(found.digest(), "big") for found in hashes]
+
+
+def num_updates(optimizer: torch.optim.Optimizer) -> int:
+    """Updates that the optimizer has counted."""
+    counts = (state["step"] for state in optimizer.state.values() if "step" in state)
+    return int(next(counts, 0))
+
+
+def done() -> Future:
+    future: Future = Future()
+    future.set_result(None)
+    return future
