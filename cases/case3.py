@@ -10,6 +10,7 @@ METRIC = "samples_per_second"
 SEARCHES = ()
 RUNS = dict.fromkeys(("demo", "quick", "paper", "fit"), 32)  # layers, on the published scale
 WINDOWED = "stronghold"
+QUICK = ("l2l", WINDOWED)  # of the shortest demo
 
 
 def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:

@@ -27,7 +27,7 @@ class SuperOffload(DeepSpeedMethod):
         return stage_3_plan(workload, budget)
 
     def missing(self, device: str) -> str | None:
-        return super().missing(device) or (None if device == "cuda" else GPU_ONLY)
+        return super().missing(device) if device == "cuda" else GPU_ONLY
 
     def to_build(self) -> str | None:
         return super().to_build() if machine.gpu() else None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.core.job import Budget, Plan, Workload, gib
 from harness.core.method import Training, Unavailable
-from methods.engines.deepspeed_config import is_built, largest_tensor, stage_3, stage_3_device
+from methods.engines.deepspeed_config import is_built, lacks_to_build, largest_tensor, stage_3, stage_3_device
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.memory_needs import writable
 
@@ -61,9 +61,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
         with ExitStack() as needed:
             folder = needed.enter_context(swap_folder(writable(self.disk), plan.disk_bytes))
             if not is_built("async_io"):
-                raise Unavailable(
-                    "DeepSpeed's asynchronous I/O is not built: apt-get install libaio-dev g++, and again"
-                )
+                raise Unavailable(lacks_to_build("async_io") or "DeepSpeed's async_io is not compiled: ./run.sh setup")
             on_disk = {"device": "nvme", "nvme_path": str(folder)}
             zero = {
                 **stage_3(workload, on_gpu=device == "cuda"),

@@ -1,13 +1,16 @@
 """What the verbs `setup` and `demo` do: compile all that later calls need; then show everything once, in minutes.
 
 The demo trains each method at one size that all of them fit, makes the six cases and writes the report, all under the
-profile demo. The same call continues an interrupted demo, or writes the report again.
+profile demo. It compiles nothing that takes long: a method that needs such a thing is left out, with a line. The same
+call continues an interrupted demo, or writes the report again.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.core import method
@@ -21,26 +24,47 @@ from harness.jobs.sweep import Sweep, resolve
 from harness.report import page
 from harness.run.prepare import prepare
 
+MOST_BUILD_SECONDS = 20  # of what the demo compiles by itself
+QUICK_CASES = (3, 4, 5)  # without a search
 
-def jobs(used: Profile) -> list[Job]:
+
+def jobs(used: Profile, names: Sequence[str]) -> list[Job]:
     """Each method at the depth that all of them train, with the options of the cases: no run is made twice."""
-    return [resolve(used.job(name, used.common))[0] for name in method.names()]
+    return [resolve(used.job(name, used.common))[0] for name in names]
 
 
-def set_up(results: Path, as_json: bool) -> None:
-    """Compile what the methods and the device sim need, for the packages that are installed."""
+def left_out(names: Sequence[str], device: str) -> dict[str, str]:
+    """The methods that the demo does not run, and why."""
+    found = {}
+    for name in names:
+        trained = method.create(name, {})
+        to_build = trained.to_build() if trained.build_seconds > MOST_BUILD_SECONDS else None
+        if why := trained.missing(device) or to_build:
+            found[name] = f"it compiles {to_build}: ./run.sh setup does, and demo adds it then" if to_build else why
+    return found
+
+
+def set_up(results: Path, as_json: bool, names: Sequence[str] | None = None) -> None:
+    """Compile what the methods (default: all) and the device sim need, for the packages that are installed."""
     with reporter(as_json) as tell:
-        for job in jobs(case.profile_of("demo", None)):
+        for job in jobs(case.profile_of("demo", None), names or method.names()):
             prepare(job, results, (), tell)
 
 
-def show_all(results: Path, as_json: bool) -> list[Record]:
-    """The records of all runs of the demo, new or old."""
-    set_up(results, as_json)
+def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
+    """The records of all runs of the demo, new or old; the quick one has two methods and three figures."""
     started = time.monotonic()
+    names = case.load(QUICK_CASES[0]).QUICK if is_quick else method.names()
+    without = left_out(names, case.profile_of("demo", None).device)
+    for name, why in without.items():
+        print(f"left out: {name}: {why}", file=sys.stderr)
+    names = [name for name in names if name not in without]
+    set_up(results, as_json, names)
+    used = case.profile_of("demo", None)  # whose link depends on the device sim
     with reporter(as_json) as tell:
-        finished = Sweep(results, report=tell).run(jobs(case.profile_of("demo", None)))
-    finished += collect.main("all", "demo", None, None, None, results, None, None, as_json)
+        finished = [] if is_quick else Sweep(results, report=tell).run(jobs(used, names))
+    numbers = QUICK_CASES if is_quick else case.numbers()
+    finished += collect.make(numbers, used, results, results / "figures", as_json, methods=names)
     index, review = page.write(results)
     minutes = (time.monotonic() - started) / 60
     if as_json:

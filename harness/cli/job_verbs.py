@@ -148,13 +148,14 @@ def setup(results: Path, as_json: bool) -> None:
 
 @click.command()
 @options.results
+@click.option("--quick", is_flag=True, help="Only two methods and three figures, in about a minute.")
 @options.as_json
-def demo(results: Path, as_json: bool) -> None:
+def demo(results: Path, quick: bool, as_json: bool) -> None:
     """Show everything at a tiny size, in minutes and without a GPU: every method, the six figures, the report."""
-    from harness.cli.demo import show_all
+    from harness.cli.demo import show
 
     check_writable(results)
-    sys.exit(exit_codes.of_records(show_all(results, as_json), is_sweep=True))
+    sys.exit(exit_codes.of_records(show(results, as_json, quick), is_sweep=True))
 
 
 VERBS = (run, sweep, plan, search, case, setup, demo)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,15 @@ COMPILERS = ("g++", "clang++", "c++")
 def find() -> str | None:
     """The system's compiler of C++; None where there is none."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def has_header(name: str) -> bool:
+    """True if a header lies where compilers look by default, or where the environment sends them."""
+    told = (os.environ.get(word, "") for word in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"))
+    prefixes = ("/usr/local", "/usr", os.environ.get("CONDA_PREFIX", "/usr"))
+    folders = [f"{prefix}/include" for prefix in prefixes] + [f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}"]
+    given = [folder for paths in told for folder in paths.split(os.pathsep) if folder]
+    return any(Path(folder, name).exists() for folder in (*given, sysconfig.get_path("include"), *folders))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.core import method
 from harness.core.console import print_table
 from harness.core.job import Job, Plan, gib
 from harness.core.record import Record, read_all
@@ -79,8 +80,11 @@ class PlannedRun:
 class Campaign:
     """Some cases under one profile, in one folder of results."""
 
-    def __init__(self, numbers: Sequence[int], used: Profile, results: Path, report: Report | None = None) -> None:
-        self.numbers, self.used = numbers, used
+    def __init__(
+        self, numbers: Sequence[int], used: Profile, results: Path, report: Report | None = None,
+        methods: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        self.numbers, self.used, self.methods = numbers, used, methods or method.names()
         self.sweep = Sweep(results, report=report)
         self.told = claims.load()
         self.tried: list[tuple[Job, bool]] = []  # attempts of this call; True: a search
@@ -127,6 +131,8 @@ class Campaign:
         self, found: list[PlannedRun], number: int, job: Job, records: list[Record], is_search: bool = False,
         is_guess: bool = False,
     ) -> None:  # fmt: skip
+        if job.method not in self.methods:
+            return
         resolved, plan, _ = resolve(job)
         about = sum(
             claim.case == number and any(point.method == job.method for point in claim.expected.named)
@@ -206,25 +212,36 @@ def main(
             return case.load(number).main(used, results, out, only, report)
     numbers = case.numbers() if number == "all" else [int(number)]
     used = dataclasses.replace(used, repeats=repeats or used.repeats)
-    finished = [] if only else _measure(numbers, used, results, math.inf if seconds is None else seconds, as_json)
-    records = list(read_all(results)[0].values())
+    if not only:
+        return make(numbers, used, results, out, as_json, math.inf if seconds is None else seconds)
     for each in numbers:
         _write(each, used, records, out, only, is_one=len(numbers) == 1)
+    return []
+
+
+def make(
+    numbers: Sequence[int], used: Profile, results: Path, out: Path, as_json: bool, seconds: float = math.inf,
+    methods: Sequence[str] | None = None,
+) -> list[Record]:  # fmt: skip
+    """Measure what the cases lack, of these methods (default: all), write their tables and draw them."""
+    with reporter(as_json) as report:
+        finished = _measure(Campaign(numbers, used, results, report, methods), seconds, as_json)
+    records = list(read_all(results)[0].values())
+    for each in numbers:
+        _write(each, used, records, out, None, is_one=len(numbers) == 1)
     return finished
 
 
-def _measure(numbers: list[int], used: Profile, results: Path, seconds: float, as_json: bool) -> list[Record]:
-    with reporter(as_json) as report:
-        campaign = Campaign(numbers, used, results, report)
-        points = campaign.points(seconds)
-        rows = [point.to_dict() for point in points]
-        if as_json:
-            print(json.dumps({"event": "plan", "points": rows}), flush=True)
-        else:
-            if len(numbers) > 1 or seconds < math.inf:
-                print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
-            print(closing_line(points, used), flush=True)
-        campaign.run(seconds)
+def _measure(campaign: Campaign, seconds: float, as_json: bool) -> list[Record]:
+    points = campaign.points(seconds)
+    rows = [point.to_dict() for point in points]
+    if as_json:
+        print(json.dumps({"event": "plan", "points": rows}), flush=True)
+    else:
+        if len(campaign.numbers) > 1 or seconds < math.inf:
+            print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
+        print(closing_line(points, campaign.used), flush=True)
+    campaign.run(seconds)
     return campaign.finished
 
 

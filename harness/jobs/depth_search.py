@@ -132,8 +132,8 @@ def _next(answer: Answer, guess: int, stride: int, repeats: int) -> tuple[int | 
         return max(answer.least, first - stride), 2 * stride
     if above is None and last < answer.most:  # nothing failed above the last pass: up
         return min(answer.most, last + stride), 2 * stride
-    if first - below > 1 and first <= answer.most:
-        return (below + first) // 2, stride
+    if first - below > 1 and first <= answer.most:  # from a guess that failed down by strides, as up
+        return max((below + first) // 2, first - stride), 2 * stride
     if above is not None and above - last > 1:
         return (last + above) // 2, stride
     for depth, known in ((below, answer.passing), (above, answer.failing)):

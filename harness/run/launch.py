@@ -38,6 +38,9 @@ AFTER_A_STOP = ("interrupted", "crash", "unavailable")  # an import that is brok
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
 EXPANDABLE = "expandable_segments:True"
+# Of a layer's forward pass of one sample, so that models in batches of other sizes compute alike. Below, a second
+# thread gains nothing, and two that wait busily took up to 25 times as long beside other work, results/LOG.md.
+FLOPS_FOR_THREADS = 1e8
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -68,12 +71,14 @@ def launch(
     return path
 
 
-def environment(device: str) -> dict[str, str]:
-    """The worker's. On CUDA torch's allocator grows its segments instead of adding new ones, which leaves fewer
-    fragments, unless the caller has set it otherwise. No method gives device memory to another process, which would
-    forbid this."""
-    settings = {} if device != "cuda" or machine.allocator_settings() else {"PYTORCH_ALLOC_CONF": EXPANDABLE}
-    return {**child_environment(), **settings}
+def environment(job: Job) -> dict[str, str]:
+    """The worker's, where the caller has not set it otherwise. On a CPU one thread computes small layers. On CUDA
+    torch's allocator grows its segments instead of adding new ones, which leaves fewer fragments; no method gives
+    device memory to another process, which would forbid this."""
+    if job.device == "cuda":
+        return ({} if machine.allocator_settings() else {"PYTORCH_ALLOC_CONF": EXPANDABLE}) | child_environment()
+    is_small = machine.forward_flops(job.workload) / job.workload.batch_size < FLOPS_FOR_THREADS
+    return ({"OMP_NUM_THREADS": "1"} if is_small and job.world_size == 1 else {}) | child_environment()
 
 
 class Events:
@@ -138,7 +143,7 @@ class Watch:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True,
-                text=True, env=environment(job.device) | {"TMPDIR": self.scratch},
+                text=True, env=environment(job) | {"TMPDIR": self.scratch},
             )  # fmt: skip
         except OSError:
             os.rmdir(self.scratch)

@@ -12,13 +12,14 @@ from harness.core.job import Job
 from harness.devices import cgroup, sim
 from harness.run.launch import Report
 
+_tried: set[tuple[str, tuple[Path, ...]]] = set()  # in this process: what failed once is not tried again
+
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
     """Compile what is missing, and report it; logs lie beside the records. If the method's fails, the run itself says
     what it lacks; without the compiled device sim, runs count its bytes in Python."""
     missing = method.create(job.method, job.options, folders).to_build()
-    if missing:
-        report({"event": "build", "text": f"building {missing}"})
+    if missing and _is_first(missing, folders, report):
         group = cgroup.current()
         kills = group.oom_kills() if group else 0
         log = results / log_lines.BUILD_LOG.format(job.method)
@@ -28,9 +29,16 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
             if group and group.oom_kills() > kills:  # in a container, or on a cluster, the job's limit holds here, too
                 text = "that failed, out of host memory: once without --host-memory, or with more of it, compiles it"
             report({"event": "warning", "text": text})
-    if job.device == "sim" and sim.to_build():
-        report({"event": "build", "text": f"building {sim.to_build()}"})
+    if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, (), report):
         run_logged("harness.devices.sim", None, results / log_lines.BUILD_LOG.format("sim"))
+
+
+def _is_first(missing: str, folders: tuple[Path, ...], report: Report) -> bool:
+    if (missing, folders) in _tried:
+        return False
+    _tried.add((missing, folders))
+    report({"event": "build", "text": f"building {missing}"})
+    return True
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from unittest import mock
 
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
-from methods.engines.deepspeed_config import EXTENSIONS, KERNELS, NEEDS, is_built, versions
+from methods.engines.deepspeed_config import EXTENSIONS, KERNELS, NEEDS, is_built, lacks_to_build, versions
 
 FP16 = {  # the rule of methods/shared/loss_scale.py
     "enabled": True,
@@ -59,7 +59,7 @@ def train(
     """Train by deepspeed.initialize's engine. `reentrant`: torch's older recompute. `extra`: more configuration.
     `needed`: is closed when the trained tensors, which are made one by one, have been read."""
     if adam == "deepspeed" and not is_built("cpu_adam"):
-        raise Unavailable("DeepSpeed's Adam is not built: apt-get install g++, then ./run.sh setup")
+        raise Unavailable(lacks_to_build("cpu_adam") or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
     deepspeed = import_deepspeed(device)
     is_scaled = workload.dtype == "fp16"
     if is_scaled and device != "cuda":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from harness.core import native_build
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import ROOT
 from methods.shared.memory_needs import each_page_locked, page_locked
@@ -22,12 +23,25 @@ ADAMS = {  # the host's Adam, and its name in the fairness table
 }
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
 KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 90)}  # seconds on a 2-core EPYC
+HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # and Debian's packages of them
 
 
 def is_built(kernel: str) -> bool:
     """True if the kernel was compiled for the installed packages, to the end."""
     stamp = EXTENSIONS / f"{kernel}.built"
     return stamp.exists() and stamp.read_text() == versions()
+
+
+def lacks_to_build(kernel: str) -> str | None:
+    """What it takes to compile a kernel that is not there, and how to get it; None if nothing is missing."""
+    if is_built(kernel):
+        return None
+    if not native_build.find():
+        return f"DeepSpeed's {kernel} needs a compiler: apt-get install g++"
+    needed = list(HEADERS) if kernel == "async_io" else ["Python.h"]
+    lacking = [name for name in needed if not native_build.has_header(name)]
+    packages = " ".join(HEADERS[name] for name in lacking)
+    return f"DeepSpeed's {kernel} needs {' and '.join(lacking)}: apt-get install {packages}" if lacking else None
 
 
 def versions() -> str:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
-from harness.core import native_build
 from harness.core.job import Workload
 from harness.core.method import Training
 from methods.engines import deepspeed_config
@@ -32,12 +31,18 @@ class DeepSpeedMethod:
         raise NotImplementedError
 
     def missing(self, device: str) -> str | None:
-        return None if find_spec("deepspeed") else deepspeed_config.NEEDS
+        if not find_spec("deepspeed"):
+            return deepspeed_config.NEEDS
+        return deepspeed_config.lacks_to_build(self.kernel) if self.kernel else None
+
+    @property
+    def build_seconds(self) -> int:
+        return deepspeed_config.KERNELS[self.kernel][1] if self.kernel else 0
 
     def to_build(self) -> str | None:
-        if not self.kernel or deepspeed_config.is_built(self.kernel) or not native_build.find():
+        if not self.kernel or deepspeed_config.is_built(self.kernel) or deepspeed_config.lacks_to_build(self.kernel):
             return None
-        return f"DeepSpeed's {self.kernel}, once, about {deepspeed_config.KERNELS[self.kernel][1]} seconds on two cores"
+        return f"DeepSpeed's {self.kernel}, once, about {self.build_seconds} seconds on two cores"
 
     def build(self) -> None:
         from methods.engines import deepspeed

@@ -9,27 +9,68 @@ from pathlib import Path
 import pytest
 
 from harness.cli import demo
-from harness.core import method
+from harness.core import method, native_build
+from harness.core.job import Job
 from harness.core.record import read_all
 from harness.figures import case
+from harness.run.prepare import prepare
+from methods.engines import deepspeed_config
 from tests.report.test_notebook import executed
+from tests.support.tiny import TINY, write_compiling
 
 
 def test_each_method_is_shown_once_at_the_same_depth() -> None:
-    jobs = demo.jobs(case.profile_of("demo", None))
+    jobs = demo.jobs(case.profile_of("demo", None), method.names())
     assert [job.method for job in jobs] == method.names()
     assert len({job.workload for job in jobs}) == 1
 
 
+def test_the_demo_leaves_out_what_compiles_for_long_and_says_how_to_add_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel: False)
+    monkeypatch.setattr(native_build, "has_header", lambda name: True)
+    monkeypatch.setattr(native_build, "find", lambda: "g++")
+    told = demo.left_out(method.names(), "sim")
+    assert set(told) == {"superoffload", "zenflow", "zero-infinity-nvme"}
+    assert "./run.sh setup" in told["zenflow"] and "NVIDIA" in told["superoffload"]
+
+
+def test_without_a_header_no_compiler_is_started_and_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel: False)
+    monkeypatch.setattr(native_build, "has_header", lambda name: name != "libaio.h")
+    monkeypatch.setattr(native_build, "find", lambda: "g++")
+    trained = method.create("zero-infinity-nvme", {})
+    assert trained.to_build() is None and "apt-get install libaio-dev" in (trained.missing("sim") or "")
+    assert method.create("zenflow", {}).to_build()
+
+
+def test_headers_are_found_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_kernel.h").touch()
+    assert not native_build.has_header("some_kernel.h")
+    monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path}")
+    assert native_build.has_header("some_kernel.h")
+
+
+def test_a_build_that_failed_is_not_tried_again_in_the_same_call(tmp_path: Path) -> None:
+    folder = write_compiling(tmp_path, f"open({str(tmp_path / 'tried')!r}, 'a').write('x')")
+    events: list[str] = []
+    for _ in range(2):
+        prepare(Job("compiling", TINY), tmp_path, (folder,), lambda event: events.append(event["event"]))
+    assert (tmp_path / "tried").read_text() == "x" and events == ["build", "warning"]
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(1500)
-def test_the_demo_shows_all_and_the_notebook_shows_it_again(tmp_path: Path, libaio: None, compiled_sim: None) -> None:
+def test_the_demo_shows_all_and_the_notebook_shows_it_again(tmp_path: Path, compiled_sim: None) -> None:
+    """Beginning with the quick one, whose runs are not made again."""
     command = [sys.executable, "-m", "harness", "demo", "--results", str(tmp_path)]
+    done = subprocess.run([*command, "--quick"], capture_output=True, text=True, cwd=method.ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.stem for path in tmp_path.glob("figures/*.png")} == {f"case{number}_demo" for number in (3, 4, 5)}
+    assert {record.job.method for record in read_all(tmp_path)[0].values()} == {"l2l", "stronghold", "resident"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=method.ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     ended = {record.job.method: record for record in read_all(tmp_path)[0].values()}
-    assert set(ended) == set(method.names())
-    assert {name for name, record in ended.items() if record.status == "unavailable"} == {"superoffload"}
+    assert set(ended) == set(method.names()) - set(demo.left_out(method.names(), "sim"))
     for number in case.numbers():
         assert (tmp_path / "figures" / f"case{number}_demo.png").exists()
     assert (tmp_path / "report/index.html").exists()

@@ -12,13 +12,14 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harness.core.failures import End
-from harness.core.job import Budget, Job
+from harness.core.job import Budget, Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
@@ -244,4 +245,16 @@ def test_the_allocator_of_a_gpu_grows_its_segments_unless_it_is_set_otherwise(
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     if given:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
-    assert environment(device).get("PYTORCH_ALLOC_CONF") == expected
+    assert environment(Job("resident", TINY, device=device)).get("PYTORCH_ALLOC_CONF") == expected
+
+
+def test_small_layers_are_computed_by_one_thread_in_any_batch_unless_the_caller_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    small = Workload(num_layers=4, hidden_size=128, seq_len=64)  # 64 x 24 x 128**2 FLOPs of a sample: 25 M
+    told = [environment(Job("resident", replace(small, batch_size=batch))).get("OMP_NUM_THREADS") for batch in (2, 64)]
+    assert told == ["1", "1"]
+    assert "OMP_NUM_THREADS" not in environment(Job("resident", Workload()))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert environment(Job("resident", small))["OMP_NUM_THREADS"] == "2"
