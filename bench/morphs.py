@@ -25,15 +25,17 @@ import click
 
 from harness.core.child_process import child_environment
 from harness.core.method import ROOT
+from harness.core.whole_file import write_whole
 from methods.pipeline.launch.folder import read_lines
 from methods.pipeline.launch.judge import Verdict, judge_folder
 
 SCRIPT = ROOT / "bench" / "paced_gpt.py"
 SMALL = ("--blocks", "3", "--width", "32", "--tokens", "16")
 FAST, SLOW = "0", "0.7"  # seconds that a step takes at least: slow ones while machines come
-BATCH_SIZE, NUM_STAGES, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 2, 10
+BATCH_SIZE, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 10
 MOST_MACHINES = 4
 LIMIT_SECONDS = 240.0
+CAUSES = {"death": "a machine's death", "launcher": "the launcher's death", "list": "a change of the list"}
 
 
 class Change(NamedTuple):
@@ -41,13 +43,24 @@ class Change(NamedTuple):
 
     step: int
     num_machines: int
-    by: str = "list"  # or death, launcher: its death, with the number of machines as it was
+    by: str = "list"  # one of CAUSES; with the launcher's death the number of machines stays
+
+
+class Schedule(NamedTuple):
+    """What happens to a job. `num_machines`: at its start; `num_stages`: where there are as many workers."""
+
+    num_machines: int
+    num_stages: int
+    changes: Sequence[Change] = ()
+
+    def __str__(self) -> str:
+        changes = ", ".join(f"{change.by} {change.num_machines} at {change.step}" for change in self.changes)
+        return f"{self.num_machines} machines, {self.num_stages} stages at most, {changes}"
 
 
 class Played(NamedTuple):
     code: int
-    recoveries: list[float]  # seconds from a death to the next step
-    morphs: list[float]  # seconds from a change of the list to the next round's first step
+    seconds: dict[str, list[float]]  # by cause, from a change to the next round's first step
     output: str
 
 
@@ -83,22 +96,21 @@ class Machines:
         return min((line["time"] for line in self.steps if line["time"] > first), default=0.0)
 
 
-def command(machines: Machines, script: Sequence[str]) -> list[str]:
+def command(machines: Machines, num_stages: int, script: Sequence[str]) -> list[str]:
     return [
         sys.executable, "-m", "methods.varuna.run", "--machine_list", str(machines.list), "--gpus_per_node", "1",
-        "--batch-size", str(BATCH_SIZE), "--nstages", str(NUM_STAGES), "--chunk_size", str(CHUNK_SIZE),
+        "--batch-size", str(BATCH_SIZE), "--nstages", str(num_stages), "--chunk_size", str(CHUNK_SIZE),
         "--checkpoint-every", str(CHECKPOINT_EVERY), "--folder", str(machines.job), str(SCRIPT), *script,
     ]  # fmt: skip
 
 
-def play(folder: Path, num_machines: int, changes: Sequence[Change], num_steps: int, script: Sequence[str]) -> Played:
+def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str] = SMALL) -> Played:
     """One job, with these changes. Raises TimeoutError where it does not go on."""
-    machines = Machines(folder, num_machines)
-    machines.pace.write_text(FAST)
-    call = command(machines, [*script, "--steps", str(num_steps)])
+    machines = Machines(folder, schedule.num_machines)
+    write_whole(machines.pace, FAST)
+    call = command(machines, schedule.num_stages, [*script, "--steps", str(num_steps)])
     environment = child_environment() | {"PACE_FILE": str(machines.pace), "OMP_NUM_THREADS": "1"}
-    recoveries: list[float] = []
-    morphs: list[float] = []
+    seconds: dict[str, list[float]] = {by: [] for by in CAUSES}
     with open(folder / "output.txt", "w") as output:
 
         def start() -> subprocess.Popen[bytes]:
@@ -106,11 +118,11 @@ def play(folder: Path, num_machines: int, changes: Sequence[Change], num_steps: 
 
         running = start()
         try:
-            for change in changes:
+            for change in schedule.changes:
                 _wait(lambda: machines.steps and machines.steps[-1]["step"] >= change.step, running)  # noqa: B023
                 if running.poll() is not None:
                     break
-                machines.pace.write_text(SLOW)
+                write_whole(machines.pace, SLOW)
                 began = time.time()
                 if change.by == "death":
                     for number in range(change.num_machines, machines.num_machines):
@@ -121,17 +133,19 @@ def play(folder: Path, num_machines: int, changes: Sequence[Change], num_steps: 
                     running = start()
                 else:
                     machines.set(change.num_machines)
-                machines.pace.write_text(FAST if change.by != "list" else SLOW)
+                write_whole(machines.pace, FAST if change.by != "list" else SLOW)
                 _wait(lambda: machines.next_step(began), running)  # noqa: B023
-                (morphs if change.by == "list" else recoveries).append(machines.next_step(began) - began)
+                if running.poll() is not None:
+                    break
+                seconds[change.by].append(machines.next_step(began) - began)
                 machines.set(change.num_machines)
-                machines.pace.write_text(FAST)
+                write_whole(machines.pace, FAST)
             running.wait(LIMIT_SECONDS)
         finally:
             if running.poll() is None:
                 running.terminate()
                 running.wait()
-    return Played(running.returncode, recoveries, morphs, (folder / "output.txt").read_text())
+    return Played(running.returncode, seconds, (folder / "output.txt").read_text())
 
 
 def _wait(until: Callable[[], Any], running: subprocess.Popen[bytes]) -> None:
@@ -142,29 +156,27 @@ def _wait(until: Callable[[], Any], running: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-def random_schedule(seed: int, num_steps: int) -> tuple[int, list[Change]]:
-    """The first number of machines, and three to five changes."""
+def random_schedule(seed: int, num_steps: int) -> Schedule:
+    """Three to five changes."""
     draws = random.Random(seed)
     first = now = draws.randint(1, MOST_MACHINES)
-    steps = sorted(draws.sample(range(2, num_steps - 2), draws.randint(3, 5)))
     changes = []
-    for step in steps:
+    for step in sorted(draws.sample(range(2, num_steps - 2), draws.randint(3, 5))):
         kind = draws.choice(("come", "leave", "death", "death", "launcher"))
         if kind == "launcher":
-            changes.append(Change(step, now, "launcher"))
-            continue
-        if (kind == "come" and now < MOST_MACHINES) or now == 1:
+            changes.append(Change(step, now, kind))
+        elif (kind == "come" and now < MOST_MACHINES) or now == 1:
             now = draws.randint(now + 1, MOST_MACHINES)
             changes.append(Change(step, now))
         else:
             now = draws.randint(1, now - 1)
             changes.append(Change(step, now, "death" if kind == "death" else "list"))
-    return first, changes
+    return Schedule(first, draws.randint(1, MOST_MACHINES), changes)
 
 
-def undisturbed(folder: Path, num_steps: int, script: Sequence[str]) -> Path:
+def undisturbed(folder: Path, num_steps: int, script: Sequence[str] = SMALL) -> Path:
     """The same job by one process."""
-    played = play(folder, 1, [], num_steps, script)
+    played = play(folder, Schedule(1, 1), num_steps, script)
     if played.code:
         raise RuntimeError(f"the undisturbed job ended with exit code {played.code}:\n{played.output}")
     return folder / "job"
@@ -175,34 +187,33 @@ def undisturbed(folder: Path, num_steps: int, script: Sequence[str]) -> Path:
 @click.option("--first", default=0, help="Seed of the first schedule.")
 @click.option("--steps", default=40)
 def main(schedules: int, first: int, steps: int) -> None:
-    failed, deaths, morphs = 0, [], []
+    failed = 0
+    seconds: dict[str, list[float]] = {by: [] for by in CAUSES}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        alone = undisturbed(folder / "alone", steps, SMALL)
+        alone = undisturbed(folder / "alone", steps)
         for seed in range(first, first + schedules):
-            num_machines, changes = random_schedule(seed, steps)
-            began = time.monotonic()
+            schedule, mine, began = random_schedule(seed, steps), folder / str(seed), time.monotonic()
+            played = Played(0, {}, "")
             try:
-                played = play(folder / str(seed), num_machines, changes, steps, SMALL)
-                verdict = judge_folder(folder / str(seed) / "job", alone, CHECKPOINT_EVERY)
-                deaths += played.recoveries
-                morphs += played.morphs
+                played = play(mine, schedule, steps)
+                verdict = judge_folder(mine / "job", alone, CHECKPOINT_EVERY)
                 if played.code:
                     verdict = Verdict("exit-code", f"exit code {played.code}:\n{played.output}")
-                slowest = f"{max(played.recoveries):.1f} s" if played.recoveries else "no death"
             except TimeoutError as error:
-                verdict, slowest = Verdict("timeout", str(error)), "none"
+                verdict = Verdict("timeout", str(error))
+            for by, found in played.seconds.items():
+                seconds[by] += found
             failed += not verdict.passed
-            told = " ".join(f"{change.by}:{change.num_machines}@{change.step}" for change in changes)
-            lost = len(read_lines(folder / str(seed) / "job" / "lost_steps.jsonl"))
+            lost = len(read_lines(mine / "job" / "lost_steps.jsonl"))
             end = "passed" if verdict.passed else f"FAILED ({verdict.reason})"
-            print(f"seed {seed}: {num_machines} machines, {told}: {end}: {verdict.text}; {lost} steps done again,"
-                  f" slowest recovery {slowest}, {time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
+            took = f"{time.monotonic() - began:.0f} s"
+            print(f"seed {seed}: {schedule}: {end}: {verdict.text}; {lost} steps done again, {took}", flush=True)
     print(f"{schedules - failed} of {schedules} schedules train as one undisturbed process")
-    for what, seconds in (("a death", deaths), ("a change of the list", morphs)):
-        if seconds:
-            print(f"{len(seconds)} times from {what} to the next step: median {statistics.median(seconds):.1f} s,"
-                  f" largest {max(seconds):.1f} s")  # fmt: skip
+    for by, text in CAUSES.items():
+        if found := seconds[by]:
+            middle, most = statistics.median(found), max(found)
+            print(f"{len(found)} times from {text} to the next step: median {middle:.1f} s, largest {most:.1f} s")
     sys.exit(1 if failed else 0)
 
 

@@ -208,8 +208,11 @@ def _run(script: dict[str, Any], mine: dict[str, Any], told: int, others: list[i
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         error = str(end.code) if code and not isinstance(end.code, int) else ""
         print(error, file=sys.stderr)
-    except BaseException:
-        error = traceback.format_exc()
+    except BaseException as raised:
+        above = raised.__traceback__
+        while above and above.tb_frame.f_code.co_filename != path:  # of what ran the script
+            above = above.tb_next
+        error = "".join(traceback.format_exception(type(raised), raised, above or raised.__traceback__))
         print(error, file=sys.stderr)
     if code:
         line = {"kind": "error", **mine["link"], "text": error[-ERROR_BYTES // 2 :]}

@@ -14,6 +14,7 @@ import fcntl
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     *lines, _ = path.read_text().split("\n")
     return [json.loads(line) for line in lines]
+
+
+def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """A step's line of the record, of what each rank told. Samples are the first stage's ranks'."""
+    owners = [event for event in told.values() if "data" in event]
+    data = sum(event["data"] for event in owners) % 2**48
+    kept = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
+    facts = {name: told[0][name] for name in kept}
+    return {**facts, "samples": sum(event["samples"] for event in owners), "data": f"{data:012x}"}
 
 
 class Folder:

@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.core.failures import LOST_RANK
 from methods.pipeline.launch.choose import Choice, Spread
-from methods.pipeline.launch.folder import Folder
+from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.machines import IMPORTS, Line, Remote, is_here, read_list
 from methods.pipeline.launch.pace import Pace
 
@@ -338,13 +338,7 @@ class Launcher:
         while running.told and len(running.told[min(running.told)]) == spread.num_ranks:
             step = min(running.told)
             told = running.told.pop(step)
-            first = told[0]
-            owners = [event for event in told.values() if "data" in event]
-            kept = ("loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
-            self.folder.record({
-                "step": step, **{name: first[name] for name in kept},
-                "samples": sum(event["samples"] for event in owners),
-                "data": f"{sum(event['data'] for event in owners) % 2**48:012x}",
+            self.folder.record(step_line(told) | {
                 "num_workers": spread.num_ranks, "num_stages": spread.num_stages, "num_replicas": spread.num_replicas,
                 "chunk_size": spread.chunk_size, "round": running.number, "time": time.time(),
             })  # fmt: skip

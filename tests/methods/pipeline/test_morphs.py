@@ -1,0 +1,277 @@
+"""Morphs: the gate names each part of the state that is lost; whole jobs on machines that leave, come and die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, judge_folder, play, random_schedule, undisturbed
+from harness.core.child_process import child_environment
+from methods.pipeline import link
+from methods.pipeline.checkpoint import Checkpoints
+from methods.pipeline.launch.choose import Choice, Spread
+from methods.pipeline.launch.folder import Folder, read_lines, step_line
+from methods.pipeline.launch.judge import judge
+from methods.pipeline.launch.machines import Line, command, read_list
+from methods.pipeline.launch.pace import STEPS, Pace
+from methods.pipeline.user_pipeline import Varuna
+from tests.methods.pipeline import user_model
+
+SIZE, BEFORE, AFTER = 8, 6, 3  # samples; steps before and after a morph
+SCALE = 2.0**17  # the first step overflows
+
+
+# ---- The gate
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Job:
+    """A script's training in this process, and its record as a launcher would write it."""
+
+    def __init__(self, folder: Path, batch_size: int = SIZE) -> None:
+        self.told, self.folder, self.batch_size = folder / "told", folder / "checkpoints", batch_size
+        self.descriptor = os.open(self.told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.model = Varuna(
+            user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), batch_size, 4, fp16=True,
+            shared_weights=user_model.SHARED,
+        )  # fmt: skip
+        self.model._link = link.Link(self.descriptor, str(self.folder), None, None, 0, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1.0)
+        self.model.set_optimizer(self.optimizer, init_loss_scale=SCALE)
+
+    def train(self, first: int, num_steps: int, data: int = 0, rate: int = 0) -> None:
+        """`data`, `rate`: how far the script counts samples and learning rate from another step."""
+        for step in range(first, first + num_steps):
+            for group in self.optimizer.param_groups:
+                group["lr"] = user_model.LEARNING_RATE / (1 + step + rate)
+            _, overflow = self.model.step(user_model.batch(step + data, self.batch_size), user_model.MAX_NORM)
+            if not overflow:
+                self.optimizer.step()
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [step_line({0: line}) for line in read_lines(self.told) if line["kind"] == "step"]
+
+
+def forget_updates(self: Any, name: str, master: Any, found: Any) -> None:
+    TAKE_STATE(self, name, master, found)
+    if "step" in (state := self.optimizer.state.get(master, {})):
+        state["step"].zero_()
+
+
+TAKE_STATE = Checkpoints._take_state
+MUTANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "data-order": {"data": -BEFORE},
+    "learning-rate": {"rate": -BEFORE},
+    "batch": {"batch_size": SIZE - 2},
+    "optimizer-step-count": {"bug": ("_take_state", forget_updates)},
+    "loss-scale": {"scale": SCALE},
+}
+
+
+@pytest.mark.parametrize("reason", MUTANTS)
+def test_the_gate_names_what_a_morph_lost(
+    reason: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the steps before a checkpoint, half after, in another model: with nothing lost, to the last bit."""
+    whole = Job(tmp_path)
+    whole.train(0, BEFORE)
+    whole.model.checkpoint().result()
+    before = whole.steps()
+    assert before[0]["overflow"] and before[-1]["updates"]
+    whole.train(BEFORE, AFTER)
+    bug = MUTANTS[reason].get("bug")
+    if bug:
+        monkeypatch.setattr(Checkpoints, *bug)
+    (tmp_path / "again").mkdir()
+    again = Job(tmp_path / "again", MUTANTS[reason].get("batch_size", SIZE))
+    assert again.model.load_checkpoint(tmp_path / "checkpoints") == BEFORE
+    again.model._loss_scale = MUTANTS[reason].get("scale", again.model._loss_scale)
+    again.train(BEFORE, AFTER, MUTANTS[reason].get("data", 0), MUTANTS[reason].get("rate", 0))
+    verdict = judge([*before, *again.steps()], whole.steps(), tolerance=0.0)
+    assert verdict.reason == reason, verdict.text
+
+
+STEPS_OF_TWO = [
+    {"step": step, "loss": 1.0, "samples": 8, "data": "", "updates": 0, "learning_rate": 1, "loss_scale": 1,
+     "overflow": False}
+    for step in (1, 2, 3)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "reason"), [
+    (STEPS_OF_TWO, ""), ([STEPS_OF_TWO[0], STEPS_OF_TWO[2]], "step-missing"), (STEPS_OF_TWO[:2], "step-missing"),
+    ([*STEPS_OF_TWO[:2], *STEPS_OF_TWO[1:]], "step-twice"), (STEPS_OF_TWO[::-1], "step-order"),
+    ([*STEPS_OF_TWO[:2], STEPS_OF_TWO[2] | {"loss": 1.0 + 2e-6}], "loss"),
+])  # fmt: skip
+def test_the_gate_counts_steps(record: list[dict[str, Any]], reason: str) -> None:
+    assert judge(record, STEPS_OF_TWO).reason == reason
+
+
+def test_a_step_that_was_done_again_must_have_been_right_before() -> None:
+    assert judge(STEPS_OF_TWO, STEPS_OF_TWO, [STEPS_OF_TWO[1] | {"loss": 1.1}]).reason == "loss"
+
+
+def test_a_digest_of_samples_does_not_depend_on_how_replicas_share_them() -> None:
+    whole = user_model.batch(3, 6)
+    parts = [link.digest(user_model.share(whole, replica, 3)) for replica in range(3)]
+    assert link.digest(whole) == [number for part in parts for number in part]
+    assert len(set(link.digest(whole))) == 6
+
+
+# ---- What the launcher decides
+
+
+def test_an_address_on_two_lines_is_two_machines(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("# ours\n10.0.0.1\n\n10.0.0.2  # slow\n10.0.0.1\n")
+    assert read_list(tmp_path / "list") == [Line("10.0.0.1", 0), Line("10.0.0.2", 0), Line("10.0.0.1", 1)]
+
+
+def test_another_machine_is_reached_by_ssh_and_under_slurm_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command("127.0.0.3")[0] == sys.executable
+    assert command("192.0.2.1")[:5] == ["ssh", "-o", "BatchMode=yes", "-T", "192.0.2.1"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert "--nodelist=192.0.2.1" in command("192.0.2.1")
+
+
+@pytest.mark.parametrize(("workers", "stages", "replicas"), [(8, 3, 2), (6, 3, 2), (5, 3, 1), (2, 2, 1), (1, 1, 1),
+                                                             (17, 3, 4)])  # fmt: skip
+def test_the_global_batch_stays_and_the_rest_waits(workers: int, stages: int, replicas: int) -> None:
+    spread = Choice(16, 1, 3, 2).spread(workers)
+    assert (spread.num_stages, spread.num_replicas) == (stages, replicas)
+
+
+def test_what_chooses_is_given_once() -> None:
+    for words in ({}, {"num_stages": 2}, {"num_stages": 2, "chunk_size": 1, "profile": Path("x")}):
+        with pytest.raises(ValueError, match="expected --nstages and --chunk-size, or --profile FOLDER"):
+            Choice(16, 1, **words)
+
+
+def test_slow_ranks_are_those_above_the_median_of_their_stage() -> None:
+    """By hand: stages 0,2,4 and 1,3,5; rank 4 takes 1.2 times as long as ranks 0 and 2, rank 3 1.1 times as 1 and 5."""
+    pace, seconds = Pace(2), {0: 1.0, 2: 1.0, 4: 1.2, 1: 5.0, 3: 5.5, 5: 5.0}
+    for _ in range(STEPS):
+        pace.add(seconds)
+        assert not pace.slow(Spread(2, 3, 1))
+    pace.add(seconds)
+    assert [str(slow) for slow in pace.slow(Spread(2, 3, 1))] == [
+        "rank 4: 1.2 s of work a step, 20% above the median of stage 0"
+    ]
+
+
+def test_a_folder_holds_one_job_of_one_launcher(tmp_path: Path) -> None:
+    held = Folder(tmp_path, {"script": "a.py"})
+    with pytest.raises(ValueError, match="a launcher still runs there"):
+        Folder(tmp_path, {"script": "a.py"})
+    held.locks[0].close()
+    with pytest.raises(ValueError, match=r"it holds a job with script a.py, not b.py; try --folder"):
+        Folder(tmp_path, {"script": "b.py"})
+
+
+def test_the_record_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
+    """A line that a kill cut off does not count."""
+    held = Folder(tmp_path, {})
+    for step in (1, 2, 3):
+        held.record({"step": step})
+    held.steps.write('{"step": 4, "lo')
+    held.steps.flush()
+    (held.checkpoints / "step_00000002").mkdir()
+    (held.checkpoints / "step_00000002" / ".metadata").touch()
+    (held.checkpoints / "step_00000003").mkdir()
+    assert held.resume() == 2
+    assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == [1, 2]
+    assert [line["step"] for line in read_lines(tmp_path / "lost_steps.jsonl")] == [3]
+
+
+def test_random_schedules_always_leave_a_machine() -> None:
+    for seed in range(100):
+        schedule = random_schedule(seed, 40)
+        assert all(1 <= change.num_machines <= 4 for change in schedule.changes) and len(schedule.changes) >= 3
+
+
+# ---- Whole jobs
+
+
+def launch(folder: Path, script: str, *words: str, machines: int = 1, limit: float = 60) -> tuple[int, str]:
+    """A script's exit code, and what the launcher said."""
+    folder.mkdir(exist_ok=True)
+    (folder / "list").write_text("127.0.0.1\n" * machines)
+    (folder / "script.py").write_text(script)
+    call = [sys.executable, "-m", "harness", "varuna", "launch", "--machine-list", str(folder / "list"), "--folder",
+            str(folder / "job"), "--batch-size", "4", "--nstages", "1", "--chunk-size", "1"]  # fmt: skip
+    call += [*words, "script.py"]
+    done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=limit, env=child_environment())
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    code, told = launch(tmp_path, "", "--chunk-size", "0")
+    assert code == 2 and told == "error: chunk_size: expected at least 1, got 0\n"
+
+
+@pytest.mark.heavy
+def test_an_error_of_the_script_ends_the_job_with_it(tmp_path: Path) -> None:
+    code, told = launch(tmp_path, "import sys\nprint('rank', sys.argv[1:])\nraise KeyError('mine')")
+    assert code == 3 and told.rstrip().endswith("KeyError: 'mine'") and "round 2" not in told
+    log = (tmp_path / "job" / "logs" / "rank-0.txt").read_text()
+    expected = ["--rank=0", "--local_rank=0", "--stage_to_rank_map=0;", "--chunk_size=1", "--batch-size=4"]
+    assert str(expected) in log
+
+
+@pytest.mark.heavy
+def test_three_kills_in_a_row_end_the_job(tmp_path: Path) -> None:
+    code, told = launch(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert code == 3 and told.count("round ") == 3
+    assert told.rstrip().endswith("3 crashes in a row without progress since step 0: rank 0 was killed by signal 9")
+
+
+@pytest.mark.heavy
+def test_a_script_that_is_silent_ends(tmp_path: Path) -> None:
+    code, told = launch(tmp_path, "import time\ntime.sleep(60)", "--stall-minutes", "0.05")
+    assert code == 6 and "error: no progress for 3 s: rank 0" in told
+    assert not left_of(tmp_path)
+
+
+def left_of(folder: Path) -> list[int]:
+    """Processes that work in this folder, or name it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(folder) in " ".join(process.cmdline()) or process.cwd().startswith(str(folder)):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.heavy
+def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(tmp_path: Path) -> None:
+    """4 -> 2 -> 4 -> 3 -> 1 workers: two leave by the list, two come, one dies by kill -9, two leave; then the launcher
+    itself dies by kill -9, and another one takes over."""
+    steps = 34
+    changes = (Change(4, 2), Change(8, 4), Change(16, 3, "death"), Change(20, 1), Change(26, 1, "launcher"))
+    alone = undisturbed(tmp_path / "alone", steps)
+    played = play(tmp_path / "morphs", Schedule(4, 4, changes), steps, SMALL)
+    assert played.code == 0, played.output
+    verdict = judge_folder(tmp_path / "morphs" / "job", alone, CHECKPOINT_EVERY)
+    assert verdict.passed, verdict.text
+    rounds = [line for line in read_lines(tmp_path / "morphs" / "job" / "events.jsonl") if line["event"] == "round"]
+    assert [line["workers"] for line in rounds] == [4, 2, 4, 3, 1, 1]
+    assert max(played.seconds["death"]) < 15
+    assert not left_of(tmp_path)
