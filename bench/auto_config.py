@@ -2,8 +2,8 @@
 
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m bench.auto_config [--rounds 5]
 
-Rounds of all configurations, so that a busy while of the machine hits each of them. A step has the optimizer's update,
-which the prediction leaves out. Configurations whose replicas and stages leave a rank idle are not measured.
+Rounds of all configurations, so that a busy while of the machine hits each of them. Configurations whose replicas and
+stages leave a rank idle are not measured.
 """
 
 from __future__ import annotations

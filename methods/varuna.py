@@ -22,7 +22,7 @@ from harness.core.method import Trained, Training
 from methods.pipeline.checkpoint_folders import choose
 from methods.pipeline.partition import gpt_stages, pass_flops, stage_bytes
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.schedule import SCHEDULES, orders, step_seconds
+from methods.pipeline.schedule import SCHEDULES, step_seconds
 from methods.shared.memory_needs import describe
 
 CLASSES = {"CutPoint": "user_pipeline", "Varuna": "user_pipeline", "Profiler": "profiler", "AutoConfig": "auto_config"}
@@ -164,10 +164,10 @@ class VarunaMethod:
             # Ranks on a host share its cores.
             rate = budget.rates.device_flops_per_second / (self.world_size if budget.rates.is_host else 1)
             passes = [
-                {kind: chunk_size * flops / rate for kind, flops in pass_flops(workload, stage, self.schedule).items()}
+                {kind: chunk_size * flops / rate for kind, flops in pass_flops(workload, stage).items()}
                 for stage in stages
             ]
-            seconds = step_seconds(orders(self.schedule, num_stages, samples // chunk_size), passes)
+            [seconds] = step_seconds(self.schedule, [(passes, samples // chunk_size, 0.0)])
         return Plan(
             max(needs, key=lambda need: sum(need.values())), options=options, step_seconds=seconds,
             binds="the pipeline's passes" if seconds else "",

@@ -42,7 +42,7 @@ def configure(
     rows = config.table()
     if as_json:
         for row in rows:
-            print(json.dumps({**vars(row), "step_seconds": row.step_seconds}))
+            print(json.dumps(vars(row)))
     else:
         names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "")
         cells = [

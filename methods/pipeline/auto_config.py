@@ -4,15 +4,15 @@ schedule; standard library only.
     num_stages, chunk_size, step_seconds = AutoConfig(16, 4, 512, "profile").get_min()
 
 Sections are grouped into stages by their time. A step is its passes in Varuna's order, each message as slow as the
-slowest cut's, and the slowest stage's sum over replicas. A profile of one process knows neither messages' nor sums'
-times, which then count as none.
+slowest cut's, then the slowest stage's sum over replicas, and its update. A profile of one process knows neither
+messages' nor sums' times, which then count as none.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +21,12 @@ from methods.pipeline.grouping import group
 from methods.pipeline.partition import BUCKET_BYTES
 from methods.pipeline.profile import SectionCost, read
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.schedule import orders, step_seconds
+from methods.pipeline.schedule import step_seconds
 
 # Of a parameter's weight, gradient, and Adam's two moments; in fp16 with a master, and gradients in fp32.
 STATE_BYTES, FP16_STATE_BYTES = 16, 18
 GRADIENT_BYTES = 4  # of a parameter, as replicas sum them
+AT_ONCE = 16  # configurations predicted side by side
 
 
 class Choice(NamedTuple):
@@ -48,32 +49,39 @@ class Row:
     passes: tuple[dict[str, float], ...]  # seconds of each stage's
     send_seconds: float
     sum_seconds: float
+    update_seconds: float
+    step_seconds: float = nan  # in a table
 
     @property
     def stage_to_rank_map(self) -> str:
         return str(RankMap.make(self.num_stages, self.num_replicas))
 
-    @functools.cached_property
+    @property
     def least_seconds(self) -> float:
         """No step is faster: a stage waits for those below, has its passes, and those below end after it."""
         waits, found = 0.0, 0.0
         for passes in self.passes:
             found = max(found, waits + self.num_micro_batches * sum(passes.values()))
             waits += passes["F"] + passes["B"] + 2 * self.send_seconds
-        return found + self.sum_seconds
+        return found + self.sum_seconds + self.update_seconds
 
-    @functools.cached_property
-    def step_seconds(self) -> float:
-        """Beyond a number of micro-batches the pipeline is full, and each further one takes the same."""
-        many = max(2 * self.num_stages, 64)
-        if self.num_micro_batches <= many:
-            return self._passes_seconds(self.num_micro_batches) + self.sum_seconds
-        half, whole = self._passes_seconds(many // 2), self._passes_seconds(many)
-        more = self.num_micro_batches - many
-        return max(whole + (whole - half) / (many - many // 2) * more + self.sum_seconds, self.least_seconds)
 
-    def _passes_seconds(self, num_micro_batches: int) -> float:
-        return step_seconds(orders("varuna", self.num_stages, num_micro_batches), self.passes, self.send_seconds)
+def predict(rows: Sequence[Row]) -> list[float]:
+    """Seconds of a step of each. Beyond a number of micro-batches the pipeline is full, and each further one takes the
+    same."""
+    numbers: list[list[int]] = []
+    for row in rows:
+        many = max(2 * row.num_stages, 64)
+        numbers.append([many // 2, many] if row.num_micro_batches > many else [row.num_micro_batches])
+    each = zip(rows, numbers, strict=True)
+    found = iter(step_seconds("varuna", [(row.passes, one, row.send_seconds) for row, some in each for one in some]))
+    predicted = []
+    for row, some in zip(rows, numbers, strict=True):
+        *half, seconds = (next(found) for _ in some)
+        if half:
+            seconds += (seconds - half[0]) / (some[1] - some[0]) * (row.num_micro_batches - some[1])
+        predicted.append(max(seconds + row.sum_seconds + row.update_seconds, row.least_seconds))
+    return predicted
 
 
 class AutoConfig:
@@ -113,17 +121,22 @@ class AutoConfig:
                 f" {gib(least.device_bytes)} of a device's memory, {gib(least.device_bytes - capacity)} more than the"
                 f" {gib(capacity)} there are; try more devices and CutPoints, or smaller micro-batches"
             )
-        best: Row | None = None
-        for row in sorted(fitting, key=lambda row: row.least_seconds):
-            if best and row.least_seconds >= best.step_seconds:
+        best: tuple[float, Row] | None = None
+        fitting.sort(key=lambda row: row.least_seconds)
+        for start in range(0, len(fitting), AT_ONCE):
+            some = [row for row in fitting[start : start + AT_ONCE] if best is None or row.least_seconds < best[0]]
+            if not some:
                 break
-            best = row if best is None or row.step_seconds < best.step_seconds else best
+            found = min(zip(predict(some), some, strict=True), key=lambda pair: pair[0])
+            best = found if best is None or found[0] < best[0] else best
         assert best is not None
-        return Choice(best.num_stages, best.chunk_size, best.step_seconds)
+        return Choice(best[1].num_stages, best[1].chunk_size, best[0])
 
     def table(self) -> list[Row]:
         """All configurations, the fastest first; last those that do not fit."""
-        return sorted(self._rows, key=lambda row: (not row.fits, row.step_seconds))
+        each = zip(self._rows, predict(self._rows), strict=True)
+        rows = [replace(row, step_seconds=seconds) for row, seconds in each]
+        return sorted(rows, key=lambda row: (not row.fits, row.step_seconds))
 
     def _of_size(self, size: int) -> list[Row]:
         """All numbers of stages. Replicas share a batch evenly, so as many take part as divide it."""
@@ -159,6 +172,7 @@ class AutoConfig:
             len(stages), num_replicas, size, num_micro_batches, max(needs),
             self.capacity is None or max(needs) <= self.capacity, tuple(cuts), tuple(passes), max(sends, default=0.0),
             self._sum_seconds(max(summed), num_replicas),
+            max(sum(section.update_seconds for section in self.profile.sections[stage]) for stage in stages),
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:

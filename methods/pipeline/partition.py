@@ -65,14 +65,11 @@ def gpt_stages(workload: Workload, num_stages: int) -> list[GptStage]:
     return stages
 
 
-def pass_flops(workload: Workload, stage: GptStage, schedule: str = "varuna") -> dict[str, float]:
-    """FLOPs of each pass of one sample. The head's gradients are computed with its loss. torch's schedules recompute
-    within the backward pass, which waits for its gradient."""
+def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
+    """FLOPs of each pass of one sample. The head's gradients are computed with its loss."""
     one = replace(workload, batch_size=1, micro_batches=1)
     layer = (one.flops_per_step - one.model_flops_per_step) / one.num_layers * stage.num_layers
-    forward = layer + one.head_flops_per_step * stage.is_last
-    is_ahead = schedule == "varuna"
-    return {"F": forward, "R": layer * is_ahead, "B": 2 * layer + layer * (not is_ahead)}
+    return {"F": layer + one.head_flops_per_step * stage.is_last, "R": layer, "B": 2 * layer}
 
 
 def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:

@@ -40,6 +40,7 @@ class SectionCost(NotNegative):
 @dataclass(frozen=True)
 class Section(NotNegative):
     num_params: int
+    update_seconds: float  # of its parameters, by the optimizer
     costs: list[SectionCost]  # by size, up to the last one before memory ran out
 
 

@@ -48,14 +48,17 @@ class Values(NamedTuple):
 
 class Profiler:
     """`device`: the number of a GPU, -1 for that of torchrun's LOCAL_RANK, as for Varuna. Joins the ranks that torchrun
-    started. In fp16 the model itself is rounded."""
+    started. In fp16 the model itself is rounded. `make_optimizer`: of parameters, the one that will train them."""
 
-    def __init__(self, model: nn.Module, device: int = -1, fp16: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, device: int = -1, fp16: bool = False, *,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:  # fmt: skip
         self.device = chosen_device(device, -1)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             join(1800.0, backend_of(self.device))
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.fp16, self.model = fp16, model.half() if fp16 else model
+        self.fp16, self.model, self.make_optimizer = fp16, model.half() if fp16 else model, make_optimizer
         self.sections: list[Part] = []
 
     def initialize(self, get_batch: Callable[[int], Inputs]) -> None:
@@ -82,6 +85,7 @@ class Profiler:
             for number, values in enumerate(returned[:-1]):
                 specs_of(values, number)
         self._seconds: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
+        self._updates: dict[int, list[float]] = defaultdict(list)
         self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._too_large: set[tuple[int, int]] = set()
         # In rounds of all sections and sizes, so that a busy while of the machine hits each of them.
@@ -95,6 +99,8 @@ class Profiler:
             forward, copy, recompute, backward = map(statistics.median, zip(*each[1:], strict=True))
             own[number].append(SectionCost(size, forward, recompute, backward, copy, *self._bytes[number, size]))
         costs = {number: each for found in self._gathered(own) for number, each in found.items()}
+        own_updates = {number: statistics.median(each[1:]) for number, each in self._updates.items()}
+        updates = {number: each for found in self._gathered(own_updates) for number, each in found.items()}
         messages, sums = [], []
         if self.world_size > 1 and len(costs) == len(self.sections):
             sent = sorted({cost.activation_bytes for each in costs.values() for cost in each} - {0})
@@ -103,7 +109,8 @@ class Profiler:
         profile = Profile(
             self.fp16,
             torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None,
-            [Section(count, costs.get(number, [])) for number, count in enumerate(num_params)], messages, sums,
+            [Section(each, updates.get(number, 0.0), costs.get(number, [])) for number, each in enumerate(num_params)],
+            messages, sums,
         )  # fmt: skip
         if self.rank == 0:
             profile.write(out_folder)
@@ -125,6 +132,8 @@ class Profiler:
                 self._seconds[number, size].append([statistics.mean(each) for each in zip(*passes, strict=True)])
                 if (number, size) not in self._bytes:
                     self._bytes[number, size] = self._measured_bytes(module, values)
+            size = min(batches)
+            self._updates[number].append(self._update_seconds(module))
         except (RuntimeError, MemoryError) as error:
             if not of_exception(error, "profile", {}).status.startswith("oom"):
                 raise
@@ -168,6 +177,21 @@ class Profiler:
         found = timed(module, *values.received, *values.inputs)
         timed(_backward, found, values.grads)
         return seconds
+
+    def _update_seconds(self, module: nn.Module) -> float:
+        """The optimizer's step after its first, which makes its state. The model stays as it is."""
+        copies = [nn.Parameter(weight.detach().float().clone()) for weight in module.parameters()]
+        if not copies:
+            return 0.0
+        optimizer = self.make_optimizer(copies)
+        for copy in copies:
+            copy.grad = torch.ones_like(copy)
+        optimizer.step()
+        self._synchronize()
+        began = time.perf_counter()
+        optimizer.step()
+        self._synchronize()
+        return time.perf_counter() - began
 
     def _copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The order of passes on each stage of a pipeline, by the rules of three schedules; standard library only.
+"""The order of passes on each stage of a pipeline, by the rules of three schedules; torch is not imported.
 
 A stage has three passes of a micro-batch: F forward, R recompute of the forward pass with what the backward pass needs,
 B backward. Stages meet in the order of micro-batches: in each schedule every stage takes its forward passes in that
@@ -16,8 +16,14 @@ Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (1F1B); Athlur et al. 2
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from harness.core.event_core import KINDS, B, F, Line, R, run_lines
+
+if TYPE_CHECKING:
+    from harness.core.event_core import Array
 
 SCHEDULES = ("varuna", "1f1b", "gpipe")
 SLOTS = {"F": 1, "R": 1, "B": 2}
@@ -30,86 +36,82 @@ class Pass(NamedTuple):
     micro_batch: int
 
 
-@functools.cache
+# Seconds of F, R and B on each stage; micro-batches; seconds of a message, at every cut or at each.
+Pipeline = tuple[Sequence[Mapping[str, float]], int, float | Sequence[float]]
+
+
+def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[Line]:
+    """Pipelines for the event core."""
+    every_order = units(schedule, [(len(seconds), number) for seconds, number, _ in pipelines])
+    is_varuna = schedule == "varuna"  # torch's schedules recompute within the backward pass
+    return [
+        Line(order, seconds, number, [send] * (len(seconds) - 1) if isinstance(send, int | float) else send,
+             not is_varuna, is_varuna and is_opportunistic)
+        for order, (seconds, number, send) in zip(every_order, pipelines, strict=True)
+    ]  # fmt: skip
+
+
+def step_seconds(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[float]:
+    """Of each pipeline alone, with any number of messages under way."""
+    found = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
+    return [float(run.ended.max()) for run in found]
+
+
+@functools.lru_cache(maxsize=32)
 def orders(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     """Every stage's passes in order. Raises ValueError for a schedule that there is not."""
-    if schedule == "varuna":
-        return _by_rules(num_stages, num_micro_batches)
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {schedule!r}")
-    forward = [Pass("F", number) for number in range(num_micro_batches)]
     found = []
-    for stage in range(num_stages):
-        ahead = num_micro_batches if schedule == "gpipe" else min(num_stages - stage, num_micro_batches)
-        passes = forward[:ahead]
-        for number in range(num_micro_batches):
-            passes += [Pass("R", number), Pass("B", number), *forward[ahead + number : ahead + number + 1]]
-        found.append(tuple(passes))
+    for row in units(schedule, [(num_stages, num_micro_batches)])[0]:
+        counts = {code: itertools.count() for code in (F, R, B)}
+        found.append(tuple(Pass(KINDS[code - 1], next(counts[code])) for code in row if code))
     return tuple(found)
 
 
-def step_seconds(
-    every_order: Sequence[Sequence[Pass]], seconds: Sequence[Mapping[str, float]], send_seconds: float = 0.0
-) -> float:
-    """Of all passes in these orders, where stage s takes seconds[s][kind] for a pass."""
-    ends: dict[tuple[int, Pass], float] = {}
-    free, place = [0.0] * len(every_order), [0] * len(every_order)
-    last = len(every_order) - 1
-    waiting = set(range(len(every_order)))
-    while waiting:
-        for stage in sorted(waiting):
-            order = every_order[stage]
-            while place[stage] < len(order):
-                item = order[place[stage]]
-                neighbor = {"F": stage - 1, "B": stage + 1}.get(item.kind, -1)
-                arrives = 0.0
-                if 0 <= neighbor <= last:
-                    if (neighbor, item) not in ends:
-                        break
-                    arrives = ends[neighbor, item] + send_seconds
-                free[stage] = max(free[stage], arrives) + seconds[stage][item.kind]
-                ends[stage, item] = free[stage]
-                place[stage] += 1
-            else:
-                waiting.discard(stage)
-    return max(free)
+def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
+    """For each number of stages and of micro-batches, every stage's F, R and B in order, padded with 0."""
+    import numpy as np
+
+    if schedule == "varuna":
+        return _by_rules(shapes)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {schedule!r}")
+    found = []
+    for num_stages, number in shapes:
+        ahead = [number if schedule == "gpipe" else min(num_stages - stage, number) for stage in range(num_stages)]
+        each = [[F] * first + [R, B, F] * (number - first) + [R, B] * first for first in ahead]
+        found.append(np.array(each, np.uint8))
+    return found
 
 
-def _by_rules(num_stages: int, num_micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
-    """Varuna's order: every stage's choices, slot by slot."""
-    last = num_stages - 1
-    passes: list[list[Pass]] = [[] for _ in range(num_stages)]
-    ends: list[dict[Pass, int]] = [{} for _ in range(num_stages)]  # slot in which each pass of a stage has ended
-    free = [0] * num_stages  # slot from which a stage is free
-    done = [{"F": 0, "R": 0, "B": 0} for _ in range(num_stages)]  # passes of each kind
+def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
+    """Varuna's order: every stage's choices, slot by slot, of all pipelines at once."""
+    import numpy as np
 
-    def is_ready(stage: int, kind: str, now: int) -> bool:
-        number = done[stage][kind]
-        if kind == "F":
-            before = ends[stage - 1].get(Pass("F", number)) if stage else 0
-            return number < num_micro_batches and before is not None and before <= now
-        if kind == "B":
-            is_kept = done[stage]["F" if stage == last else "R"] > number
-            arrives = 0 if stage == last else ends[stage + 1].get(Pass("B", number))
-            return is_kept and arrives is not None and arrives <= now
-        above = None if stage == last else ends[stage + 1].get(Pass("B", number))
-        return above is not None and above - SLOTS["B"] // 2 <= now and done[stage]["F"] > number
-
+    sizes = [num_stages for num_stages, _ in shapes]
+    firsts = np.cumsum([0, *sizes])
+    number = np.repeat([each for _, each in shapes], sizes)
+    is_first, is_last = np.zeros((2, firsts[-1]), bool)
+    is_first[firsts[:-1]] = is_last[firsts[1:] - 1] = True
+    found = np.zeros((firsts[-1], 3 * int(number.max())), np.uint8)
+    forward, recomputed, backward, place, free, runs = np.zeros((6, firsts[-1]), int)  # passes begun; slot; kind
     now = 0
-    while any(counts["B"] < num_micro_batches for counts in done):
-        for stage in range(num_stages):
-            if free[stage] > now:
-                continue
-            # Between R and its B a stage waits: only one micro-batch's intermediates are kept.
-            holds = stage != last and done[stage]["R"] > done[stage]["B"]
-            kinds = ("B",) if holds else ("B", "R", "F")
-            for kind in kinds:
-                if is_ready(stage, kind, now):
-                    chosen = Pass(kind, done[stage][kind])
-                    passes[stage].append(chosen)
-                    done[stage][kind] += 1
-                    free[stage] = now + SLOTS[kind]
-                    ends[stage][chosen] = free[stage]
-                    break
+    while (backward < number).any():
+        is_free = free <= now
+        # Begun in slots before this one, and ended.
+        ended_forward, ended_backward = forward - (~is_free & (runs == F)), backward - (~is_free & (runs == B))
+        from_below = np.where(is_first, number, np.roll(ended_forward, 1))
+        from_above = np.where(is_last, number, np.roll(ended_backward, -1))
+        # Between R and its B a stage waits: only one micro-batch's intermediates are kept.
+        holds = ~is_last & (recomputed > backward)
+        goes_back = is_free & (np.where(is_last, forward, recomputed) > backward) & (from_above > backward)
+        half_done = np.roll(backward, -1)  # the stage above began a slot ago at least
+        recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
+        goes_on = is_free & ~holds & ~goes_back & ~recomputes & (from_below > forward) & (forward < number)
+        for kind, chosen, count in ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward)):
+            rows = np.flatnonzero(chosen)
+            found[rows, place[rows]] = runs[rows] = kind
+            place[rows] += 1
+            count[rows] += 1
+            free[rows] = now + SLOTS[KINDS[kind - 1]]
         now += 1
-    return tuple(map(tuple, passes))
+    return [found[start:end, : 3 * each] for start, end, (_, each) in zip(firsts, firsts[1:], shapes, strict=False)]

@@ -13,14 +13,12 @@ reached if units may be interrupted).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Sequence
 from typing import NamedTuple
 
-Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
+from harness.core.event_core import Key, PoolUnit, run_pool
 
-# From a waiting model's remaining time, its place in the order of arrival, and a number drawn from [0, 1) on arrival.
-Key = Callable[[float, int, float], float]
+Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
 
 # A free device takes the waiting model with the smallest key; of equal ones the one that waits longest.
 POLICIES: dict[str, Key] = {
@@ -40,37 +38,15 @@ def key_of(policy: str) -> Key:
 
 class Schedule(NamedTuple):
     makespan: float
-    units: list[tuple[int, int, float, float]]  # model, device, start and end, in the order of starts
+    units: list[PoolUnit]  # of model, on device, in the order of starts
 
 
 def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> Schedule:
     """The policy's schedule under a virtual clock. `seed`: of the random policy. Raises ValueError for an unknown
     policy, no device, or a time that is not positive."""
     _check(chains, num_devices)
-    key, draw = key_of(policy), random.Random(seed).random
-    remaining = [float(sum(chain)) for chain in chains]
-    next_unit = [0] * len(chains)
-    waiting = [(key(remaining[model], model, draw()), model, model) for model, chain in enumerate(chains) if chain]
-    arrival, now = len(waiting), 0.0
-    heapify(waiting)
-    running: list[tuple[float, int, int]] = []  # end, device, model
-    units, free = [], list(reversed(range(num_devices)))
-    while waiting or running:
-        while waiting and free:
-            model, device = heappop(waiting)[2], free.pop()
-            seconds = chains[model][next_unit[model]]
-            next_unit[model] += 1
-            remaining[model] -= seconds
-            heappush(running, (now + seconds, device, model))
-            units.append((model, device, now, now + seconds))
-        now = running[0][0]
-        while running and running[0][0] == now:  # all that end now arrive before any device is given away
-            _, device, model = heappop(running)
-            free.append(device)
-            if next_unit[model] < len(chains[model]):
-                heappush(waiting, (key(remaining[model], arrival, draw()), arrival, model))
-                arrival += 1
-    return Schedule(now, units)
+    units = run_pool(chains, num_devices, key_of(policy), random.Random(seed).random)
+    return Schedule(max(unit.end for unit in units), units)
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:

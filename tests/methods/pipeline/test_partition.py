@@ -69,7 +69,7 @@ def seconds_by_hand(num_stages: int, chunk_size: int, schedule: str) -> float:
         count = stage.num_layers
         passes.append({"F": count * layer + head * stage.is_last, "R": count * layer, "B": 2 * count * layer})
     num_micro_batches = CHOSEN.batch_size * num_stages // 4 // chunk_size
-    return simulate(schedule, passes, num_micro_batches, is_opportunistic=False).step_seconds
+    return simulate(schedule, passes, num_micro_batches).step_seconds
 
 
 @pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])

@@ -79,6 +79,7 @@ def test_seconds_are_those_of_the_section(two: Profile) -> None:
     assert upper.forward_seconds >= SLEEP_SECONDS and upper.recompute_seconds >= SLEEP_SECONDS
     assert lower.forward_seconds < SLEEP_SECONDS > upper.backward_seconds
     assert lower.backward_seconds > 0 < lower.copy_seconds
+    assert all(0 < section.update_seconds < SLEEP_SECONDS for section in two.sections)
 
 
 def test_one_process_measures_neither_messages_nor_sums(two: Profile) -> None:

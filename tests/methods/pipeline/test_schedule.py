@@ -47,7 +47,7 @@ def test_every_stage_does_every_pass_once_in_the_order_of_micro_batches(
 def test_no_order_waits_for_itself(schedule: str, num_stages: int, num_micro_batches: int) -> None:
     """And no step is shorter than its longest stage."""
     passes = [SLOTS] * num_stages
-    seconds = step_seconds(orders(schedule, num_stages, num_micro_batches), passes)
+    [seconds] = step_seconds(schedule, [(passes, num_micro_batches, 0.0)])
     assert seconds >= 3 * num_micro_batches
 
 
@@ -55,32 +55,44 @@ def test_the_bubble_of_gpipe_is_that_of_its_paper() -> None:
     """With F and R + B as one unit each: (M + P - 1) of both (Huang et al. 2019, section 2.3)."""
     for num_stages, num_micro_batches in GRID:
         passes = [{"F": 1.0, "R": 0.0, "B": 1.0}] * num_stages
-        seconds = step_seconds(orders("gpipe", num_stages, num_micro_batches), passes)
+        [seconds] = step_seconds("gpipe", [(passes, num_micro_batches, 0.0)])
         assert seconds == 2 * (num_micro_batches + num_stages - 1)
 
 
 def test_varuna_saves_the_last_stages_recompute() -> None:
     """Stages of F = R = 1 and B = 2: the last one has 3 slots a micro-batch, the others 4."""
-    passes = [SLOTS] * 4
-    varuna, gpipe = (step_seconds(orders(name, 4, 64), passes) for name in ("varuna", "gpipe"))
+    [varuna], [gpipe] = (step_seconds(name, [([SLOTS] * 4, 64, 0.0)]) for name in ("varuna", "gpipe"))
     assert 4 * 64 < varuna < gpipe
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "factor", "wasted_percent"), [(5, 1, 33.3), (10, 1, 39.4), (5, 10, 4.8), (25, 10, 6.6)]
-)
-def test_the_share_of_time_that_stages_wait(num_stages: int, factor: int, wasted_percent: float) -> None:
-    """As drawn from the rules, with `factor` times as many micro-batches as stages; against 4 slots for each."""
-    num_micro_batches = factor * num_stages
-    seconds = step_seconds(orders("varuna", num_stages, num_micro_batches), [SLOTS] * num_stages)
-    assert 100 * (1 - 4 * num_micro_batches / seconds) == pytest.approx(wasted_percent, abs=0.05)
+# Percent of wasted time with 2 to 10 times as many micro-batches as stages, read from the curves of the authors'
+# figure, tools/bubbles.pdf of microsoft/varuna.
+WASTED = {
+    5: (22.0, 13.2, 11.2, 10.0, 7.0, 6.7, 6.5, 4.8, 4.8),
+    10: (24.0, 16.8, 14.1, 11.2, 9.1, 8.5, 7.3, 6.3, 6.1),
+    15: (24.7, 17.9, 14.0, 11.5, 9.8, 8.5, 7.5, 6.8, 6.1),
+    20: (26.0, 18.4, 14.7, 12.3, 10.1, 9.0, 8.1, 7.0, 6.4),
+    25: (26.0, 18.8, 15.1, 12.3, 10.3, 9.2, 8.1, 7.1, 5.2),
+    30: (26.0, 19.0, 14.9, 12.3, 10.5, 9.1, 8.0, 7.2, 6.5),
+}
+
+
+def test_stages_wait_as_long_as_the_authors_drew() -> None:
+    """By the fixed order, with messages of a hundredth of a pass: 53 of 54 points. The last one breaks the curve that
+    all others keep: 25 stages would waste less than 20 and 30."""
+    shapes = [(stages, factor * stages) for stages in WASTED for factor in range(2, 11)]
+    pipelines = [([SLOTS] * stages, number, 0.01) for stages, number in shapes]
+    found = step_seconds("varuna", pipelines, is_opportunistic=False)
+    wasted = [100 * (1 - 4 * number / seconds) for (_, number), seconds in zip(shapes, found, strict=True)]
+    drawn = [each for curve in WASTED.values() for each in curve]
+    far = [shape for shape, ours, theirs in zip(shapes, wasted, drawn, strict=True) if abs(ours - theirs) > 0.3]
+    assert far == [(25, 250)]
 
 
 def test_a_message_under_way_delays_what_waits_for_it() -> None:
     """One micro-batch through two stages: F up, and B down, each after a message of 5 s."""
-    found = orders("varuna", 2, 1)
     # F, message, F and B above, message, B below: R is done while the message is under way.
-    assert step_seconds(found, [SLOTS] * 2, 5.0) == 1 + 5 + 3 + 5 + 2
+    assert step_seconds("varuna", [([SLOTS] * 2, 1, 5.0)]) == [1 + 5 + 3 + 5 + 2]
 
 
 def test_an_unknown_schedule_is_named() -> None:

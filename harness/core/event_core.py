@@ -1,0 +1,201 @@
+"""Units of work in virtual time: what schedules of shards and of pipelines take, by one core for all.
+
+A worker does one unit at a time. Either all workers share one queue (`run_pool`: the shards of models in turn), or each
+has its own, and waits for what its neighbors in a line send (`run_lines`: the stages of pipelines). Plans foretell by
+the same core as figures simulate.
+
+In a line, worker s has three units of an item: F, when that of worker s - 1 has arrived; B, when that of s + 1 has;
+R between them. No worker's choice depends on what others do later than it, so each sweep over all workers lets all
+advance that can know their next unit: a million units take about a second, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+KINDS = "FRB"
+F, R, B = 1, 2, 3  # 0: no unit
+
+
+# From a waiting chain's remaining time, its place in the order of arrival, and a number drawn from [0, 1) on arrival.
+Key = Callable[[float, int, float], float]
+
+
+class PoolUnit(NamedTuple):
+    chain: int
+    worker: int
+    start: float
+    end: float
+
+
+def run_pool(
+    chains: Sequence[Sequence[float]], num_workers: int, key: Key, draw: Callable[[], float]
+) -> list[PoolUnit]:
+    """Units in the order of their starts. The units of a chain, given in seconds, run one after another, each by any
+    worker; a free one takes from the waiting chain of the least key, of equal ones from the one that waits longest."""
+    left = [float(sum(chain)) for chain in chains]
+    next_unit = [0] * len(chains)
+    waiting = [(key(left[number], number, draw()), number, number) for number, chain in enumerate(chains) if chain]
+    arrival, now = len(waiting), 0.0
+    heapify(waiting)
+    running: list[tuple[float, int, int]] = []  # end, worker, chain
+    units, free = [], list(reversed(range(num_workers)))
+    while waiting or running:
+        while waiting and free:
+            number, worker = heappop(waiting)[2], free.pop()
+            seconds = chains[number][next_unit[number]]
+            next_unit[number] += 1
+            left[number] -= seconds
+            heappush(running, (now + seconds, worker, number))
+            units.append(PoolUnit(number, worker, now, now + seconds))
+        now = running[0][0]
+        while running and running[0][0] == now:  # all that end now arrive before any worker takes the next
+            _, worker, number = heappop(running)
+            free.append(worker)
+            if next_unit[number] < len(chains[number]):
+                heappush(waiting, (key(left[number], arrival, draw()), arrival, number))
+                arrival += 1
+    return units
+
+
+@dataclass(frozen=True)
+class Line:
+    """orders: (workers, units) of F, R and B, padded with 0: each worker's queue."""
+
+    orders: Array
+    seconds: Sequence[Mapping[str, float]]  # of each worker's F, R and B
+    num_items: int
+    send_seconds: Sequence[float]  # between each worker and the next
+    recompute_waits: bool  # for what B waits for
+    is_opportunistic: bool  # where R is next, but B's message has not arrived, the next F goes first if it can
+
+
+@dataclass(frozen=True)
+class LineRun:
+    """starts and ends, if kept: of F, R and B, (kinds, workers, items); not a number where there is no such unit."""
+
+    ended: Array  # when each worker has done all
+    busy: Array  # seconds of each worker's units
+    starts: Array | None = None
+    ends: Array | None = None
+
+
+def run_lines(
+    lines: Sequence[Line], *, sends_at_once: int | None = None, noise: Callable[[Array, bool], Array] | None = None,
+    keeps_units: bool = False,
+) -> list[LineRun]:  # fmt: skip
+    """All lines side by side. `sends_at_once`: messages that a link has under way in each direction, further ones wait;
+    None: any number. `noise`: of durations, of messages or of units, what they are this time."""
+    import numpy as np
+
+    sizes = [len(line.seconds) for line in lines]
+    firsts = np.cumsum([0, *sizes[:-1]])
+    num_workers, most = sum(sizes), max(line.num_items for line in lines)
+    rows = np.arange(num_workers)
+
+    def spread(values: Sequence[Any]) -> Array:
+        return np.repeat(np.array(values), sizes)
+
+    is_first, is_last = np.zeros(num_workers, bool), np.zeros(num_workers, bool)
+    is_first[firsts] = is_last[firsts + np.array(sizes) - 1] = True
+    num_items = spread([line.num_items for line in lines])
+    waits, chooses = (
+        spread([getattr(line, name) for line in lines]) for name in ("recompute_waits", "is_opportunistic")
+    )
+    orders = np.zeros((num_workers, 1 + max(line.orders.shape[1] for line in lines)), np.uint8)
+    for first, line in zip(firsts, lines, strict=True):
+        orders[first : first + len(line.orders), : line.orders.shape[1]] = line.orders
+    seconds = np.zeros((num_workers, 1 + len(KINDS)))
+    seconds[:, 1:] = [[each[kind] for kind in KINDS] for line in lines for each in line.seconds]
+    send = np.array([each for line in lines for each in (*line.send_seconds, 0.0)])  # to the worker above
+    # When an item's message from below, and from above, has arrived; one column more, for what never comes.
+    below, above = np.full((num_workers, most + 1), np.inf), np.full((num_workers, most + 1), np.inf)
+    exists = np.arange(most + 1) < num_items[:, None]
+    below[exists & is_first[:, None]] = above[exists & is_last[:, None]] = 0.0
+    links = np.zeros((2, num_workers, sends_at_once or 0))  # when each message's place on it is free
+    done = {F: np.zeros(num_workers, int), R: np.zeros(num_workers, int), B: np.zeros(num_workers, int)}
+    place, ahead = np.zeros(num_workers, int), np.zeros(num_workers, int)
+    free, busy, least = np.zeros(num_workers), np.zeros(num_workers), np.zeros(num_workers)
+    starts = ends = None
+    if keeps_units:
+        starts, ends = np.full((2, len(KINDS), num_workers, most), np.nan)
+    is_any_choosing = bool(chooses.any())
+
+    def sent(kind: int, who: Array, items: Array, end: Array) -> None:
+        """Messages of these workers' items."""
+        goes = ~(is_last if kind == F else is_first)[who]
+        who, items, end = who[goes], items[goes], end[goes]
+        if len(who) == 0:
+            return
+        to, arrivals = (who + 1, below) if kind == F else (who - 1, above)
+        takes = send[np.minimum(who, to)]
+        if noise:
+            takes = noise(takes, True)
+        if sends_at_once:
+            at = int(kind == F), who, items % sends_at_once
+            end = np.maximum(end, links[at])
+            links[at] = end + takes
+        arrivals[to, items] = end + takes
+
+    while True:
+        kind = orders[rows, place]
+        while (again := (kind == F) & (ahead > 0)).any():  # done ahead, not to be done again
+            place += again
+            ahead -= again
+            kind = orders[rows, place]
+        if not kind.any():
+            break
+        from_below, from_above = below[rows, done[F]], above[rows, done[B]]
+        is_unsure = None
+        if is_any_choosing:
+            # `least`: no worker's next unit begins before; what a worker has not sent arrives later than that.
+            below_least, above_least = np.roll(least, 1), np.roll(least, -1)
+            may = (kind == R) & chooses & (from_above > free)
+            comes = may & (from_above == np.inf) & (above_least < free)
+            could = may & (done[F] < num_items) & (from_below == np.inf) & (below_least < free)
+            is_unsure = comes | could
+            swaps = may & ~is_unsure & (from_below <= free)
+            kind = np.where(swaps, F, kind)
+            ahead += swaps
+            place -= swaps
+        arrives = np.where(kind == F, from_below, np.where((kind == B) | waits, from_above, 0.0))
+        start = np.maximum(free, arrives)
+        goes = (kind != 0) & (start < np.inf)
+        if is_unsure is not None:
+            goes &= ~is_unsure
+            is_blocked = (kind != 0) & ~goes & ~is_unsure
+            awaited = np.where(kind == F, below_least, above_least)
+            least = np.where(is_blocked, np.maximum(least, awaited), np.where(kind == 0, np.inf, least))
+        who = np.flatnonzero(goes)
+        kinds = kind[who]
+        takes = seconds[who, kinds]
+        if noise:
+            takes = noise(takes, False)
+        end = start[who] + takes
+        busy[who] += takes
+        free[who] = least[who] = end
+        place[who] += 1
+        for number, each in enumerate((F, R, B)):
+            chosen = kinds == each
+            mine, ended = who[chosen], end[chosen]
+            items = done[each][mine]
+            if starts is not None and ends is not None:
+                starts[number, mine, items], ends[number, mine, items] = start[mine], ended
+            if each != R:
+                sent(each, mine, items, ended)
+            done[each][mine] += 1
+    parts = [slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+    return [
+        LineRun(
+            free[part], busy[part], None if starts is None else starts[:, part], None if ends is None else ends[:, part]
+        )
+        for part in parts
+    ]
