@@ -88,6 +88,9 @@ class Folder:
         self.steps.write(json.dumps(step) + "\n")
         self.steps.flush()
 
+    def last_step(self) -> int:
+        return max((line["step"] for line in read_lines(self.path / "steps.jsonl")), default=0)
+
     # ---- Checkpoints
 
     @property
@@ -95,10 +98,13 @@ class Folder:
         return self.path / "checkpoints"
 
     def resume(self) -> int | None:
-        """Step of the newest complete checkpoint; the record goes on after it. None: from the start."""
-        step = next(reversed(complete_steps(self.checkpoints)), None)
+        """Step of the newest complete checkpoint that the record reaches, and goes on after. None: from the start."""
         path = self.path / "steps.jsonl"
         found = read_lines(path)
+        # What ranks did after their launcher or an agent was killed, nobody has recorded.
+        reached = found[-1]["step"] if found else 0
+        complete = complete_steps(self.checkpoints)
+        step = max((each for each in complete if each <= reached), default=min(complete, default=None))
         lost = [line for line in found if line["step"] > (step or 0)]
         self.steps.close()
         if lost:

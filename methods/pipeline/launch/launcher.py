@@ -12,6 +12,7 @@ import contextlib
 import os
 import queue
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +36,6 @@ PRUNE_SECONDS = 2.0
 OK, CRASH, TIMEOUT, INTERRUPTED = 0, 3, 6, 130
 # What a rank says when another one is gone: methods/pipeline/transport.py, and gloo.
 CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connection refused|gloo::EnforceNotMet")
-
-
-class Interrupted(Exception):
-    """A signal asked this process to end."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,8 @@ class Launcher:
         self.polled = self.pruned = 0.0
         self.retry: dict[Line, tuple[float, float]] = {}  # of a lost machine: when, and the wait after that
         self.round: Round | None = None
-        self.crashes, self.furthest = 0, folder.state.get("furthest", 0)
+        self.crashes, self.furthest = 0, folder.last_step()
         self.reason = ""  # why no round runs
-        self.is_interrupted = False
 
     def run(self) -> int:
         """Until the script is done; an exit code. Interrupted by Ctrl-C or SIGTERM, it saves a checkpoint first."""
@@ -374,6 +370,9 @@ class Launcher:
         failed = {rank: code for rank, code in codes.items() if code}
         own = {rank: code for rank, code in failed.items() if not CONSEQUENCE.search(running.errors.get(rank, ""))}
         killed = {rank: code for rank, code in own.items() if code < 0}
+        if -signal.SIGUSR1 in codes.values():
+            self.say("the script has no handler of SIGUSR1: going on from an earlier checkpoint")
+            return None
         if is_lost or (running.is_stopping and not own):
             return None  # a machine that is lost has been named
         if own and not killed:

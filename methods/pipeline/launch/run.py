@@ -10,7 +10,8 @@ import click
 
 from methods.pipeline.launch.choose import Choice
 from methods.pipeline.launch.folder import Folder
-from methods.pipeline.launch.launcher import OK, Job, Launcher
+from methods.pipeline.launch.launcher import INTERRUPTED, OK, Job, Launcher
+from methods.pipeline.launch.machines import read_list
 
 PATH = click.Path(path_type=Path)
 ORIGINALS = {"allow_interspersed_args": False, "ignore_unknown_options": True, "help_option_names": ["--help"]}
@@ -45,6 +46,7 @@ def launch(
     if not (code_dir / script).is_file():
         raise ValueError(f"{code_dir / script}: expected a script, got none; try --code-dir")
     choice = Choice(batch_size, per_machine, num_stages, chunk_size, profile)
+    read_list(machine_list)
     job = Job(machine_list.resolve(), script, arguments, code_dir, choice, checkpoint_every or None, 60 * stall_minutes)
     held = Folder(folder.resolve(), job.identity())
     if held.state["end"] == "done":
@@ -65,6 +67,8 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except click.Abort:  # before there was anything to end
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

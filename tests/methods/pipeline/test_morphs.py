@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ import torch.distributed as dist
 
 from bench.morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, judge_folder, play, random_schedule, undisturbed
 from harness.core.child_process import child_environment
+from harness.core.method import ROOT
 from methods.pipeline import link
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.launch.choose import Choice, Spread
@@ -199,10 +203,39 @@ def test_the_record_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(tmp_path / "lost_steps.jsonl")] == [3]
 
 
+def test_a_checkpoint_beyond_the_record_is_not_taken(tmp_path: Path) -> None:
+    """Its steps would be missing: ranks that outlived their launcher wrote it."""
+    held = Folder(tmp_path, {})
+    held.record({"step": 1})
+    for step in (1, 2):
+        (held.checkpoints / f"step_0000000{step}").mkdir()
+        (held.checkpoints / f"step_0000000{step}" / ".metadata").touch()
+    assert held.resume() == 1
+
+
 def test_random_schedules_always_leave_a_machine() -> None:
     for seed in range(100):
         schedule = random_schedule(seed, 40)
         assert all(1 <= change.num_machines <= 4 for change in schedule.changes) and len(schedule.changes) >= 3
+
+
+# ---- The examples
+
+
+@pytest.mark.parametrize("name", ["own_gpt", "own_bert"])
+def test_an_example_trains(
+    name: str, alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    words = ["--rank=0", "--local_rank=0", "--stage_to_rank_map=0;", "--chunk_size=4", "--batch-size=4", "--steps=30"]
+    monkeypatch.setattr(sys, "argv", [name, *words, "--blocks=2", "--width=32"])
+    handler = signal.getsignal(signal.SIGUSR1)
+    try:
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 30 and losses[0] == pytest.approx(math.log(128), abs=0.1) and losses[-1] < losses[0] - 0.3
 
 
 # ---- Whole jobs
