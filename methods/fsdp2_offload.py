@@ -22,6 +22,7 @@ class Fsdp2Offload:
     label = "FSDP2 offload"
     color = "#6FA8DC"
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
+    hides = ("copies",)
     scales_loss = True
     world_size: int = 1  # ranks
 

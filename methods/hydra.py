@@ -54,6 +54,7 @@ class Hydra:
     label = "Hydra"
     color = "#2E8B57"
     paper = "Nagrecha and Kumar 2021, arXiv:2110.08633"
+    hides = ("copies",)
     can_rehearse = True
 
     @property

@@ -22,6 +22,7 @@ class ZenFlow(DeepSpeedMethod):
     label = "ZenFlow"
     color = "#F6B26B"
     paper = "Lan et al. 2025, arXiv:2505.12242; DeepSpeed"
+    hides = ("updates",)
     is_exact = False
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:

@@ -153,7 +153,11 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
 
 def _budget(words: dict[str, Any], device: str = "") -> Budget:
     """The named machine's budgets, on a device if it is known, overridden by those that are given."""
-    budget = named_machines.load(words["machine_name"]).budget_on(device) if words["machine_name"] else Budget()
+    budget = (
+        named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
+        if words["machine_name"]
+        else Budget()
+    )
     asked = {"device_bytes": "device_memory", "host_bytes": "host_memory", "disk_bytes": "disk_memory",
              "seconds": "timeout", "link_bytes_per_second": "link"}  # fmt: skip
     return dataclasses.replace(budget, **{name: words[word] for name, word in asked.items() if words[word] is not None})

@@ -1,7 +1,8 @@
 """The door: finds the verb, and turns every error of the user into one line and an exit code.
 
 Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle), pipeline_verbs.py (varuna), doctor.py, check_method.py, and image in harness/places/docker_image.py.
+report, bundle), pipeline_verbs.py (varuna), advise.py, doctor.py, check_method.py, and image in
+harness/places/docker_image.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import click
 
 from harness.cli import job_verbs, options, pipeline_verbs, result_verbs
+from harness.cli.advise import advise
 from harness.cli.check_method import check_method
 from harness.cli.doctor import doctor
 from harness.cli.exit_codes import INTERRUPTED, MEMORY, UNAVAILABLE, USAGE
@@ -49,7 +51,7 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
         click.echo(context.get_help())
 
 
-for verb in (*job_verbs.VERBS, *result_verbs.VERBS, *pipeline_verbs.VERBS, check_method, doctor, image):
+for verb in (*job_verbs.VERBS, *result_verbs.VERBS, *pipeline_verbs.VERBS, advise, check_method, doctor, image):
     door.add_command(verb)
 
 

@@ -87,6 +87,10 @@ class Method(Protocol):
     build_seconds: ClassVar[int] = 0  # of build(), about
     scales_loss: ClassVar[bool] = False  # trains in fp16, by the rule of methods/shared/loss_scale.py
 
+    # Of "copies" and "updates" on the host, those that run beside the device's compute; a plan with step_seconds of its
+    # own knows better.
+    hides: ClassVar[tuple[str, ...]] = ()
+
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """What training needs, by arithmetic. Raises ValueError for options that make no sense at this size."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +25,7 @@ def entries(file: Path, example: str) -> dict[str, Any]:
     import yaml
 
     try:
-        return checked(dict[str, Any], yaml.safe_load(file.read_text()) or {})
+        return _parsed(file, file.stat().st_mtime_ns)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"{file} does not load: {told}; try {example}") from error
@@ -42,3 +43,11 @@ def entry(kind: type[T], name: str, file: Path, example: str) -> T:
     except ValueError as error:
         known = ", ".join(item.name for item in fields(kind))  # type: ignore[arg-type]
         raise ValueError(f"{file}: {name}: {error}; try {known}") from error
+
+
+@functools.lru_cache
+def _parsed(file: Path, written: int) -> dict[str, Any]:
+    """As it was at that time: parsing takes longer than a plan."""
+    import yaml
+
+    return checked(dict[str, Any], yaml.safe_load(file.read_text()) or {})

@@ -11,7 +11,7 @@ from harness.core.checked_data import NO_OTHER_FIELDS
 from harness.core.job import GIB, Budget
 from harness.core.method import ROOT
 from harness.core.named_entries import entries, entry
-from harness.core.rates import of_facts
+from harness.core.rates import Rates, of_facts
 from harness.devices import cuda_budget, machine
 
 FILE = ROOT / "machines.yaml"
@@ -19,9 +19,40 @@ EXAMPLE = "v100-vm: {device_memory: 32GiB}"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
+# Shares of a datasheet's rates that a step achieves, assumed. The published V100 runs had 0.70, 0.55 and 0.73.
+ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
+ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """What a GPU's maker promises: dense peaks, its memory's rate, one direction of its link."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
+    memory_gb_per_second: float
+    link_gb_per_second: float
+    source: str
+    fp32_tflops: float
+    bf16_tflops: float | None = None
+    fp16_tflops: float | None = None
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """None where the GPU has no arithmetic of this dtype."""
+        peak = getattr(self, f"{dtype}_tflops", None)
+        return peak and 1e12 * peak
+
+    def facts(self, dtype: str) -> dict[str, Any]:
+        return {
+            "gpu_tflops": ACHIEVED_FLOPS.get(dtype, 0.0) * (self.peak_flops(dtype) or 1e12 * self.fp32_tflops) / 1e12,
+            "device_memory_gb_per_second": ACHIEVED_MEMORY * self.memory_gb_per_second,
+            "link_gb_per_second": ACHIEVED_LINK * self.link_gb_per_second,
+        }
+
+
 @dataclass(frozen=True)
 class Machine:
-    """An entry of machines.yaml: sizes with their units, and facts, of which rates are made."""
+    """An entry of machines.yaml: sizes with their units, facts, of which rates are made, and a datasheet, which gives
+    the rates that no fact does."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     about: str = ""
@@ -29,16 +60,29 @@ class Machine:
     host_memory: str | float | None = None
     disk_memory: str | float | None = None
     facts: dict[str, Any] | None = field(default_factory=dict)
+    datasheet: Datasheet | None = None
+
+    def rates(self, dtype: str) -> Rates | None:
+        """For training in this dtype; facts are of their precision's."""
+        facts = dict(self.facts or {})
+        if self.datasheet is None:
+            return of_facts(facts)
+        if not str(facts.get("precision", dtype)).startswith(dtype):
+            facts.pop("gpu_tflops", None)
+        return of_facts(self.datasheet.facts(dtype) | facts)
 
     @property
     def budget(self) -> Budget:
+        """In the dtype of its facts' precision, else fp32."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("device", "host", "disk")}
         given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
-        return Budget(**given, rates=of_facts(self.facts or {}))
+        precision = str((self.facts or {}).get("precision", "fp32"))[:4]
+        return Budget(**given, rates=self.rates(precision))
 
-    def budget_on(self, device: str) -> Budget:
-        """The same on a device: a GPU's budget includes its context, which an entry's device_memory does not."""
-        budget = self.budget
+    def budget_on(self, device: str, dtype: str | None = None) -> Budget:
+        """The same on a device and in a dtype: a GPU's budget includes its context, which an entry's device_memory does
+        not."""
+        budget = replace(self.budget, rates=self.rates(dtype)) if dtype else self.budget
         if device != "cuda" or budget.device_bytes is None:
             return budget
         whole = budget.device_bytes + cuda_budget.CONTEXT_BYTES

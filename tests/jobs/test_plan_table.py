@@ -165,7 +165,7 @@ def test_an_entry_that_makes_no_sense_is_one_line(tmp_path: Path, text: str, sai
 
 @pytest.mark.parametrize("verb", [["run"], ["sweep"], ["plan"], ["search", "largest"]])
 def test_an_unknown_machine_names_the_nearest(capsys, monkeypatch, verb: list[str]) -> None:
-    assert "did you mean v100-vm?" in fails(capsys, monkeypatch, *verb, "-m", "l2l", "--machine", "v100")
+    assert "did you mean v100-vm?" in fails(capsys, monkeypatch, *verb, "-m", "l2l", "--machine", "v100-wm")
 
 
 @pytest.mark.parametrize("size", ["12", "-1GiB", "32GB?", "0GiB"])

@@ -1,0 +1,194 @@
+"""Which method for this GPU? Every method's plan there, what a step should take, what binds, the cheapest change that
+helps. Arithmetic alone: nothing is allocated, torch is not imported; what was measured stands beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.core import method, named_models
+from harness.core.job import GIB, Budget, Job, Plan, Workload, gib
+from harness.core.record import Record
+from harness.devices import cuda_budget, machine, named_machines
+from harness.jobs.predict import Prediction, accuracy, measured_for, predict
+from harness.jobs.sweep import largest
+
+HOST_BYTES = 64 * GIB  # of a GPU's machine whose host is not known
+WORTH = 1.1  # a change that makes less than this many times the tokens a second is not named
+MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
+MEMORIES = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to train: a budget with rates for each dtype, and the peak that MFU is a share of."""
+
+    name: str | None  # in machines.yaml; None: this machine
+    about: str
+    device: str
+    budget: Budget
+
+    def budget_for(self, workload: Workload) -> Budget:
+        if self.name is None:
+            return machine.budget(self.budget, self.device, workload)
+        return replace(self.budget, rates=named_machines.load(self.name).rates(workload.dtype))
+
+    def peak_flops(self, dtype: str) -> float | None:
+        sheet = self.name and named_machines.load(self.name).datasheet
+        return sheet.peak_flops(dtype) if sheet else None
+
+
+def named_place(name: str, asked: Budget) -> Place:
+    """A machine by name with the budgets that are given, the host's assumed where neither knows it."""
+    entry = named_machines.load(name)
+    there = entry.budget
+    whole = asked.device_bytes or (there.device_bytes and there.device_bytes + cuda_budget.CONTEXT_BYTES)
+    host = asked.host_bytes or there.host_bytes or HOST_BYTES
+    device = cuda_budget.tensor_bytes(whole) if whole else None
+    budget = Budget(device, host, asked.disk_bytes or there.disk_bytes, page_locks=True)
+    about = entry.about + (f"; host memory assumed: {gib(host)}" if host == HOST_BYTES and not asked.host_bytes else "")
+    return Place(name, about, "cuda", budget)
+
+
+def this_place(asked: Budget) -> Place:
+    device = machine.devices()[0]
+    if device == "cpu" and asked.device_bytes:
+        device = "sim"
+    facts = machine.facts()
+    return Place(None, f"this machine: {facts.get('gpu') or facts['cpu']}, {facts['cores']} cores", device, asked)
+
+
+def sized(num_params: float) -> Workload:
+    """A GPT of about so many parameters: the width of the GPT-3 nearest to it, in as many layers as that takes."""
+
+    def distance(workload: Workload) -> float:
+        return max(workload.num_params / num_params, num_params / workload.num_params)
+
+    models = [named_models.load(name) for name in named_models.names() if name.startswith("gpt3-")]
+    nearest = min((Workload(**model.sizes) for model in models), key=distance)
+    layers = round((num_params - nearest.end_params) / nearest.layer_params)
+    return nearest.at_depth(max(1, layers))
+
+
+class Try(NamedTuple):
+    """A plan, and what a step of it should take; None where the rates are not known."""
+
+    plan: Plan
+    budget: Budget
+    predicted: Prediction | None
+
+    @property
+    def lacks(self) -> dict[str, int]:
+        """Bytes missing, by memory."""
+        plan = self.plan.pooled(self.budget)
+        need = {memory: getattr(plan, f"{memory}_bytes") for memory in MEMORIES}
+        have = {memory: getattr(self.budget, f"{memory}_bytes") for memory in MEMORIES}
+        return {memory: need[memory] - size for memory, size in have.items() if size and need[memory] > size}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A question; rows() is its answer."""
+
+    place: Place
+    workload: Workload
+    tokens: float | None = None
+    records: tuple[Record, ...] = ()
+    folders: tuple[Path, ...] = ()
+
+    def rows(self, names: list[str]) -> list[dict[str, Any]]:
+        """A row a method: those that fit by their speed, then those that do not by what they lack, then those that do
+        not train this workload, with the `error`."""
+        off = accuracy(self.records, self.folders)
+        rows = [self._row(name) | {"accuracy": off[name]._asdict() if name in off else None} for name in names]
+        return sorted(rows, key=_rank)
+
+    def _row(self, name: str) -> dict[str, Any]:
+        is_exact = method.load(name, self.folders).is_exact
+        try:
+            found = self._try(name, self.place, self.workload, {})
+        except (ValueError, method.Unavailable) as error:
+            return {"method": name, "error": str(error)}
+        job = Job(name, self.workload, device=self.place.device)
+        depth = largest(method.create(name, {}, self.folders), job, found.budget)
+        plan = found.plan.pooled(found.budget)
+        return {
+            "method": name, "is_exact": is_exact, "fits": not found.lacks, "lacks_bytes": found.lacks,
+            "shortfall": found.plan.shortfall(found.budget), **{memory: getattr(plan, memory) for memory in MEMORIES},
+            "options": found.plan.options, "largest_layers": depth, **self._speeds(found.predicted),
+            "measured_step_seconds": measured_for(self.records, name, self.workload, self.place.name),
+            "change": self._change(name, found, depth),
+        }  # fmt: skip
+
+    def _try(self, name: str, place: Place, workload: Workload, options: dict[str, Any]) -> Try:
+        trained = method.create(name, options, self.folders)
+        method.check(trained, workload, self.folders)
+        budget = place.budget_for(workload)
+        plan = trained.plan(workload, budget)
+        return Try(plan, budget, predict(trained, workload, plan, budget.rates) if budget.rates else None)
+
+    def _speeds(self, predicted: Prediction | None) -> dict[str, Any]:
+        names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
+        if predicted is None:
+            return dict.fromkeys(names)
+        workload, seconds = self.workload, predicted.seconds
+        speed = workload.batch_size * workload.seq_len / seconds
+        peak = self.place.peak_flops(workload.dtype)
+        hours = self.tokens and self.tokens / speed / 3600
+        mfu = peak and workload.model_flops_per_step / seconds / peak
+        return dict(zip(names, (seconds, predicted.binds, speed, hours, mfu), strict=True))
+
+    def _change(self, name: str, now: Try, depth: int) -> str | None:
+        """The first change that makes it fit, or a tenth faster, the cheapest first."""
+        for text, place, workload, options in self._changes(name):
+            with contextlib.suppress(ValueError, method.Unavailable):
+                then = self._try(name, place, workload, options)
+                if now.lacks and not then.lacks:
+                    return text
+                if not (now.lacks or then.lacks) and now.predicted and then.predicted:
+                    more = (
+                        workload.batch_size / self.workload.batch_size * now.predicted.seconds / then.predicted.seconds
+                    )
+                    if more > WORTH:
+                        return f"{text}: {more:.1f}x the tokens a second"
+        return f"-l {depth}" if depth and now.lacks else None
+
+    def _changes(self, name: str) -> Iterator[tuple[str, Place, Workload, dict[str, Any]]]:
+        """What costs nothing first: other numbers, another batch, the disk; then memory, then another GPU."""
+        place, workload = self.place, self.workload
+        sheet = named_machines.load(place.name).datasheet if place.name else None
+        half = "bf16" if not sheet or sheet.peak_flops("bf16") else "fp16"
+        if workload.dtype == "fp32" and (not sheet or sheet.peak_flops(half)):
+            yield f"--dtype {half}", place, replace(workload, dtype=half), {}
+        for batch in (2 * workload.batch_size, workload.batch_size // 2):
+            if batch:
+                yield f"-b {batch}", place, replace(workload, batch_size=batch), {}
+        if "disk" in method.option_names(method.load(name, self.folders)):
+            yield "--disk DIR", place, workload, {"disk": tempfile.gettempdir()}
+        if place.name is None:
+            return
+        host = place.budget.host_bytes or 0
+        for more in MORE_HOST_GIB:
+            there = replace(place.budget, host_bytes=host + more * GIB)
+            yield f"+{more} GiB of host memory", replace(place, budget=there), workload, {}
+        others = [named_place(other, Budget(host_bytes=host)) for other in named_machines.names()]
+        for other in sorted(others, key=lambda other: (other.budget.device_bytes or 0, not _is_whole(other))):
+            if (other.budget.device_bytes or 0) > (place.budget.device_bytes or 0):
+                yield f"--gpu {other.name}", other, workload, {}
+
+
+def _is_whole(place: Place) -> bool:
+    """False for an entry of one machine, which may use a part of its GPU."""
+    return place.name is not None and "gpu_tflops" not in (named_machines.load(place.name).facts or {})
+
+
+def _rank(row: dict[str, Any]) -> tuple[int, float]:
+    if "error" in row:
+        return 3, 0.0
+    if not row["fits"]:
+        return 2, sum(row["lacks_bytes"].values())
+    return (1, 0.0) if row["step_seconds"] is None else (0, row["step_seconds"])
