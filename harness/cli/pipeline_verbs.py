@@ -1,44 +1,82 @@
-"""The verbs of pipelines on machines that come and go: ./run.sh varuna configure, launch."""
+"""The verbs of pipelines on machines that come and go: ./run.sh varuna configure, simulate, launch."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from harness.cli import options
-from harness.cli.options import FOLDER, Bytes
+from harness.cli.options import FILE, FOLDER, Bytes
 from harness.core.console import print_table
-from harness.core.job import gib
+from harness.core.job import Workload, gib
+from harness.core.rates import Rates
+from harness.devices import named_machines
 from methods.pipeline.launch.run import launch
+from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 DOES_NOT_FIT = 4
+LARGEST_CHUNK = 64  # samples of a micro-batch that rates foretell
+EXAMPLES = """\b
+Examples:
+  ./run.sh varuna configure --profile profile --gpus 4 --batch 16
+  ./run.sh varuna configure --model varuna-8.3b --machine h200 --gpus 256 --batch 8192
+  ./run.sh varuna simulate --stages 9 --micro-batches 64 --send 0.5 --jitter 0.3
+"""
+
+gpt = options.together(
+    options.model,
+    click.option("-l", "num_layers", type=int, help="Layers of the published GPT."),
+    click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size."),
+    options.num_heads,
+    options.seq_len,
+    click.option("--vocab", "vocab_size", type=int, default=50304, help="Vocabulary size."),
+    options.dtype,
+)
+rates = options.together(
+    click.option("--machine", "machine_name", metavar="NAME", help="Rates of a machine of machines.yaml, for a GPT."),
+    click.option("--network", type=Bytes(), help="Bytes per second of a link between stages of a GPT."),
+)
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, epilog=EXAMPLES)
 @click.pass_context
 def varuna(context: click.Context) -> None:
-    """Pipelines on machines that come and go: choose stages by a profile, launch a script."""
+    """Pipelines on machines that come and go: choose stages, simulate a step, launch a script."""
     if context.invoked_subcommand is None:
         raise ValueError("expected what to do; try ./run.sh varuna configure --profile FOLDER --gpus N --batch B")
 
 
 @varuna.command()
-@click.option("--profile", "folder", type=FOLDER, required=True, help="What Profiler wrote.")
+@click.option("--profile", "folder", type=FOLDER, help="What Profiler wrote; else a GPT by the rates of --machine.")
 @click.option("--gpus", "num_gpus", type=int, required=True, help="Devices of all machines.")
 @click.option("--gpus-per-vm", type=int, default=1, help="Devices of one machine.")
 @click.option("--batch", "batch_size", type=int, required=True, help="Samples per step, of all replicas.")
 @click.option("--memory", "capacity", type=Bytes(), help="Of a device; default: that of the profiled ones.")
+@gpt
+@rates
 @options.as_json
 def configure(
-    folder: Path, num_gpus: int, gpus_per_vm: int, batch_size: int, capacity: int | None, as_json: bool
-) -> None:
+    folder: Path | None, num_gpus: int, gpus_per_vm: int, batch_size: int, capacity: int | None, as_json: bool,
+    **words: Any,
+) -> None:  # fmt: skip
     """Choose stages and micro-batches by a profile, and show all that there are. Exit code 4: nothing fits."""
     from methods.pipeline.auto_config import AutoConfig
+    from methods.pipeline.gpt_profile import by_flops
+    from methods.pipeline.profile import read
 
-    config = AutoConfig(num_gpus, gpus_per_vm, batch_size, folder, capacity)
+    if folder is not None:
+        profile = read(folder)
+    elif words["num_layers"] is None or words["machine_name"] is None:
+        raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
+    else:
+        sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
+        memory = named_machines.load(words["machine_name"]).budget.device_bytes
+        profile = by_flops(_workload(words), _rates(words), sizes, memory, float(words["network"] or "inf"))
+    config = AutoConfig(num_gpus, gpus_per_vm, batch_size, profile, capacity)
     rows = config.table()
     if as_json:
         for row in rows:
@@ -60,6 +98,93 @@ def configure(
         print(
             f"chosen: {found.num_stages} stages, micro-batches of {found.chunk_size}, {found.step_seconds:.4g} s a step"
         )
+
+
+@varuna.command()
+@click.option("--stages", "num_stages", type=click.IntRange(1), required=True)
+@click.option("--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Of a replica.")
+@click.option("--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Pipelines that share a batch.")
+@click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="One or several.")
+@click.option("--passes", type=(float, float, float), default=tuple(map(float, SLOTS.values())),
+              help="Seconds of a stage's forward pass, recompute and backward pass.")  # fmt: skip
+@click.option("--send", type=click.FloatRange(0), help="Seconds of a message between stages.  [default: 0]")
+@click.option("--long-send", type=click.FloatRange(0), help="Between stages on different machines.")
+@click.option("--gpus-per-vm", type=click.IntRange(1), default=1, help="Stages of one machine.")
+@click.option("--sends-at-once", type=click.IntRange(1), default=4, help="Messages on a link in each direction.")
+@click.option(
+    "--sum", "sum_seconds", type=click.FloatRange(0), default=0.0, help="Seconds of the replicas' all-reduce."
+)
+@click.option("--jitter", type=click.FloatRange(0), default=0.0, help="Relative standard deviation of messages.")
+@click.option("--pass-jitter", type=click.FloatRange(0), default=0.0, help="Relative standard deviation of passes.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of the jitter.")
+@gpt
+@click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples of a micro-batch of a GPT.")
+@rates
+@click.option("--out", type=FILE, metavar="FILE", help="Draw the stages' passes: FILE.pdf and FILE.png.")
+@options.as_json
+def simulate(
+    num_stages: int, num_micro_batches: int, num_replicas: int, schedules: str, passes: tuple[float, float, float],
+    send: float | None, long_send: float | None, gpus_per_vm: int, sends_at_once: int, sum_seconds: float,
+    jitter: float, pass_jitter: float, seed: int, chunk_size: int, out: Path | None, as_json: bool, **words: Any,
+) -> None:  # fmt: skip
+    """Time a step of pipelines under a virtual clock: nothing of it is run. With -l or --model the passes are those of
+    the published GPT at the rates of --machine."""
+    from harness.simulation import pipelines
+
+    seconds = [dict(zip(SLOTS, passes, strict=True))] * num_stages
+    if words["num_layers"] is not None:
+        seconds, per_message = _of_gpt(words, num_stages, chunk_size)
+        send = per_message if send is None else send
+    network = pipelines.Network(send or 0.0, long_send, gpus_per_vm, jitter, sends_at_once, sum_seconds)
+    runs = {
+        name: pipelines.simulate(name, seconds, num_micro_batches, network, num_replicas=num_replicas,
+                                 pass_jitter=pass_jitter, seed=seed, keeps_units=out is not None)
+        for name in dict.fromkeys(schedules.split(","))
+    }  # fmt: skip
+    first = next(iter(runs.values()))
+    if as_json:
+        for name, run in runs.items():
+            print(json.dumps({"schedule": name, "step_seconds": run.step_seconds, "bubble": run.bubble}))
+    else:
+        cells = [(name, f"{run.step_seconds:.5g}", f"{run.step_seconds / first.step_seconds:.3f}", f"{run.bubble:.1%}")
+                 for name, run in runs.items()]  # fmt: skip
+        names = ("schedule", "step, s", "over the first", "bubble")
+        print_table(names, cells, numbers=names[1:])
+    if out is not None:
+        from harness.figures import plot
+        from harness.figures.pipeline_timeline import timeline
+
+        note = (
+            f"simulated: {num_stages} stages, {num_micro_batches} micro-batches; messages of {network.send_seconds:.3g}"
+            f" s, jitter {jitter:g} of messages, {pass_jitter:g} of passes, seed {seed}"
+        )
+        for path in plot.save(timeline(runs, note), out.with_suffix("")):
+            print(path)
+
+
+def _workload(words: dict[str, Any]) -> Workload:
+    names = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size", "dtype")
+    return Workload(**{name: words[name] for name in names})
+
+
+def _rates(words: dict[str, Any]) -> Rates:
+    found = named_machines.load(words["machine_name"]).budget.rates if words["machine_name"] else None
+    if found is None:
+        raise ValueError("expected --machine NAME with rates, for the passes of a GPT")
+    return found
+
+
+def _of_gpt(words: dict[str, Any], num_stages: int, chunk_size: int) -> tuple[list[dict[str, float]], float]:
+    """Seconds of each stage's passes, and of a message."""
+    from methods.pipeline.gpt_profile import stage_passes
+
+    workload = _workload(words)
+    if num_stages > workload.num_layers:
+        raise ValueError(f"--stages: expected at most {workload.num_layers}, the number of layers, got {num_stages}")
+    per_sample = workload.boundary_bytes / workload.batch_size
+    return stage_passes(workload, num_stages, chunk_size, _rates(words)), chunk_size * per_sample / float(
+        words["network"] or "inf"
+    )
 
 
 varuna.add_command(launch)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from harness.core.job import gib
 from methods.pipeline.grouping import group
 from methods.pipeline.partition import BUCKET_BYTES
-from methods.pipeline.profile import SectionCost, read
+from methods.pipeline.profile import Profile, SectionCost, read
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import step_seconds
 
@@ -89,7 +89,7 @@ class AutoConfig:
     None: of those profiled; CPUs' has no limit. Raises ValueError, one line, for what is no number or profile."""
 
     def __init__(
-        self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path,
+        self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path | Profile,
         gpu_memory_capacity: int | None = None,
     ) -> None:  # fmt: skip
         numbers = {"num_gpus": num_gpus, "gpus_per_vm": gpus_per_vm, "batch_size": batch_size}
@@ -98,7 +98,8 @@ class AutoConfig:
         for name, value in numbers.items():
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
-        self.num_gpus, self.batch_size, self.profile = num_gpus, batch_size, read(profile_folder)
+        self.num_gpus, self.batch_size = num_gpus, batch_size
+        self.profile = profile_folder if isinstance(profile_folder, Profile) else read(profile_folder)
         self.capacity = gpu_memory_capacity or self.profile.device_bytes
         messages = self.profile.messages
         alike = [each for each in messages if each.is_one_machine == (num_gpus <= gpus_per_vm)] or messages

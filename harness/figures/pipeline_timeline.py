@@ -1,0 +1,41 @@
+"""Simulated steps of pipelines as pictures: a line for each stage, a box for each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from harness.core.event_core import KINDS
+from harness.figures import plot
+from harness.simulation.pipelines import PipelineRun
+
+COLORS = {"F": "#A9D3BA", "R": "#E3B23C", "B": "#2E8B57"}
+NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
+MOST_BOXES = 20_000  # of a panel: what can be seen, and drawn in seconds
+
+
+def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
+    """A panel for each schedule, all on one scale of time. Raises ValueError for too many passes to draw."""
+    from matplotlib.patches import Patch
+
+    with plot.empty(7.6, 0.6 + 1.5 * len(runs)) as made:
+        panels = made.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, run) in zip(panels, runs.items(), strict=True):
+            assert run.starts is not None and run.ends is not None
+            if run.starts.size > MOST_BOXES * len(KINDS):
+                raise ValueError(f"expected at most {MOST_BOXES} stages x micro-batches to draw; try without --out")
+            for kind, starts, ends in zip(KINDS, run.starts, run.ends, strict=True):
+                for stage, spans in enumerate(np.stack((starts, ends - starts), axis=-1)):
+                    boxes = [tuple(span) for span in spans[~np.isnan(spans[:, 0])]]
+                    axes.broken_barh(boxes, (stage - 0.42, 0.84), facecolors=COLORS[kind], linewidth=0)
+            plot.title(axes, f"{name}: {run.step_seconds:.4g} s, bubble {run.bubble:.1%}")
+            axes.yaxis.get_major_locator().set_params(integer=True)
+            axes.set(ylabel="stage", ylim=(len(run.starts[0]) - 0.5, -0.5))
+        panels[-1].set(xlabel="seconds (virtual clock)", xlim=(0, max(run.step_seconds for run in runs.values())))
+        handles = [Patch(facecolor=COLORS[kind], label=NAMES[kind]) for kind in KINDS]
+        made.legend(handles=handles, loc="upper right", ncols=3, bbox_to_anchor=(0.99, 1.0))
+        plot.small_print(made, note)
+        made.subplots_adjust(left=0.06, right=0.99, top=1 - 0.3 / made.get_figheight(),
+                             bottom=0.6 / made.get_figheight(), hspace=0.3)  # fmt: skip
+    return made

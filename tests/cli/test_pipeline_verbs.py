@@ -1,0 +1,63 @@
+"""The verbs of pipelines at the door: what they print and draw, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import cli
+
+
+def simulated(*words: object) -> dict[str, float]:
+    done = cli.run("varuna", "simulate", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    return {row["schedule"]: row["step_seconds"] for row in map(json.loads, done.stdout.splitlines())}
+
+
+def test_one_micro_batch_takes_its_passes_and_messages() -> None:
+    """Two stages, F 1 s, R 1 s, B 2 s, messages of 0.25 s; only Varuna's last stage is spared its recompute, and only
+    its first one recomputes while the gradient is on its way."""
+    found = simulated("--stages", 2, "--micro-batches", 1, "--send", 0.25)
+    assert found == {"varuna": 1 + 0.25 + 3 + 0.25 + 2, "1f1b": 2 + 0.5 + 6, "gpipe": 2 + 0.5 + 6}
+
+
+def test_a_named_gpts_passes_come_from_the_machines_rates() -> None:
+    """All FLOPs of one sample on one stage."""
+    from harness.core.job import Workload
+    from harness.core.named_models import load
+    from harness.devices import named_machines
+
+    rates = named_machines.load("h200").budget.rates
+    assert rates
+    workload = Workload(**load("varuna-355m").sizes, batch_size=1)
+    words = ("--model", "varuna-355m", "--machine", "h200", "--stages", 1, "--micro-batches", 1, "--schedule", "gpipe")
+    assert simulated(*words)["gpipe"] == pytest.approx(workload.flops_per_step / rates.device_flops_per_second)
+
+
+def test_a_step_is_drawn(tmp_path: Path) -> None:
+    out = tmp_path / "step.pdf"
+    done = cli.run("varuna", "simulate", "--stages", 3, "--micro-batches", 4, "--jitter", 0.3, "--out", out)
+    assert done.stdout.splitlines()[-2:] == [str(out), str(out.with_suffix(".png"))]
+    assert out.read_bytes().startswith(b"%PDF") and out.with_suffix(".png").stat().st_size > 5000
+
+
+def test_the_largest_named_gpt_gets_stages_that_fit() -> None:
+    """8.3 B parameters take 124 GiB with Adam's moments: more than half of a device for fewer than two stages."""
+    words = ("--model", "varuna-8.3b", "--machine", "h200", "--gpus", 16, "--batch", 64, "--memory", "40GiB")
+    done = cli.run("varuna", "configure", *words)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1].split()[1]) >= 4
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ("simulate --stages 2 --micro-batches 2 --schedule ours", "expected varuna or 1f1b or gpipe, got 'ours'"),
+    ("simulate --stages 5 --micro-batches 2 --machine h200 -l 4", "--stages: expected at most 4"),
+    ("simulate --stages 2 --micro-batches 2 -l 4", "expected --machine NAME with rates"),
+    ("configure --gpus 2 --batch 2", "expected --profile FOLDER, or --model NAME and --machine NAME"),
+    ("simulate --stages 500 --micro-batches 500 --out /tmp/step.pdf --schedule gpipe", "expected at most 20000 stages"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_one_line(words: str, told: str) -> None:
+    done = cli.run("varuna", *words.split())
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
