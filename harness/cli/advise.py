@@ -37,7 +37,7 @@ class Amount(click.ParamType):
 @click.option("--gpu", "--machine", "name", metavar="NAME", help="GPU or machine of machines.yaml; default: this one.")
 @options.model
 @click.option("--params", type=Amount(), help="Parameters in all, such as 7B, in the width of the nearest GPT-3.")
-@click.option("-m", "method_names", default="all", metavar="METHOD", help="One method, several (a,b), or all.")
+@click.option("-m", "asked_methods", default="all", metavar="METHOD", help="One method, several (a,b), or all.")
 @click.option("-l", "num_layers", type=int, default=16, help="Layers.")
 @click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size.")
 @click.option("-b", "--batch", "batch_size", type=int, default=4, help="Samples per step.")
@@ -53,7 +53,7 @@ class Amount(click.ParamType):
 @options.methods
 @options.as_json
 def advise(
-    name: str | None, params: float | None, method_names: str, tokens: float | None, device_memory: int | None,
+    name: str | None, params: float | None, asked_methods: str, tokens: float | None, device_memory: int | None,
     host_memory: int | None, disk_memory: int | None, results: Path, methods_folder: tuple[Path, ...], as_json: bool,
     **sizes: Any,
 ) -> None:  # fmt: skip
@@ -70,7 +70,7 @@ def advise(
     asked = Budget(device_memory, host_memory, disk_memory)
     place = named_place(name, asked) if name else this_place(asked)
     records = tuple(read_all(results)[0].values()) if results.is_dir() else ()
-    names = list(method.loadable(folders)) if method_names == "all" else method_names.split(",")
+    names = list(method.loadable(folders)) if asked_methods == "all" else asked_methods.split(",")
     rows = Advice(place, workload, tokens, records, folders).rows(names)
     if as_json:
         for row in rows:
