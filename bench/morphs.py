@@ -3,8 +3,9 @@
     .venv/bin/python -m bench.morphs [--schedules 30] [--first 0]
 
 Machines are agents of their own here, with one rank each. Each random schedule has a seed, of which its first number of
-machines, its changes and their moments follow: some leave or come by the list, some die by kill -9 without a word, and
-so does the launcher, which is started again. Each job must train as one process that nothing disturbed.
+machines, its changes and their moments follow: some leave or come by the list, some leave by SIGTERM, some die by kill
+-9 without a word, and so does the launcher, which is started again. Each job must train as one process that nothing
+disturbed.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from methods.pipeline.launch.judge import Verdict, judge_folder
 
 SCRIPT = ROOT / "bench" / "paced_gpt.py"
 SMALL = ("--blocks", "3", "--width", "32", "--tokens", "16")
-FAST, SLOW = "0", "0.7"  # seconds that a step takes at least: slow ones while machines come
+FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # seconds that a step takes at least; slowest while machines come
 BATCH_SIZE, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 10
 MOST_MACHINES = 4
 LIMIT_SECONDS = 240.0
-CAUSES = {"death": "a machine's death", "launcher": "the launcher's death", "list": "a change of the list"}
+CAUSES = {"death": "a machine's death", "launcher": "the launcher's death", "list": "a change of the list",
+          "notice": "a notice by SIGTERM"}  # fmt: skip
 
 
 class Change(NamedTuple):
@@ -77,10 +79,10 @@ class Machines:
         self.num_machines = num_machines
         self.list.write_text("".join(f"127.0.0.{number + 1}\n" for number in range(num_machines)))
 
-    def kill(self, number: int) -> None:
+    def signal(self, number: int, kind: int) -> None:
         name = f"127.0.0.{number + 1}"
         agents = [line["agent"] for line in self.events("came") if line["machine"] == name]
-        os.kill(agents[-1], signal.SIGKILL)
+        os.kill(agents[-1], kind)
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
         found = read_lines(self.job / "events.jsonl")
@@ -124,21 +126,23 @@ def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str]
                     break
                 write_whole(machines.pace, SLOW)
                 began = time.time()
-                if change.by == "death":
+                if change.by in ("death", "notice"):
                     for number in range(change.num_machines, machines.num_machines):
-                        machines.kill(number)
+                        machines.signal(number, signal.SIGKILL if change.by == "death" else signal.SIGTERM)
                 elif change.by == "launcher":
                     running.kill()
                     running.wait()
                     running = start()
                 else:
                     machines.set(change.num_machines)
-                write_whole(machines.pace, FAST if change.by != "list" else SLOW)
+                write_whole(machines.pace, SLOWEST if change.by == "list" else SLOW)
                 _wait(lambda: machines.next_step(began), running)  # noqa: B023
                 if running.poll() is not None:
                     break
                 seconds[change.by].append(machines.next_step(began) - began)
-                machines.set(change.num_machines)
+                if machines.num_machines != change.num_machines:
+                    machines.set(change.num_machines)
+                    time.sleep(1)  # lines that leave and come at once are no change
                 write_whole(machines.pace, FAST)
             running.wait(LIMIT_SECONDS)
         finally:
@@ -162,7 +166,7 @@ def random_schedule(seed: int, num_steps: int) -> Schedule:
     first = now = draws.randint(1, MOST_MACHINES)
     changes = []
     for step in sorted(draws.sample(range(2, num_steps - 2), draws.randint(3, 5))):
-        kind = draws.choice(("come", "leave", "death", "death", "launcher"))
+        kind = draws.choice(("come", "leave", "notice", "death", "death", "launcher"))
         if kind == "launcher":
             changes.append(Change(step, now, kind))
         elif (kind == "come" and now < MOST_MACHINES) or now == 1:
@@ -170,7 +174,7 @@ def random_schedule(seed: int, num_steps: int) -> Schedule:
             changes.append(Change(step, now))
         else:
             now = draws.randint(1, now - 1)
-            changes.append(Change(step, now, "death" if kind == "death" else "list"))
+            changes.append(Change(step, now, kind if kind in CAUSES else "list"))
     return Schedule(first, draws.randint(1, MOST_MACHINES), changes)
 
 

@@ -57,6 +57,10 @@ class Agent:
         self.waiting = selectors.DefaultSelector()
         self.waiting.register(0, selectors.EVENT_READ, self.obey)
         self.unread = b""
+        self.noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.waiting.register(self.noticed, selectors.EVENT_READ, self.give_notice)
+        signal.set_wakeup_fd(noticing)
+        signal.signal(signal.SIGTERM, _ignore)
 
     def run(self) -> None:
         self.tell("ready", pid=os.getpid())
@@ -71,6 +75,11 @@ class Agent:
 
     def tell(self, kind: str, **facts: Any) -> None:
         os.write(self.output, (json.dumps({"kind": kind, "round": self.round, **facts}) + "\n").encode())
+
+    def give_notice(self) -> None:
+        """SIGTERM: this machine is about to be taken away, as Slurm and clouds announce it."""
+        os.read(self.noticed, 4096)
+        self.tell("notice")
 
     def obey(self) -> None:
         read = os.read(0, 65536)
@@ -90,9 +99,9 @@ class Agent:
         reading, writing = os.pipe()
         self.store = _fork(partial(_serve, address, writing))
         os.close(writing)
-        with open(reading) as told:
-            port = told.read()
-        self.tell("store", port=int(port)) if port else self.tell("no-store", address=address)
+        with open(reading) as answer:
+            found = answer.read()
+        self.tell("store", **json.loads(found)) if found else self.tell("no-store", address=address)
 
     def start(self, round: int, ranks: list[dict[str, Any]]) -> None:
         """`ranks`: of each its number, arguments, environment and link."""
@@ -146,6 +155,10 @@ class Agent:
         self.tell("exit", rank=rank.number, code=code)
 
 
+def _ignore(number: int, frame: Any) -> None:
+    """Unlike SIG_IGN, nothing that a program of the script's own inherits."""
+
+
 def _write(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
@@ -168,14 +181,18 @@ def _fork(work: Callable[[], NoReturn]) -> int:
 
 
 def _serve(address: str, told: int) -> NoReturn:
-    """Hold a store at this address until killed."""
+    """Hold a store at this address until killed; at the machine's own name if it is Slurm's name of a node alone."""
     from torch.distributed import TCPStore
 
-    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    try:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    except socket.gaierror:
+        address = socket.gethostname()
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    os.write(told, str(store.port).encode())
+    os.write(told, json.dumps({"address": address, "port": store.port}).encode())
     os.close(told)
     while True:
         signal.pause()
@@ -186,8 +203,7 @@ def _run(script: dict[str, Any], mine: dict[str, Any], told: int, others: list[i
     for descriptor in others:
         os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # methods/pipeline/link.py says when it is let in
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, signal.SIG_DFL if kind == signal.SIGTERM else signal.default_int_handler)
+    signal.set_wakeup_fd(-1)  # SIGTERM, which reaches all processes of a machine, is the agent's business
     log = os.open(mine["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):

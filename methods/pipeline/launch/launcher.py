@@ -152,11 +152,14 @@ class Launcher:
     def _lose(self, agent: Remote, how: str) -> None:
         """A machine that is gone, or never came."""
         self._dismiss(agent)
-        wait = self.retry.get(agent.line, (0.0, RETRY_SECONDS))[1]
-        self.retry[agent.line] = (time.monotonic() + wait, 2 * wait)
+        self._retry_later(agent.line)
         last = "" if agent.is_ready else f": {self.folder.newest_log(agent.log.name)}"
         self._event("lost", machine=str(agent.line))
         self.say(f"machine {agent.line} {how}{last}")
+
+    def _retry_later(self, line: Line) -> None:
+        wait = self.retry.get(line, (0.0, RETRY_SECONDS))[1]
+        self.retry[line] = (time.monotonic() + wait, 2 * wait)
 
     def _wanted(self) -> tuple[Spread | None, list[Remote]]:
         """The configuration for the machines that are there, and those of them that it uses."""
@@ -225,7 +228,7 @@ class Launcher:
         machines[0].send({"do": "meet", "round": number, "address": machines[0].line.address})
         return running
 
-    def _seat(self, running: Round, port: int) -> None:
+    def _seat(self, running: Round, address: str, port: int) -> None:
         """Start the ranks, which meet at this port of the first machine."""
         spread, per_machine = running.spread, self.job.choice.per_machine
         share = self.job.choice.batch_size // spread.num_replicas
@@ -233,7 +236,7 @@ class Launcher:
                 "cuts": spread.cuts, "round": running.number}  # fmt: skip
         environment = {
             "WORLD_SIZE": str(spread.num_ranks), "LOCAL_WORLD_SIZE": str(per_machine),
-            "MASTER_ADDR": running.machines[0].line.address, "MASTER_PORT": str(port),
+            "MASTER_ADDR": address, "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(running.number),
         }  # fmt: skip
         if all(is_here(agent.line.address) for agent in running.machines):
@@ -303,13 +306,18 @@ class Launcher:
             agent.is_ready = True
             self.retry.pop(agent.line, None)
             self._event("came", machine=str(agent.line), agent=event["pid"])
+        elif event["kind"] == "notice":
+            agent.is_leaving = True
+            self._retry_later(agent.line)
+            self._event("leaving", machine=str(agent.line))
+            self.say(f"machine {agent.line} is about to be taken away")
         elif running and event.get("round") == running.number:
             self._hear_of_round(running, agent, event)
 
     def _hear_of_round(self, running: Round, agent: Remote, event: dict[str, Any]) -> None:
         kind = event["kind"]
         if kind == "store":
-            self._seat(running, event["port"])
+            self._seat(running, event["address"], event["port"])
         elif kind == "no-store":
             self._lose(agent, f"cannot listen at {event['address']}")
             running.failed_at, running.running = time.monotonic(), set()

@@ -295,10 +295,10 @@ def left_of(folder: Path) -> list[int]:
 
 @pytest.mark.heavy
 def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(tmp_path: Path) -> None:
-    """4 -> 2 -> 4 -> 3 -> 1 workers: two leave by the list, two come, one dies by kill -9, two leave; then the launcher
+    """4 -> 2 -> 4 -> 3 -> 1 workers: two leave by SIGTERM, two come, one dies by kill -9, two leave; then the launcher
     itself dies by kill -9, and another one takes over."""
     steps = 34
-    changes = (Change(4, 2), Change(8, 4), Change(16, 3, "death"), Change(20, 1), Change(26, 1, "launcher"))
+    changes = (Change(4, 2, "notice"), Change(8, 4), Change(16, 3, "death"), Change(20, 1), Change(26, 1, "launcher"))
     alone = undisturbed(tmp_path / "alone", steps)
     played = play(tmp_path / "morphs", Schedule(4, 4, changes), steps, SMALL)
     assert played.code == 0, played.output
