@@ -1,27 +1,31 @@
-"""The verbs of pipelines on machines that come and go: ./run.sh varuna configure, simulate, launch."""
+"""The verbs of pipelines on machines that come and go: ./run.sh varuna profile, configure, simulate, launch."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from harness.cli import options
-from harness.cli.options import FILE, FOLDER, Bytes
+from harness.cli.options import FILE, FOLDER, Bytes, Numbers, check_writable
+from harness.core.child_process import ask
 from harness.core.console import print_table
 from harness.core.job import Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
 from methods.pipeline.launch.run import launch
+from methods.pipeline.profile import FILE as PROFILE_FILE
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 DOES_NOT_FIT = 4
 LARGEST_CHUNK = 64  # samples of a micro-batch that rates foretell
 EXAMPLES = """\b
 Examples:
+  ./run.sh varuna profile -l 8 -h 256 --ranks 2
   ./run.sh varuna configure --profile profile --gpus 4 --batch 16
   ./run.sh varuna configure --model varuna-8.3b --machine h200 --gpus 256 --batch 8192
   ./run.sh varuna simulate --stages 9 --micro-batches 64 --send 0.5 --jitter 0.3
@@ -45,9 +49,27 @@ rates = options.together(
 @click.group(invoke_without_command=True, epilog=EXAMPLES)
 @click.pass_context
 def varuna(context: click.Context) -> None:
-    """Pipelines on machines that come and go: choose stages, simulate a step, launch a script."""
+    """Pipelines on machines that come and go: measure, choose stages, simulate a step, launch a script."""
     if context.invoked_subcommand is None:
         raise ValueError("expected what to do; try ./run.sh varuna configure --profile FOLDER --gpus N --batch B")
+
+
+@varuna.command()
+@gpt
+@click.option("--ranks", "num_ranks", type=click.IntRange(1), default=1, help="Processes that measure at once.")
+@click.option("--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Samples of each that is measured.")
+@click.option("--out", "folder", type=FOLDER, default="profile", help="Folder of the profile.")
+def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> None:
+    """Measure the published GPT on this machine: sections, their updates, messages and sums, in seconds and bytes.
+
+    Models of your own are measured by Profiler.
+    """
+    if words["num_layers"] is None:
+        raise ValueError("expected -l and -h, or --model NAME")
+    check_writable(folder, "--out")
+    order = {"workload": asdict(_workload(words)), "sizes": sizes, "folder": str(folder.resolve())}
+    ask("methods.pipeline.measure_gpt", {**order, "num_ranks": num_ranks})
+    print(folder / PROFILE_FILE)
 
 
 @varuna.command()

@@ -23,7 +23,7 @@ def by_flops(
     num_bytes = replace(workload, batch_size=1, micro_batches=1).boundary_bytes
     known = math.isfinite(network_bytes_per_second)
     messages = [Message(False, num_bytes, num_bytes / network_bytes_per_second)] if known else []
-    return Profile(workload.dtype == "fp16", device_bytes, sections, messages, [])
+    return Profile(workload.dtype != "fp32", device_bytes, sections, messages, [])
 
 
 def _section(workload: Workload, stage: GptStage, rates: Rates, sizes: Iterable[int]) -> Section:

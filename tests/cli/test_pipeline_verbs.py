@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from methods.pipeline.profile import read
 from tests.support import cli
 
 
@@ -51,10 +52,27 @@ def test_the_largest_named_gpt_gets_stages_that_fit() -> None:
     assert int(done.stdout.splitlines()[-1].split()[1]) >= 4
 
 
+@pytest.mark.heavy
+def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> None:
+    """A layer has 12 D^2 + 13 D parameters, and its output is T x D numbers."""
+    words = ("-l", 2, "-h", 32, "--heads", 2, "--seq", 16, "--vocab", 100, "--ranks", 2, "--micro-batches", "1,2")
+    done = cli.run("varuna", "profile", *words, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path)
+    assert [section.num_params for section in found.sections] == [
+        12 * 32**2 + 13 * 32 + (100 + 16) * 32, 12 * 32**2 + 13 * 32, 100 * 32 + 2 * 32
+    ]  # fmt: skip
+    assert [section.costs[1].activation_bytes for section in found.sections] == [2 * 16 * 32 * 4] * 2 + [0]
+    assert found.messages and found.sums and all(section.update_seconds > 0 for section in found.sections)
+    done = cli.run("varuna", "configure", "--profile", tmp_path, "--gpus", 2, "--batch", 8)
+    assert "chosen: " in done.stdout and len(done.stdout.splitlines()) > 6
+
+
 @pytest.mark.parametrize(("words", "told"), [
     ("simulate --stages 2 --micro-batches 2 --schedule ours", "expected varuna or 1f1b or gpipe, got 'ours'"),
     ("simulate --stages 5 --micro-batches 2 --machine h200 -l 4", "--stages: expected at most 4"),
     ("simulate --stages 2 --micro-batches 2 -l 4", "expected --machine NAME with rates"),
+    ("profile", "expected -l and -h, or --model NAME"),
     ("configure --gpus 2 --batch 2", "expected --profile FOLDER, or --model NAME and --machine NAME"),
     ("simulate --stages 500 --micro-batches 500 --out /tmp/step.pdf --schedule gpipe", "expected at most 20000 stages"),
 ])  # fmt: skip

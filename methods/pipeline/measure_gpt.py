@@ -1,0 +1,96 @@
+"""Measures the published GPT, cut after every layer, for `./run.sh varuna profile`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from harness.core.gpt import adamw
+from harness.core.job import Workload
+from methods.pipeline.cut import CutPoint
+from methods.pipeline.gpt_stage import GptPart, build
+from methods.pipeline.partition import GptStage
+from methods.pipeline.profiler import Profiler
+
+
+class Layers(nn.Module):
+    """A part as it runs in a pipeline, without recomputing each layer."""
+
+    def __init__(self, part: GptPart) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part.bottom(x)
+
+
+class Head(Layers):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        return self.part.ends.loss(x, targets)
+
+
+class CutGpt(nn.Module):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        last = workload.num_layers
+
+        def part(*stage: Any) -> GptPart:
+            return build(workload, GptStage(*stage), "cpu")[0]
+
+        self.parts = nn.ModuleList(Layers(part(layer, 1, layer == 0, False)) for layer in range(last))
+        self.cutpoints = [CutPoint() for _ in range(last)]
+        self.head = Head(part(last, 0, False, True))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = inputs
+        for layers, cutpoint in zip(self.parts, self.cutpoints, strict=True):
+            x = cutpoint(layers(x))
+        found: Tensor = self.head(x, targets)
+        return found
+
+
+def measure(order: dict[str, Any]) -> None:
+    """As one rank."""
+    workload = Workload(**order["workload"])
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order["num_ranks"]))
+
+    def get_batch(size: int) -> dict[str, Tensor]:
+        tokens = torch.randint(workload.vocab_size, (size, workload.seq_len + 1))
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    profiler = Profiler(CutGpt(workload), fp16=workload.dtype == "fp16", make_optimizer=adamw)
+    profiler.initialize(get_batch)
+    profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
+    if profiler.rank == 0:
+        # In bf16, too, a rank keeps a master of each weight.
+        dataclasses.replace(profile, fp16=workload.dtype != "fp32").write(order["folder"])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """The order comes on standard input, for a rank as its argument."""
+    order = json.loads(sys.argv[1]) if len(sys.argv) > 1 else json.load(sys.stdin)
+    if len(sys.argv) > 1 or order["num_ranks"] == 1:
+        record(measure)(order)
+    else:
+        words = ["--standalone", "--nproc-per-node", str(order["num_ranks"]), "-m", "methods.pipeline.measure_gpt"]
+        try:
+            run.main([*words, json.dumps(order)])
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            sys.exit(f"rank {rank}: {failure.message}")
+    print("null")
+
+
+if __name__ == "__main__":
+    main()
