@@ -95,5 +95,5 @@ def _run() -> None:
 
 
 def _fail(line: str, code: int) -> None:
-    print(line, file=sys.stderr)
+    print(line.replace("\n", "\\n"), file=sys.stderr)  # a word of the call, or a name, may hold one
     sys.exit(code)

@@ -12,6 +12,7 @@ from typing import Any
 
 MOST_BYTES = 256 * 2**20
 MOST_DEPTH = 40
+MOST_PARTS = 100_000  # of YAML, aliases counted each time
 MOST_DIGITS = 19  # of an integer: 64 bits
 
 
@@ -44,14 +45,33 @@ def read_json(path: Path) -> Any:
         data = json.loads(read_text(path), parse_int=_integer, parse_float=_number, parse_constant=_no_number)
     except RecursionError:
         data = None
-    level, depth = [data], 0
-    while level := [item for part in level for item in _parts(part)]:
-        depth += 1
-        if depth > MOST_DEPTH:
-            break
-    if data is None or level:
+    if data is None or not _is_limited(data):
         raise ValueError(f"expected JSON of at most {MOST_DEPTH} levels")
     return data
+
+
+def read_yaml(path: Path, as_text: bool = False) -> Any:
+    """Raises OSError as read_text() does, and ValueError for what is no YAML of a person's size: an alias may stand for
+    a part again and again. `as_text`: numbers, dates and truth stay as they are written."""
+    import yaml
+
+    try:
+        data = yaml.load(read_text(path), Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # of a date, a character's number
+        raise ValueError(" ".join(str(error).split())) from error
+    if not _is_limited(data, MOST_PARTS):
+        raise ValueError(f"expected YAML of at most {MOST_DEPTH} levels and {MOST_PARTS} parts")
+    return data
+
+
+def _is_limited(data: Any, most_parts: float = math.inf) -> bool:
+    level, num_parts = [data], 0
+    for _ in range(MOST_DEPTH + 1):
+        level = [item for part in level for item in _parts(part)]
+        num_parts += len(level)
+        if not level or num_parts > most_parts:
+            break
+    return not level and num_parts <= most_parts
 
 
 def _parts(value: Any) -> Any:

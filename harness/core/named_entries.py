@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.core.checked_data import checked
+from harness.core.foreign_file import read_yaml
 
 T = TypeVar("T")
 
@@ -22,11 +23,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def entries(file: Path, example: str) -> dict[str, Any]:
     """Every entry, as written. Raises ValueError, one line with an example, if the file holds none."""
-    import yaml
-
     try:
         return _parsed(file, file.stat().st_mtime_ns)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"{file} does not load: {told}; try {example}") from error
 
@@ -48,6 +47,4 @@ def entry(kind: type[T], name: str, file: Path, example: str) -> T:
 @functools.lru_cache
 def _parsed(file: Path, written: int) -> dict[str, Any]:
     """As it was at that time: parsing takes longer than a plan."""
-    import yaml
-
-    return checked(dict[str, Any], yaml.safe_load(file.read_text()) or {})
+    return checked(dict[str, Any], read_yaml(file) or {})

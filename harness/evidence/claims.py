@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from harness.core import method
 from harness.core.checked_data import checked
+from harness.core.foreign_file import read_yaml
 from harness.figures.point import METRICS
 
 FOLDER = method.ROOT / "claims"
@@ -229,8 +229,8 @@ def load(folder: Path = FOLDER) -> list[Claim]:
 
 def _load_file(path: Path) -> list[Claim]:
     try:
-        data = yaml.load(path.read_bytes(), Loader=yaml.BaseLoader)
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        data = read_yaml(path, as_text=True)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a file of claims: {' '.join(str(error).split())}") from error
     if not (isinstance(data, dict) and set(data) == {"claims"} and isinstance(data["claims"], list)):
         raise ValueError(f"{path} is not a file of claims: expected one key, claims, with a list")

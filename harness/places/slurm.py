@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import PositiveInt
 
 from harness.core import failures
 from harness.core.checked_data import NO_OTHER_FIELDS, checked
+from harness.core.foreign_file import read_yaml
 from harness.core.job import Job
 from harness.core.method import ROOT, Unavailable
 from harness.core.record import Record, new_stem
@@ -83,8 +83,8 @@ def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
             found[name] = int(value) if value.isdigit() else value
             continue
         try:
-            found |= checked(dict[str, Any], yaml.safe_load(Path(text).read_text()))
-        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            found |= checked(dict[str, Any], read_yaml(Path(text)))
+        except (OSError, ValueError) as error:
             told = " ".join(str(error).split())
             raise ValueError(f"--slurm {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {told}") from error
     try:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from harness.core.job import Job
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, cgroup, machine
 from harness.devices.device_lock import turn
-from harness.run import ranks
+from harness.run import ranks, scratch
 
 SAMPLE_SECONDS = 0.1
 LIST_SECONDS = 1.0  # between lists of children, which read every process: 1.5 ms of the cores that train
@@ -138,16 +137,18 @@ class Watch:
         self.group = self.wall or cgroup.current()
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
         reader, writer = os.pipe()
-        self.scratch = tempfile.mkdtemp(prefix="run-")  # the worker's temporary folder, which is gone with it
+        self.scratch, held = scratch.make()
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock), start_new_session=True,
-                text=True, env=environment(job) | {"TMPDIR": self.scratch},
+                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock, held), start_new_session=True,
+                text=True, env=environment(job) | {"TMPDIR": str(self.scratch)},
             )  # fmt: skip
         except OSError:
             os.rmdir(self.scratch)
             raise
+        finally:
+            os.close(held)  # the worker's copy is what counts
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock,

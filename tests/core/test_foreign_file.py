@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.core.foreign_file import read_text
+from harness.core.foreign_file import read_text, read_yaml
 from harness.core.job import Job
 from harness.core.record import Record, read_all
 from tests.support.records import record
@@ -51,3 +51,16 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="expected a regular file"):
         read_text(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['a: "\\U99999999999"', "a: 2022-99-99", "[" * 100_000, "a: !!python/object:os.system {}", "a: &a [*a]",
+     "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'a'] * 9)}]" for n in range(30))],
+    ids=range(6),
+)  # fmt: skip
+def test_yaml_that_no_person_wrote_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "some.yaml").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_yaml(tmp_path / "some.yaml")
+    assert str(caught.value) and "\n" not in str(caught.value)

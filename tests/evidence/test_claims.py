@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.job import Job, Workload
@@ -18,6 +17,7 @@ from harness.evidence import claims, judge, verify
 from harness.figures import case
 from tests.cli.test_main import run
 from tests.support import records
+from tests.support.fuzz import fuzzed
 from tests.support.records import write
 
 TEXT = (claims.FOLDER / "stronghold.yaml").read_text()
@@ -167,11 +167,8 @@ def mutated_claims(draw: st.DrawFn) -> bytes:
     return json.dumps({"claims": chosen}).encode()
 
 
-# CLAIM_MUTATIONS=10000 ./test.sh -k mutated takes minutes.
 @pytest.mark.heavy
-@settings(
-    max_examples=int(os.environ.get("CLAIM_MUTATIONS", "300")), deadline=None, suppress_health_check=list(HealthCheck)
-)
+@fuzzed
 @given(data=st.one_of(mutated_bytes(), mutated_claims()))
 def test_a_mutated_file_is_claims_that_can_be_judged_or_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: bytes

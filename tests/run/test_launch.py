@@ -23,6 +23,7 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
+from harness.run import scratch
 from harness.run.launch import Events, Watch, environment, launch
 from tests.support import cli, tiny
 from tests.support.tiny import TINY, write_compiling
@@ -133,6 +134,19 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path: Path, monkeypatc
         monkeypatch.setenv("TMPDIR", folder)
         assert Record.read(launch(resolve(job)[0], "key", tmp_path)).status == "ok"
         assert not os.listdir(folder)
+
+
+def test_a_folder_of_a_run_whose_processes_were_killed_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (used, held), (left, alone) = scratch.make(), scratch.make()
+    (left / "file").touch()
+    os.close(alone)
+    new, handle = scratch.make()
+    assert {*tmp_path.iterdir()} == {used, new}
+    os.close(handle)
+    os.close(held)
 
 
 def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(

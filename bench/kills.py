@@ -1,0 +1,131 @@
+"""Kills runs at random moments and looks at what is left: python -m bench.kills [--kills 300], about five seconds each.
+
+A third of the kills comes within 200 ms after the last step, the others at any time of the call. Killed are the parent,
+the worker, or both, by SIGKILL, SIGTERM, SIGHUP to the parent, or SIGHUP to both, as a closed terminal sends it. No
+process may live on, and no file may be torn; after one more call, which is left alone, nothing else may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from harness.core.method import ROOT
+from harness.core.record import read_all
+
+WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --rerun --json".split()  # noqa: SIM905
+KINDS = [("parent", signal.SIGKILL), ("worker", signal.SIGKILL), ("both", signal.SIGKILL), ("parent", signal.SIGTERM),
+         ("parent", signal.SIGHUP), ("both", signal.SIGHUP)]  # fmt: skip
+LAST_SECONDS = 0.2
+END_SECONDS = 90.0  # by which an orphan has written its record, or was ended
+
+
+class Call:
+    """A call of its own session, whose last step is heard of."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "HARNESS_LOCKS": str(folder), "KILLS": str(folder)}
+        words = [sys.executable, "-m", "harness", *WORDS, "--results", str(folder / "results")]
+        self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                                        env=environment, start_new_session=True)  # fmt: skip
+        self.has_trained = threading.Event()
+        self.listener = threading.Thread(target=self._listen)
+        self.listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):
+                if json.loads(line).get("step") == 40:
+                    self.has_trained.set()
+        self.has_trained.set()
+
+    def kill(self, whom: str, number: signal.Signals) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            workers = psutil.Process(self.process.pid).children() if whom != "parent" else []
+            for each in [*([self.process] if whom != "worker" else []), *workers]:
+                each.send_signal(number)
+
+    def wait(self) -> int:
+        code = self.process.wait()
+        self.listener.join()
+        return code
+
+
+def of_these_runs(folder: Path) -> list[int]:
+    """The processes that carry this folder in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("KILLS") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def left_alive(folder: Path) -> int:
+    """Processes that are there after the time that an orphan has."""
+    end = time.monotonic() + END_SECONDS
+    while (alive := of_these_runs(folder)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return len(alive)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=7)
+    asked = parser.parse_args()
+    chance, counts = random.Random(asked.seed), collections.Counter[str]()
+    with tempfile.TemporaryDirectory(prefix="kills-") as name:
+        folder = Path(name)
+        (folder / "tmp").mkdir()
+        shared = {*os.listdir("/dev/shm")}
+        began = time.monotonic()
+        Call(folder).wait()
+        length = time.monotonic() - began
+        with contextlib.suppress(KeyboardInterrupt):  # then what was seen so far is told
+            for kill in range(asked.kills):
+                (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
+                if kill % 3 == kill // len(KINDS) % 3:  # each kind as often
+                    call.has_trained.wait()
+                    time.sleep(chance.uniform(0, LAST_SECONDS))
+                else:
+                    time.sleep(chance.uniform(0, length))
+                counts["calls that had ended before"] += call.process.poll() is not None
+                call.kill(whom, number)
+                call.wait()
+                counts["processes left"] += left_alive(folder)
+                counts["kills"] += 1
+                print(f"\r{kill + 1} of {asked.kills}", end="", file=sys.stderr, flush=True)
+        code = Call(folder).wait()
+        records, torn = read_all(folder / "results")
+        for record in records.values():
+            counts[f"records: {record.status}"] += 1
+            counts["results without a host peak"] += record.is_result and not record.peaks.get("host_anonymous")
+        counts["files that are no records"] = len(torn)
+        counts["other files left in results"] = sum(
+            not path.name.startswith("log_") for path in (folder / "results").iterdir()
+        )
+        counts["shared memory left"] = len({*os.listdir("/dev/shm")} - shared)
+        counts["temporary files, folders and sockets left"] = len(os.listdir(folder / "tmp"))
+        counts["exit code of the last call"] = code
+    print(f"\na call takes {length:.1f} s")
+    for told, number in sorted(counts.items()):
+        print(f"{number:6}  {told}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""A run's temporary folder, which goes with it: whoever is killed, the next run removes what nobody holds any more."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "harness-run-"
+
+
+def make() -> tuple[Path, int]:
+    """A new folder, and its locked descriptor: while a process of the run has that, the folder is in use."""
+    remove_left()
+    new = Path(tempfile.mkdtemp(prefix=".harness-new-"))
+    handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return new.rename(new.with_name(new.name.replace(".harness-new-", PREFIX))), handle  # named once it is locked
+
+
+def remove_left() -> None:
+    """Remove this user's folders of runs whose processes are all gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, or somebody else's
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(handle).st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
