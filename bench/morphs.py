@@ -10,6 +10,7 @@ disturbed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -82,7 +83,8 @@ class Machines:
     def signal(self, number: int, kind: int) -> None:
         name = f"127.0.0.{number + 1}"
         agents = [line["agent"] for line in self.events("came") if line["machine"] == name]
-        os.kill(agents[-1], kind)
+        with contextlib.suppress(ProcessLookupError):  # it has not come back yet
+            os.kill(agents[-1], kind)
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
         found = read_lines(self.job / "events.jsonl")

@@ -61,6 +61,7 @@ class Agent:
         self.waiting.register(self.noticed, selectors.EVENT_READ, self.give_notice)
         signal.set_wakeup_fd(noticing)
         signal.signal(signal.SIGTERM, _ignore)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # of ranks: methods/pipeline/link.py lets it in
 
     def run(self) -> None:
         self.tell("ready", pid=os.getpid())
@@ -202,7 +203,6 @@ def _run(script: dict[str, Any], mine: dict[str, Any], told: int, others: list[i
     """The user's script, in this process, as Python would run it. `others`: descriptors that are not its business."""
     for descriptor in others:
         os.close(descriptor)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # methods/pipeline/link.py says when it is let in
     signal.set_wakeup_fd(-1)  # SIGTERM, which reaches all processes of a machine, is the agent's business
     log = os.open(mine["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -26,7 +26,7 @@ from methods.pipeline.launch.machines import IMPORTS, Line, Remote, is_here, rea
 from methods.pipeline.launch.pace import Pace
 
 POLL_SECONDS = 0.25  # of the list; a change counts when it is seen twice, since lists are written in several pieces
-START_SECONDS = 120.0  # that the first round waits for an agent; later ones wait for none
+START_SECONDS = 60.0  # that a launcher's first round waits for an agent; later ones wait for none
 GRACE_SECONDS = 1.5  # in which the ends of other ranks tell which one was the first
 STOP_SECONDS = 180.0  # for the checkpoint that SIGUSR1 asks for
 END_SECONDS = 10.0  # by which an agent that is told to has ended its ranks
@@ -67,6 +67,7 @@ class Round:
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # by step and rank
+    is_seated: bool = False  # ranks run, which can be signalled
     is_stopping: bool = False  # the ranks have agreed to
     asked_to_stop: float | None = None
     failed_at: float | None = None
@@ -83,6 +84,7 @@ class Launcher:
         self.polled = self.pruned = 0.0
         self.retry: dict[Line, tuple[float, float]] = {}  # of a lost machine: when, and the wait after that
         self.round: Round | None = None
+        self.num_rounds = 0
         self.crashes, self.furthest = 0, folder.last_step()
         self.reason = ""  # why no round runs
 
@@ -93,7 +95,7 @@ class Launcher:
             while True:
                 self._watch()
                 waits = any(not agent.is_ready for agent in self.agents)
-                if self.folder.state["round"] == 0 and waits and time.monotonic() < began + START_SECONDS:
+                if waits and self.num_rounds == 0 and time.monotonic() < began + START_SECONDS:
                     self._take(POLL_SECONDS)
                     continue
                 spread, machines = self._wanted()
@@ -197,14 +199,14 @@ class Launcher:
                     return self._after_failure(running)
             elif not running.running:
                 return self._after_end(running)
-            elif running.asked_to_stop is None:
+            elif running.asked_to_stop is None and running.is_seated:
                 wanted = self._wanted()
                 may_wait = any(not agent.is_ready for agent in self.agents) and not any(
                     agent.is_leaving for agent in running.machines
                 )
                 if wanted != (spread, machines) and not may_wait:
                     self._ask_to_stop(running)
-            elif time.monotonic() > running.asked_to_stop + STOP_SECONDS:
+            elif running.asked_to_stop and time.monotonic() > running.asked_to_stop + STOP_SECONDS:
                 self.say(f"no checkpoint within {STOP_SECONDS:g} s of SIGUSR1: going on from an earlier one")
                 self._end(running)
                 return None
@@ -215,6 +217,7 @@ class Launcher:
         resume_step = self.folder.resume()
         number = self.folder.state["round"] + 1
         self.folder.keep(round=number)
+        self.num_rounds += 1
         per_machine = self.job.choice.per_machine
         seats = [(machines[rank // per_machine], rank % per_machine) for rank in range(spread.num_ranks)]
         running = self.round = Round(number, spread, machines, resume_step, seats)
@@ -254,6 +257,7 @@ class Launcher:
                 "rank": rank, "arguments": [*arguments, *self.job.arguments], "environment": environment | own,
                 "link": {**link, "rank": rank}, "log": str(self.folder.path / "logs" / f"rank-{rank}.txt"),
             })  # fmt: skip
+        running.is_seated = True
         for agent, theirs in ranks.items():
             agent.send({"do": "start", "round": running.number, "ranks": theirs})
 
@@ -307,10 +311,11 @@ class Launcher:
             self.retry.pop(agent.line, None)
             self._event("came", machine=str(agent.line), agent=event["pid"])
         elif event["kind"] == "notice":
-            agent.is_leaving = True
-            self._retry_later(agent.line)
-            self._event("leaving", machine=str(agent.line))
-            self.say(f"machine {agent.line} is about to be taken away")
+            if not agent.is_leaving:
+                agent.is_leaving = True
+                self._retry_later(agent.line)
+                self._event("leaving", machine=str(agent.line))
+                self.say(f"machine {agent.line} is about to be taken away")
         elif running and event.get("round") == running.number:
             self._hear_of_round(running, agent, event)
 
@@ -414,8 +419,9 @@ class Launcher:
     def _interrupted(self) -> int:
         """Save a checkpoint, and end."""
         running = self.round
-        if running and running.failed_at is None:
-            self._ask_to_stop(running)
+        if running and running.is_seated and running.failed_at is None:
+            if running.asked_to_stop is None:
+                self._ask_to_stop(running)
             with contextlib.suppress(KeyboardInterrupt):
                 until = time.monotonic() + STOP_SECONDS
                 while running.running and running.failed_at is None and time.monotonic() < until:

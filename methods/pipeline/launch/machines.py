@@ -81,7 +81,7 @@ def command(address: str) -> list[str]:
     words = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment), *words]
     if "SLURM_JOB_ID" in os.environ:
         return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={address}", *words]
-    return ["ssh", "-o", "BatchMode=yes", "-T", address, shlex.join(words)]
+    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-T", address, shlex.join(words)]
 
 
 class Remote:
