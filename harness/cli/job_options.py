@@ -19,6 +19,7 @@ from harness.cli.options import Bytes, Numbers
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
+from harness.jobs.scale import to_fit
 from harness.places.place import Place
 
 # Options of methods that have an option of the command line; others are set with --option.
@@ -62,6 +63,8 @@ job_options = options.together(
     click.option("--machine", "machine_name", metavar="NAME", help="Take the budgets of a machine of machines.yaml."),
     click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
     click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
+    click.option("--scale", type=click.Choice(["fit"]),
+                 help="fit: all layers, on sim; widths over one number, memories over its square, in about a minute."),
     click.option("--link", type=Bytes(), help="Link of --device sim: bytes per second each way."),
     click.option("--disk-memory", type=Bytes(), help="Budget of disk space."),
     click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
@@ -122,6 +125,8 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
         if words.get(option) is not None and not any(option in job.options for job in jobs):
             able = ", ".join(method.having(option, folders))
             raise ValueError(f"{spelled} does not apply to {', '.join(names)}: leave it out, or try -m {able}")
+    if words.get("scale"):
+        jobs = [to_fit(job, folders)[0] for job in jobs]
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
 
 

@@ -14,8 +14,10 @@ from harness.cli import exit_codes, options
 from harness.cli.job_options import WithMethods, check_corpus, job_options, make_jobs, place_of, place_options
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
 from harness.core.console import print_table
+from harness.core.job import Job
 from harness.core.whole_file import check_replaceable
 from harness.devices import budgets
+from harness.jobs.next_calls import next_calls
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep, resolve
 
@@ -167,7 +169,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     jobs, left_out = [], []
     for job in asked:
         try:
-            resolved, _, shortfall = resolve(job, folders)
+            resolved = resolve(job, folders)[0]
         except ValueError as error:
             left_out.append(f"{job.method}, {job.workload.num_layers} layers: {error}")
             continue
@@ -191,7 +193,15 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         print(f"left out: {line}", file=sys.stderr)
     with reporter(words["as_json"]) as report:
         records = Sweep(words["results"], folders, report, words["rerun"], place).run(jobs)
+    if len(asked) == 1 and not is_sweep and (records[0].status, records[0].phase) == ("does-not-fit", "plan"):
+        _advise(asked[0], folders, words["as_json"])
     sys.exit(exit_codes.of_records(records, is_sweep))
+
+
+def _advise(job: Job, folders: tuple[Path, ...], as_json: bool) -> None:
+    """Say what to call instead."""
+    for call, why in next_calls(job, folders):
+        print(json.dumps({"event": "next", "call": call, "why": why}) if as_json else f"try {call}\n    {why}")
 
 
 def _folders(words: dict[str, Any]) -> tuple[Path, ...]:

@@ -23,18 +23,13 @@ from harness.core.job import Job, Plan, gib
 from harness.core.record import Record, read_all
 from harness.devices import machine
 from harness.evidence import claims
-from harness.figures import case
+from harness.figures import any_runs, case
 from harness.figures.profile import Profile
+from harness.jobs.estimate import PROCESS_SECONDS, run_seconds
 from harness.jobs.largest_depth import Probes, find
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep, resolve
 
-# Good to a factor of about two: a process with its imports and its gate; fp32 arithmetic; building and inspecting a
-# model's state; moving state between device and host and updating it there.
-PROCESS_SECONDS = {"sim": 4.0, "cuda": 12.0}
-OPERATIONS_PER_SECOND = {"sim": 2e10, "cuda": 2e13}
-BUILT_BYTES_PER_SECOND = 2e9
-MOVED_BYTES_PER_SECOND = {"sim": 2e9, "cuda": 1.5e10}
 PROBES = 5  # of a search
 MOST_LAYERS = 2**20
 
@@ -55,11 +50,8 @@ class PlannedRun:
     @property
     def seconds(self) -> float:
         """The missing runs, and a reference for each model, which repeats share."""
-        job, state = self.job, self.plan.device_bytes + self.plan.host_bytes
+        job, run = self.job, run_seconds(self.job, self.plan)
         num_models = int(job.options.get("num_models", 1))
-        step = num_models * job.workload.flops_per_step / OPERATIONS_PER_SECOND[job.device]
-        step += (self.plan.moved_bytes + self.plan.host_bytes) / MOVED_BYTES_PER_SECOND[job.device]
-        run = PROCESS_SECONDS[job.device] + state / BUILT_BYTES_PER_SECOND + job.steps * step
         references = self.missing if self.is_search else min(1, self.missing)
         return (self.missing + references) * run + references * (num_models - 1) * PROCESS_SECONDS[job.device]
 

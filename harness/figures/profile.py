@@ -15,10 +15,10 @@ from typing import Any
 from harness.core import method
 from harness.core.job import Budget, Job, Workload, gib
 from harness.devices import cuda_budget, machine, named_machines, sim
+from harness.jobs.scale import PUBLISHED_ON, shrunk
 
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
-PUBLISHED_ON = "v100-vm"  # of machines.yaml
 STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32, on the host if its layer is streamed
 PROBE = {"steps": 5, "warmup": 2}  # of a search: memory has settled
 ROOM = 0.9  # of a budget: what a plan with free choices may fill, as plans leave something out
@@ -154,14 +154,12 @@ def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
 
 def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, Budget]:
     """The published widths over `factor`, these memories over its square; a GPU's context does not shrink."""
-    full = Workload(num_layers=1)
-    widths = {name: getattr(full, name) // factor for name in ("hidden_size", "seq_len", "vocab_size")}
-    assert memories.device_bytes and memories.host_bytes
-    budget = Budget(memories.device_bytes // factor**2, memories.host_bytes // factor**2)
+    assert memories.device_bytes
+    workload, budget = shrunk(Workload(num_layers=1), Budget(memories.device_bytes, memories.host_bytes), factor)
     if on_gpu and factor > 1:
         fills = cuda_budget.tensor_bytes(memories.device_bytes) // factor**2
         budget = dataclasses.replace(budget, device_bytes=cuda_budget.budget_bytes(fills))
-    return dataclasses.replace(full, **widths), budget
+    return workload, budget
 
 
 def call(number: int | str, profile: str) -> str:

@@ -7,10 +7,14 @@ from decimal import Decimal
 from typing import Any
 
 from harness.core.job import Job, Workload
+from harness.devices import machine
+
+SHORT = {"window_size": "-w", "placement": "--placement", "disk": "--disk"}  # options with words of their own
 
 
-def command(job: Job) -> str:
-    """The call that makes this job, with its resolved options: the inverse of make_jobs()."""
+def command(job: Job, is_short: bool = False) -> str:
+    """The call that makes this job, with its options: the inverse of make_jobs(). The short one leaves out what is the
+    default here."""
     defaults, load, budget = Workload(), job.workload, job.budget
     names = {"num_layers": "-l", "hidden_size": "-h", "batch_size": "-b"}
     others = {"num_heads": "--heads", "seq_len": "--seq", "vocab_size": "--vocab", "dtype": "--dtype",
@@ -20,13 +24,18 @@ def command(job: Job) -> str:
                "link_bytes_per_second": "--link"}  # fmt: skip
     words: list[Any] = ["-m", job.method]
     for name, word in {**names, **others}.items():
-        if name in names or getattr(load, name) != getattr(defaults, name):
+        is_said = name == "num_layers" or (name in names and not is_short)
+        if is_said or getattr(load, name) != getattr(defaults, name):
             words += [word, getattr(load, name)]
-    words += [word for name, value in job.options.items() for word in ("--option", f"{name}={value}")]
-    words += ["--device", job.device]
+    spelled = SHORT if is_short else {}
+    for name, value in job.options.items():
+        words += [spelled[name], value] if name in spelled else ["--option", f"{name}={value}"]
+    usual = "sim" if budget.device_bytes and "cuda" not in machine.devices() else machine.devices()[0]
+    words += [] if is_short and job.device == usual else ["--device", job.device]
     for name, word in budgets.items():
         if getattr(budget, name) is not None:
             words += [word, f"{Decimal(getattr(budget, name)) / 1024}KiB"]  # exact: a division by a power of two
     words += ["--timeout", budget.seconds] if budget.seconds is not None else []
-    words += ["--steps", job.steps, "--warmup", job.warmup]
+    if not is_short or (job.steps, job.warmup) != (Job.steps, Job.warmup):
+        words += ["--steps", job.steps, "--warmup", job.warmup]
     return shlex.join(["./run.sh", *map(str, words)])

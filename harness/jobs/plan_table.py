@@ -11,30 +11,13 @@ from typing import Any
 from harness.core import method
 from harness.core.child_process import ask
 from harness.core.console import print_table
-from harness.core.job import STATE_KINDS, Budget, Job, Plan, Workload, gib
-from harness.core.rates import ADAM_BYTES, Rates
+from harness.core.job import STATE_KINDS, Budget, Job, gib
 from harness.devices import machine
 from harness.jobs import published_laws
+from harness.jobs.estimate import least_step_seconds
 from harness.jobs.sweep import largest, resolve
 
 MEMORIES = ("device", "host", "disk")
-OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # a parameter: two moments, in mixed precision a master, too
-
-
-def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
-    """A lower bound of a step, however well its parts overlap: the longest of its arithmetic, its copies with both
-    directions of the link full, the host's Adam, and what copies and Adam read and write in the host's memory. None if
-    the machine's rates are not known."""
-    if rates is None:
-        return None
-    at_host = plan.updates_on_host * plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
-    link = (rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2
-    return max(
-        sum(rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)),
-        plan.moved_bytes / 2 / link,
-        at_host / rates.host_adam_params_per_second,
-        (ADAM_BYTES[workload.dtype] * at_host + plan.moved_bytes) / rates.host_bytes_per_second,
-    )
 
 
 def row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from harness.core.console import readable, terminal
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
+from harness.jobs import estimate
 from harness.run.launch import Report
 
+LEAST_FORETOLD = 30.0  # seconds
 FEWEST_TIMED = 5  # steps whose median may be believed
 UNEXPLAINED = ("crash", "killed", "timeout")  # ends of which the log tells more than the record
 
@@ -55,12 +57,16 @@ class _Lines:
 
     def __init__(self, write: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
         self.write, self.steps, self.host_bytes = write, 0, 0
+        self.has_reference: bool | None = False
 
     def report(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "start":
             plan, job = event["plan"], event["job"]
-            self.steps, self.host_bytes = job.steps, plan.host_bytes
+            self.steps, self.host_bytes, self.has_reference = job.steps, plan.host_bytes, event.get("has_reference")
+            if (foreseen := event.get("foreseen_seconds", 0.0)) > estimate.LONG_SECONDS:
+                told = f"about {estimate.text(foreseen)}{', its reference included' * bool(self.has_reference)}"
+                self.write(f"long: {told}, by the machine's rates or a rough guess: {estimate.SHORTER}")
             options = "".join(f" {name}={value}" for name, value in job.options.items())
             seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
             self.write(
@@ -70,6 +76,7 @@ class _Lines:
         elif kind == "recorded":
             self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
         elif kind == "step":
+            self.foretell(event)
             told = f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
             if "skipped_at_scale" in event:
                 self.write(f"{told}  skipped: a gradient is not finite at loss scale {event['skipped_at_scale']:g}")
@@ -91,6 +98,14 @@ class _Lines:
         elif kind == "warning":
             self.write(f"warning: {event['text']}")
 
+    def foretell(self, event: dict[str, Any]) -> None:
+        """After the first step, how long the rest takes, if that is long enough to be waited for."""
+        left = (self.steps - event["step"]) * event["seconds"]
+        left += self.steps * event["seconds"] * bool(self.has_reference)
+        if event["step"] == 1 and left > LEAST_FORETOLD:
+            told = f"about {estimate.text(left)} left{', its reference included' * bool(self.has_reference)}"
+            self.write(f"  {told}{f': {estimate.SHORTER}' if left > estimate.LONG_SECONDS else ''}")
+
 
 class _Bar:
     """The same lines, and a bar with loss, samples/s and time left while a job runs."""
@@ -105,6 +120,7 @@ class _Bar:
     def report(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "step":
+            self.lines.foretell(event)
             speed = self.batch_size * len(event.get("shares") or [1]) / event["seconds"]
             numbers = f"loss {event['loss']:.4f}  {speed:.3g} samples/s{shares_text(event)}"
             self.progress.update(self.task, completed=event["step"], numbers=numbers)

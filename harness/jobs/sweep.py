@@ -15,7 +15,7 @@ from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
 from harness.devices import budgets, cuda_budget, machine
-from harness.jobs import gate
+from harness.jobs import estimate, gate
 from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
@@ -166,8 +166,17 @@ class Sweep:
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
         resolved, plan, shortfall = resolve(job, self.folders)
-        self.report({"event": "start", "job": resolved, "plan": plan, **place})
+        foreseen = self._foreseen(resolved, plan) if "index" in place and not shortfall else {}
+        self.report({"event": "start", "job": resolved, "plan": plan, **place, **foreseen})
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
+
+    def _foreseen(self, job: Job, plan: Plan) -> dict[str, Any]:
+        """Seconds of the job, with those of a reference that is still to run, and if there is such a one."""
+        other = self._reference(job)
+        is_own = other.method == job.method and other.device == job.device
+        runs = 1 if is_own or self._known(self.key(resolve(other, self.folders)[0])) else 2
+        rates = machine.rank_budget(job).rates
+        return {"foreseen_seconds": runs * estimate.run_seconds(job, plan, rates), "has_reference": runs == 2}
 
     def _launch(self, job: Job, key: str) -> Path:
         self.measured_now.add(key)

@@ -23,7 +23,7 @@ import psutil
 
 from harness.core import failures, log_lines
 from harness.core.child_process import child_environment
-from harness.core.job import Job
+from harness.core.job import Job, Workload
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, cgroup, machine
 from harness.devices.device_lock import turn
@@ -76,8 +76,13 @@ def environment(job: Job) -> dict[str, str]:
     device memory to another process, which would forbid this."""
     if job.device == "cuda":
         return ({} if machine.allocator_settings() else {"PYTORCH_ALLOC_CONF": EXPANDABLE}) | child_environment()
-    is_small = machine.forward_flops(job.workload) / job.workload.batch_size < FLOPS_FOR_THREADS
-    return ({"OMP_NUM_THREADS": "1"} if is_small and job.world_size == 1 else {}) | child_environment()
+    has_one_thread = is_small(job.workload) and job.world_size == 1
+    return ({"OMP_NUM_THREADS": "1"} if has_one_thread else {}) | child_environment()
+
+
+def is_small(workload: Workload) -> bool:
+    """True if a CPU computes its layers by one thread."""
+    return machine.forward_flops(workload) / workload.batch_size < FLOPS_FOR_THREADS
 
 
 class Events:

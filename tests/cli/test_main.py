@@ -70,7 +70,6 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
             "expected a case of 1, 2, 3, 4, 5, 6, overlap, or all of those with a number, got 'overlaps'",
         ),
         ("-m resident --methods /nowhere", "/nowhere"),
-        ("-m resident -l 1000000", "the largest that should fit has -l"),
         ("-m resident --device cuda", "no cuda device"),
         ("no-such-verb", "No such command"),
         ("-m resident --no-such-option", "No such option"),

@@ -17,7 +17,7 @@ from harness.core.job import GIB, STATE_KINDS, Budget, Plan, Workload
 from harness.core.method import ROOT
 from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
-from harness.jobs.plan_table import least_step_seconds
+from harness.jobs.estimate import least_step_seconds
 
 SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
 

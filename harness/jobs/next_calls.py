@@ -1,0 +1,74 @@
+"""What to call instead of a job that cannot fit: each call by plan fits where it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.core import method
+from harness.core.job import Budget, Job, gib
+from harness.devices import machine, named_machines
+from harness.jobs import estimate
+from harness.jobs.command import command
+from harness.jobs.scale import PUBLISHED_ON, to_fit
+from harness.jobs.sweep import largest, resolve
+
+
+def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Commands, each with what it does and how long that takes, for a job as it was asked for."""
+    with contextlib.suppress(ValueError):  # a placement of its own, or sizes that no factor divides
+        scaled, factor = to_fit(job, folders)
+        if factor > 1 and (told := _minutes(scaled, folders)):
+            load = scaled.workload
+            sizes = f"{load.num_layers} layers x {load.hidden_size}, {load.seq_len} tokens, {load.vocab_size} words"
+            memories = f"{gib(scaled.budget.device_bytes or 0)} of device, {gib(scaled.budget.host_bytes or 0)} of host"
+            yield f"{command(job, is_short=True)} --scale fit", f"scaled by {factor}: {sizes}, {memories}; {told}"
+    yield from _on_disk(job, folders)
+    trained = method.create(job.method, job.options, folders)
+    depth = largest(trained, job, machine.rank_budget(job))
+    if depth:
+        smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
+        if told := _minutes(smaller, folders):
+            yield command(smaller, is_short=True), f"the largest depth that fits as it is; {told}"
+    is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None  # no budget was asked for
+    for name in sorted(named_machines.names(), key=lambda name: name != PUBLISHED_ON) if is_of_here else ():
+        budget = named_machines.load(name).budget
+        if budget.device_bytes and budget.host_bytes and _fits(job, budget, folders):
+            bare = dataclasses.replace(job, budget=Budget(), device=machine.devices()[0])
+            words = command(bare, is_short=True).removeprefix("./run.sh ")
+            yield f"./run.sh plan {words} --machine {name}", "the plan on a machine that holds it, in a second"
+            break
+
+
+def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
+    """With layers on the disk: at this depth, else at the largest that then fits."""
+    if "disk" not in method.option_names(method.load(job.method, folders)) or job.options.get("disk"):
+        return
+    folder = tempfile.gettempdir()
+    budget = job.budget.disk_bytes or shutil.disk_usage(folder).free
+    asked = dataclasses.replace(job, options={**job.options, "disk": folder})
+    room = dataclasses.replace(machine.rank_budget(asked), disk_bytes=budget)
+    depth = min(largest(method.create(job.method, asked.options, folders), asked, room), job.workload.num_layers)
+    deeper = dataclasses.replace(asked, workload=job.workload.at_depth(depth)) if depth else asked
+    without = largest(method.create(job.method, job.options, folders), job, machine.rank_budget(job))
+    if depth > without and (told := _minutes(deeper, folders)):
+        yield command(deeper, is_short=True), f"with layers on the disk; {told}"
+
+
+def _fits(job: Job, budget: Budget, folders: tuple[Path, ...]) -> bool:
+    with contextlib.suppress(ValueError):
+        return method.create(job.method, job.options, folders).plan(job.workload, budget).shortfall(budget) is None
+    return False
+
+
+def _minutes(job: Job, folders: tuple[Path, ...]) -> str:
+    """How long the run and its reference take, if it fits; empty if it does not."""
+    resolved, plan, shortfall = resolve(job, folders)
+    if shortfall:
+        return ""
+    rates = machine.rank_budget(job).rates
+    return f"about {estimate.text(2 * estimate.run_seconds(resolved, plan, rates))}, the reference included"

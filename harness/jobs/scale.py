@@ -1,0 +1,48 @@
+"""An experiment scaled down: the same layers, with width, sequence and vocabulary over one number, memories over its
+square. Layers, ends, activations and logits all take that part of their bytes, so what fits still fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from harness.core import method
+from harness.core.job import Budget, Job, Workload
+from harness.devices import machine, named_machines
+from harness.jobs.estimate import run_seconds
+
+PUBLISHED_ON = "v100-vm"  # of machines.yaml: its memories are taken where a job has no budgets
+MOST_SECONDS = 60.0  # of a run and its reference
+MOST_OF_HOST = 0.5  # of this machine's memory
+FACTORS = (1, 2, 4, 8, 16, 32, 64)
+LEAST_TOKENS, LEAST_WORDS = 16, 64
+
+
+def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, Budget]:
+    """Widths over the factor, in multiples of the heads, and memories over its square."""
+    heads = workload.num_heads
+    widths = {
+        "hidden_size": max(1, workload.hidden_size // factor // heads) * heads,
+        "seq_len": max(min(LEAST_TOKENS, workload.seq_len), workload.seq_len // factor),
+        "vocab_size": max(min(LEAST_WORDS, workload.vocab_size), workload.vocab_size // factor),
+    }
+    sizes = {name: getattr(budget, name) for name in ("device_bytes", "host_bytes", "disk_bytes")}
+    memories = {name: size // factor**2 for name, size in sizes.items() if size is not None}
+    return dataclasses.replace(workload, **widths), dataclasses.replace(budget, **memories)
+
+
+def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
+    """The job on the simulated device, in the published machine's memories if it has no budgets of its own, by the
+    least factor with which it takes about a minute here; and the factor."""
+    published = named_machines.load(PUBLISHED_ON).budget
+    given = {name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")}
+    whole = dataclasses.replace(published, rates=None, **given, seconds=job.budget.seconds)
+    assert whole.device_bytes and whole.host_bytes
+    for factor in FACTORS:
+        workload, budget = shrunk(job.workload, whole, factor)
+        scaled = dataclasses.replace(job, workload=workload, budget=budget, device="sim")
+        plan = method.create(job.method, job.options, folders).plan(workload, budget)
+        has_room = (budget.device_bytes or 0) + (budget.host_bytes or 0) < MOST_OF_HOST * machine.host_bytes()
+        if has_room and 2 * run_seconds(scaled, plan) <= MOST_SECONDS:
+            break
+    return scaled, factor
