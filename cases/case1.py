@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from harness.core.job import Job
 from harness.core.record import Record
-from harness.figures import case
+from harness.figures import case, plot
 from harness.figures.point import FigureRow, row_of
 from harness.figures.profile import Profile
 
@@ -32,3 +32,18 @@ def table(records: Sequence[Record], used: Profile) -> list[FigureRow]:
         is_final = case.is_searched(name, records)
         rows += [replace(row_of(METRIC, part), is_final=is_final) for part in case.largest(name, records) if part]
     return rows
+
+
+def pick(rows: Sequence[FigureRow]) -> list[FigureRow]:
+    """For each method the largest size that trained, with a passed gate if there is one, then the next that failed."""
+    found = []
+    for name in METHODS:
+        own = sorted((row for row in rows if row.method == name), key=lambda row: row.value or 0.0)
+        trained = [row for row in own if plot.succeeded(row)]
+        best = next((row for row in reversed(trained) if row.valid), trained[-1] if trained else None)
+        failed = [
+            row for row in own if not plot.succeeded(row) and (best is None or (row.value or 0.0) > (best.value or 0.0))
+        ]
+        found += [replace(best, is_final=bool(failed))] if best else []
+        found += failed[:1]
+    return found

@@ -51,3 +51,13 @@ def draw(axes: plot.Axes, rows: list[FigureRow]) -> None:
         groups.append((case.label(name), [own, ours]))
     plot.bars(axes, groups)
     plot.tilt(axes)
+
+
+def pick(rows: Sequence[FigureRow]) -> list[FigureRow]:
+    """Each baseline at its largest depth that trained, passing the gate if it did anywhere, and STRONGHOLD there."""
+    found = []
+    for name in BASELINES:
+        trained = [row for row in rows if row.method == name and plot.succeeded(row)]
+        found += sorted(trained, key=lambda row: (row.valid, row.num_layers))[-1:]
+    depths = {row.num_layers for row in found}
+    return found + [row for row in rows if row.method == OURS and row.num_layers in depths]

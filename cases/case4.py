@@ -5,6 +5,8 @@ One window at all depths and no resident layer, so that every layer costs the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from harness.core.job import Job
 from harness.figures import case, plot
 from harness.figures.point import FigureRow
@@ -27,3 +29,7 @@ def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
 def draw(axes: plot.Axes, rows: list[FigureRow]) -> None:
     plot.line(axes, [(row.num_layers, row) for row in rows], case.label(METHODS[0]))
     axes.set_xlabel("#Layers")
+
+
+def pick(rows: Sequence[FigureRow]) -> list[FigureRow]:
+    return sorted(rows, key=lambda row: row.num_layers)

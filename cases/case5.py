@@ -5,6 +5,8 @@ No layer is resident: the published window sets both the window and the resident
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from harness.core.job import Job
 from harness.figures import plot
 from harness.figures.point import FigureRow
@@ -29,3 +31,13 @@ def draw(axes: plot.Axes, rows: list[FigureRow]) -> None:
     plot.bars(axes, [(str(row.window_size), [[row]]) for row in rows])
     axes.set_xlabel("window (layers)")
     axes.set_ylabel(plot.axis_text("Iteration time", rows))
+
+
+def pick(rows: Sequence[FigureRow]) -> list[FigureRow]:
+    """At the depth that has most windows, of several the largest."""
+    windows = {
+        depth: {row.window_size for row in rows if row.num_layers == depth}
+        for depth in {row.num_layers for row in rows}
+    }
+    shared = max(windows, key=lambda depth: (len(windows[depth]), depth))
+    return sorted((row for row in rows if row.num_layers == shared), key=lambda row: row.window_size or 0)

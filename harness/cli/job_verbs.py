@@ -122,6 +122,12 @@ def largest(**words: Any) -> None:
 @click.option("--out", type=FOLDER, help="Folder of tables and figures; default: RESULTS/figures.")
 @click.option("--extract", "only", flag_value="extract", help="Only write the table, from the records.")
 @click.option("--draw", "only", flag_value="draw", help="Only draw the figure, from the table.")
+@click.option(
+    "--where",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With these: of any records in the folder, those that have this value.",
+)
 @options.as_json
 def case(**words: Any) -> None:
     """Make a figure of the papers, or all: run what is missing, write the table, draw it.
@@ -173,8 +179,6 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         except ValueError as error:
             left_out.append(f"{job.method}, {job.workload.num_layers} layers: {error}")
             continue
-        if shortfall and len(asked) == 1 and not is_sweep:
-            raise ValueError(shortfall)
         jobs.append(resolved)
     if not jobs:
         raise ValueError(left_out[0])

@@ -188,15 +188,18 @@ def closing_line(points: Sequence[PlannedRun], used: Profile) -> str:
 
 def main(
     number: str, profile: str | None, machine: str | None, seconds: float | None, repeats: int | None, results: Path,
-    out: Path | None, only: str | None, as_json: bool,
+    out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (),
 ) -> list[Record]:  # fmt: skip
-    """The records of what was run. Raises ValueError for an unknown case, profile or machine."""
+    """The records of what was run. A table or drawing alone is of any records, where there are none of a profile.
+    Raises ValueError for an unknown case, profile or machine."""
     there = [*map(str, case.numbers()), *case.others()]
     if number not in ("all", *there):
         raise ValueError(f"expected a case of {', '.join(there)}, or all of those with a number, got {number!r}")
     records = list(read_all(results)[0].values())
     used = case.profile_of(profile, machine, records[-1].machine if only and records else None)
     out = out or results / "figures"
+    if where and (not only or profile or machine):
+        raise ValueError("--where chooses records for --extract and --draw, without --profile and --machine")
     if not only:
         used.check_machine()
     if number in case.others():  # a case that makes its own runs
@@ -207,7 +210,8 @@ def main(
     if not only:
         return make(numbers, used, results, out, as_json, math.inf if seconds is None else seconds)
     for each in numbers:
-        _write(each, used, records, out, only, is_one=len(numbers) == 1)
+        is_of_profile = profile or machine or (not where and case.any_of(each, used, records))
+        _write(each, used if is_of_profile else None, records, out, only, is_one=len(numbers) == 1, where=where)
     return []
 
 
@@ -237,12 +241,17 @@ def _measure(campaign: Campaign, seconds: float, as_json: bool) -> list[Record]:
     return campaign.finished
 
 
-def _write(number: int, used: Profile, records: list[Record], out: Path, only: str | None, is_one: bool) -> None:
-    """Write the table and the figure of a case. Of several cases, one without records is only reported."""
+def _write(
+    number: int, used: Profile | None, records: list[Record], out: Path, only: str | None, is_one: bool,
+    where: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Write the table and the figure of a case, of a profile or of any records. Of several cases, one without records
+    is only reported."""
     try:
-        path = Path(f"{case.stem(number, used, out)}.csv")
+        path = Path(f"{case.stem(number, used.name if used else any_runs.NAME, out)}.csv")
         if only != "draw":
-            path = case.extract(number, used, records, out)
+            rows = case.table(number, used, records) if used else any_runs.table(number, records, where)
+            path = case.write_rows(number, used.name if used else any_runs.NAME, rows, out)
         made = [] if only == "extract" else case.draw(number, path)
     except ValueError as error:
         if is_one:

@@ -8,6 +8,7 @@ largest trained depths of the searched methods, as far as known. It may have
     LOOK                    options of plot.figure
     figure(rows, note)      the whole figure, instead of draw
     AXIS                    the column in which its rows differ
+    pick(rows)              of the rows of any runs those that its figure shows (harness/figures/any_runs.py)
     profiles(used)          the profiles of its jobs, where they are of others than `used` alone
     simulated(rows)         rows beside the measured ones, made of them by arithmetic
 Cases without a number are no figures of the papers and no part of `all`: main() does everything, and reports call
@@ -86,6 +87,12 @@ def profiles(number: int, used: Profile) -> Sequence[Profile]:
     """The profiles of a case's jobs."""
     module = load(number)
     return module.profiles(used) if hasattr(module, "profiles") else (used,)
+
+
+def any_of(number: int, used: Profile, records: Sequence[Record]) -> bool:
+    """True if some run is of this case in this profile."""
+    its = profiles(number, used)
+    return any(record.origin == "run" and each.is_of(record.job) for record in records for each in its)
 
 
 def is_of(used: Profile, job: Job) -> bool:
@@ -232,8 +239,8 @@ def published(number: int) -> list[FigureRow]:
 # ---- Rows to files
 
 
-def stem(number: int, used: Profile, out: Path) -> Path:
-    return out / f"case{number}_{used.name}"
+def stem(number: int, name: str, out: Path) -> Path:
+    return out / f"case{number}_{name}"
 
 
 def table(number: int, used: Profile, records: Sequence[Record]) -> list[FigureRow]:
@@ -249,15 +256,20 @@ def table(number: int, used: Profile, records: Sequence[Record]) -> list[FigureR
 
 def extract(number: int, used: Profile, records: Sequence[Record], out: Path) -> Path:
     """Write the CSV of a case: ours, then the published. Raises ValueError where there is nothing of ours."""
+    return write_rows(number, used.name, table(number, used, records), out)
+
+
+def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:
+    """The CSV of these rows, then the published, of a profile or what else has a name."""
     from pandas import DataFrame
 
-    found = [*table(number, used, records), *published(number)]
+    found = [*rows, *published(number)]
     frame = DataFrame([vars(row) for row in found], columns=COLUMNS, dtype=object)
     frame["keys"] = frame["keys"].map(" ".join)
     frame.insert(0, "case", number)
-    frame.insert(1, "profile", used.name)
+    frame.insert(1, "profile", name)
     out.mkdir(parents=True, exist_ok=True)
-    path = Path(f"{stem(number, used, out)}.csv")
+    path = Path(f"{stem(number, name, out)}.csv")
     write_table(frame, path)
     return path
 

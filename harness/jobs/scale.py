@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
@@ -21,13 +22,13 @@ LEAST_TOKENS, LEAST_WORDS = 16, 64
 def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, Budget]:
     """Widths over the factor, in multiples of the heads, and memories over its square."""
     heads = workload.num_heads
-    widths = {
+    widths: dict[str, Any] = {
         "hidden_size": max(1, workload.hidden_size // factor // heads) * heads,
         "seq_len": max(min(LEAST_TOKENS, workload.seq_len), workload.seq_len // factor),
         "vocab_size": max(min(LEAST_WORDS, workload.vocab_size), workload.vocab_size // factor),
     }
     sizes = {name: getattr(budget, name) for name in ("device_bytes", "host_bytes", "disk_bytes")}
-    memories = {name: size // factor**2 for name, size in sizes.items() if size is not None}
+    memories: dict[str, Any] = {name: size // factor**2 for name, size in sizes.items() if size is not None}
     return dataclasses.replace(workload, **widths), dataclasses.replace(budget, **memories)
 
 

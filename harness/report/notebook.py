@@ -19,7 +19,7 @@ def show_case(number: int, profile: str, machine: str | None, results: Path) -> 
 
     out = results / "figures"
     collect.main(str(number), profile, machine, None, None, results, out, None, as_json=False)
-    stem = case.stem(number, case.profile_of(profile, machine), out)
+    stem = case.stem(number, case.profile_of(profile, machine).name, out)
     display(tables.texts(tables.row_table("", case.read_csv(Path(f"{stem}.csv"))[0], [])).style.hide(axis="index"))
     display(Image(f"{stem}.png"))
 

@@ -265,7 +265,7 @@ def test_the_scripts_write_a_table_of_what_is_recorded_and_draw_it(number: int, 
     told = subprocess.run([scripts / f"case{number}_extract.sh", *words], capture_output=True, text=True)
     table = tmp_path / "out" / f"case{number}_demo.csv"
     assert told.returncode == 0 and told.stdout == table.read_text()
-    subprocess.run([sys.executable, scripts / f"case{number}_draw.py", *words], check=True, capture_output=True)
+    subprocess.run([scripts / f"case{number}_draw.sh", *words], check=True, capture_output=True)
     for ending in ("pdf", "png"):
         assert table.with_suffix(f".{ending}").stat().st_size > 1000
 

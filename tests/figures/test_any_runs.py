@@ -1,0 +1,95 @@
+"""Figures of whatever a folder holds: what they show, and what they refuse to mix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.evidence import collect
+from harness.figures import any_runs, case
+from tests.support import records
+
+SMALL = Workload(hidden_size=256, batch_size=2)
+FAILED = Gate("failed", "loss", "another loss")
+
+
+def run(name: str, depth: int, window: int | None = None, **changes: Any) -> Record:
+    """A run by hand; a layer takes a second a step."""
+    workload = replace(SMALL, num_layers=depth, **changes.pop("workload", {}))
+    job = Job(name, workload, {"window_size": window} if window else {}, steps=20)
+    facts = {"machine": {"cpu": "some CPU", "cores": 2}, **changes}
+    return records.record(job, float(depth), key=f"{job}", **facts)
+
+
+BY_HAND = [
+    run("resident", 4), run("l2l", 4), run("l2l", 6), run("zero-offload", 4, gate=FAILED), run("stronghold", 4, 2),
+    run("stronghold", 8, 2), run("stronghold", 16, 2, status="oom-host"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (1, [("l2l", 6), ("zero-offload", 4), ("stronghold", 8), ("stronghold", 16)]),  # the last one failed
+        (2, [("l2l", 6), ("zero-offload", 4), ("stronghold", 4)]),
+        (3, [("l2l", 4), ("zero-offload", 4), ("stronghold", 4)]),
+        (4, [("stronghold", 4), ("stronghold", 8), ("stronghold", 16)]),
+        (5, [("stronghold", 16)]),  # one window at each depth: the largest depth
+    ],
+)
+def test_each_case_shows_its_part_of_runs_made_by_hand(number: int, shown: list[tuple[str, int]]) -> None:
+    assert [(row.method, row.num_layers) for row in any_runs.table(number, BY_HAND)] == shown
+
+
+def test_a_failed_gate_stays_one() -> None:
+    rows = {row.method: row for row in any_runs.table(3, BY_HAND)}
+    assert not rows["zero-offload"].valid and rows["l2l"].valid
+    assert rows["l2l"].value == 2 / 4  # batch over seconds
+
+
+@pytest.mark.parametrize(
+    ("other", "told", "choice"),
+    [
+        (run("l2l", 4, workload={"dtype": "bf16"}), r"dtype \(bf16, fp32\)", "dtype=fp32"),
+        (
+            run("l2l", 4, machine={"cpu": "another", "cores": 2}),
+            r"machine \(another, 2 cores",
+            "machine=some CPU, 2 cores",
+        ),
+        (run("l2l", 4, origin="imported"), r"origin \(imported, run\)", "origin=run"),
+        (run("stronghold", 4, 4), r"window_size \(2, 4\)", "window_size=2"),
+    ],
+)
+def test_what_must_not_be_mixed_is_named_with_a_choice_that_works(other: Record, told: str, choice: str) -> None:
+    with pytest.raises(ValueError, match=f"case 3: these records differ in .*{told}.*--where"):
+        any_runs.table(3, [*BY_HAND, other])
+    assert any_runs.table(3, [*BY_HAND, other], [choice]) == any_runs.table(3, BY_HAND, [choice])
+
+
+def test_the_scripts_draw_runs_made_by_hand_and_imported_logs(tmp_path: Path) -> None:
+    imported = [replace(each, origin="imported", machine={}, evidence={"unsaid": ["num_heads"]}) for each in BY_HAND]
+    for name, found in (("hand", BY_HAND), ("logs", imported)):
+        results = records.write(tmp_path / name, *found)
+        for only in ("extract", "draw"):
+            collect.main("3", None, None, None, None, results, None, only, as_json=False)
+        rows, profiles = case.read_csv(results / "figures" / "case3_folder.csv")
+        assert profiles == {"folder"} and {row.origin for row in rows} == {found[0].origin, "published"}
+        assert (results / "figures" / "case3_folder.png").exists()
+
+
+def test_a_profile_that_has_records_is_drawn_before_others(tmp_path: Path) -> None:
+    used = case.profile_of("demo", None)
+    results = records.write(tmp_path, *BY_HAND, records.record(used.job("l2l", 2)))
+    collect.main("3", None, None, None, None, results, None, "extract", as_json=False)
+    assert [path.name for path in results.glob("figures/*.csv")] == ["case3_demo.csv"]
+
+
+@pytest.mark.parametrize("text", ["dtype", "color=red"])
+def test_a_choice_that_is_none_is_told_the_names(text: str) -> None:
+    with pytest.raises(ValueError, match="--where: expected NAME=VALUE with a name of origin, machine"):
+        any_runs.table(3, BY_HAND, [text])
