@@ -32,11 +32,11 @@ CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", 
 
 def __getattr__(name: str) -> object:
     """The classes for users' models, which import torch, unlike this module."""
-    if name not in ("ModelOrchestrator", "ModelTask"):
+    if name not in ("Model", "ModelOrchestrator", "ModelTask"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from methods.sharding import orchestrator
+    from methods.sharding import orchestrator, user_model
 
-    return getattr(orchestrator, name)
+    return getattr(user_model if name == "Model" else orchestrator, name)
 
 
 @dataclass(frozen=True)

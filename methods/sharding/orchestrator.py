@@ -5,8 +5,8 @@
     orchestrator.generate()
     report = orchestrator.train_models()
 
-A model is an ordered list of layers: nn.Sequential, or a module that holds all its parameters in such a list named
-`layers`. Its trained weights are those of training it alone.
+A model is an ordered list of layers: nn.Sequential, nn.ModuleList, or a module that holds all its parameters in one of
+these. Its trained weights are those of training it alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -36,6 +37,8 @@ from methods.sharding.task import Task
 from methods.sharding.two_devices import First
 from methods.sharding.unit import INTERMEDIATES
 from methods.sharding.user_model import bring_home, named_layers, ordered_layers, shard_sizes
+
+SECONDS_A_LINE = 10.0  # of progress
 
 
 @dataclass(eq=False)
@@ -92,6 +95,22 @@ class ModelTask:
         return "now" if not self.max_norm else "later" if self.clipping == "global" else "clipped"
 
 
+def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
+    """The original's documents leave a task's name out: model, criterion, dataloader, lr and epochs are all."""
+    numbers = itertools.count()
+
+    @functools.wraps(init)
+    def named(self: ModelTask, *args: Any, **words: Any) -> None:
+        if args and isinstance(args[0], nn.Module):
+            args = (f"model {next(numbers)}", *args)
+        init(self, *args, **words)
+
+    return named
+
+
+ModelTask.__init__ = _names_itself(ModelTask.__init__)  # type: ignore[method-assign]
+
+
 @dataclass
 class Report:
     """A training of several models: seconds and ratios, and each unit as it ran."""
@@ -102,7 +121,8 @@ class Report:
 
 
 class ModelOrchestrator:
-    """Trains tasks together. `devices`: torch's names; the same name twice is two processes on it.
+    """Trains tasks together. `devices`: torch's names; the same name twice is two processes on it; None: every GPU,
+    else the CPU. `verbose`, an attribute: 0 prints no progress.
 
     `device_memory`: bytes that training may take of each device; None: slots for the largest layer. `policy`: the model
     that a free device takes: `lrtf`, longest remaining time first, `srtf`, shortest, `fifo` or `random`.
@@ -112,16 +132,19 @@ class ModelOrchestrator:
     """
 
     def __init__(
-        self, tasks: Sequence[ModelTask], devices: Sequence[str] = ("cpu",), *, device_memory: int | None = None,
+        self, tasks: Sequence[ModelTask], devices: Sequence[str] | None = None, *, device_memory: int | None = None,
         policy: str = "lrtf", double_buffer: bool = True, intermediates: str = "checkpointed", hybrid: bool = True,
     ) -> None:  # fmt: skip
         if not tasks:
             raise ValueError("no tasks: give the orchestrator at least one ModelTask")
+        if devices is None:
+            devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
         if not devices:
             raise ValueError("no devices: name at least one, as cpu or cuda:0")
         if intermediates not in INTERMEDIATES:
             raise ValueError(f"intermediates are {' or '.join(INTERMEDIATES)}, not {intermediates!r}")
         key_of(policy)
+        self.verbose = 1
         self.tasks, self.devices, self.policy, self.hybrid = list(tasks), list(devices), policy, hybrid
         self.device_memory, self.num_slots = device_memory, 1 + double_buffer
         self.models: list[list[Shard]] = []
@@ -129,6 +152,19 @@ class ModelOrchestrator:
         self.options: dict[str, Any] = {"double_buffer": double_buffer, "intermediates": intermediates}
         self.options["max_norms"], saves = [task.max_norm for task in tasks], intermediates == "saved"
         self.words = [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in tasks]
+
+    @property
+    def buffer(self) -> None:
+        """The original's room for a second shard, set by trial; here nothing needs it."""
+        return None
+
+    @buffer.setter
+    def buffer(self, size: int | None) -> None:
+        if size is not None:
+            print(
+                f"buffer={size} is not used: shards are cut so that two of them fit device_memory; give that instead",
+                file=sys.stderr,
+            )
 
     def generate(self) -> list[dict[str, Any]]:
         """Cut every model into shards and bring it home; returns name, layers of each shard, and bytes at home. Raises
@@ -210,8 +246,11 @@ class ModelOrchestrator:
                 devices, splits = rehearse(self.models, batches, self.words, devices)
             chains = list(map(self._chain, range(len(self.tasks))))
             dispatcher = Dispatcher(chains, devices, self.policy, splits=splits)
+            tell = _Progress(self.tasks)
             for chain, step in dispatcher.run():
                 self.tasks[chain.model].losses.append(step.loss.item())
+                if self.verbose:
+                    tell(self.tasks[chain.model])
         for task, chain in zip(self.tasks, chains, strict=True):
             task.failure = chain.failure
             if task.failure:
@@ -233,3 +272,17 @@ class ModelOrchestrator:
         """A model's random state: the CPU's and, with GPUs, the GPU's."""
         names = ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
         return (*(torch.Generator(name).manual_seed(seed).get_state() for name in names), None)[:2]
+
+
+class _Progress:
+    """A line every ten seconds, and one at the end: steps of all models, and the last one's loss."""
+
+    def __init__(self, tasks: Sequence[ModelTask]) -> None:
+        self.tasks, self.told = tasks, time.monotonic()
+
+    def __call__(self, last: ModelTask) -> None:
+        done, total = sum(len(task.losses) for task in self.tasks), sum(task.num_batches for task in self.tasks)
+        if done == total or time.monotonic() > self.told + SECONDS_A_LINE:
+            self.told = time.monotonic()
+            own = f"{last.name} {len(last.losses)} of {last.num_batches}, loss {last.losses[-1]:.4g}"
+            print(f"{done} of {total} steps of {len(self.tasks)} models; {own}", file=sys.stderr, flush=True)

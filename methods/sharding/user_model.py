@@ -24,12 +24,21 @@ class WithLoss(nn.Module):
         return self.criterion(self.layer(*x[:-1]), x[-1])
 
 
+def Model(model: nn.Module) -> nn.Module:
+    """The model itself: the original's documents wrap it, here no wrapper is needed."""
+    return model
+
+
 def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
     """The layers in order. Raises ValueError if the model has none, or one that cannot be recomputed."""
-    found = model if isinstance(model, nn.Sequential) else getattr(model, "layers", None)
+    lists = [model, getattr(model, "layers", None), *model.children()]
+    found: Any = next((each for each in lists if isinstance(each, nn.Sequential | nn.ModuleList)), None)
     inside = {id(parameter) for layer in found or () for parameter in layer.parameters()}
-    if not isinstance(found, nn.Sequential | nn.ModuleList) or not len(found):
-        raise ValueError(f"{name}: {type(model).__name__} has no ordered layers: use nn.Sequential, or a list `layers`")
+    if not found:
+        raise ValueError(
+            f"{name}: {type(model).__name__} has no ordered layers: use nn.Sequential, nn.ModuleList, or a module with"
+            " one of these"
+        )
     if any(id(parameter) not in inside for parameter in model.parameters()):
         raise ValueError(f"{name}: {type(model).__name__} has parameters outside of its list of layers")
     for index, layer in enumerate(found):

@@ -302,6 +302,75 @@ def test_the_example_refuses_what_is_no_number_of_devices_in_one_line() -> None:
     assert (done.returncode, done.stderr) == (2, told)
 
 
+DOCUMENTED = """
+model_hydra_0 = Model(model_0)
+dataloader_0 = get_data_loader_train(32)
+
+model_hydra_0 = Model(model_1)
+dataloader_1 = get_data_loader_train(32)
+
+task_0 = ModelTask(model_0, loss_fn, dataloader_0, lr_0, epochs_0)
+task_1 = ModelTask(model_1, loss_fn, dataloader_1, lr_1, epochs_1)
+
+orchestra = ModelOrchestrator([task_0, task_1])
+orchestra.verbose = 1
+orchestra.buffer = None
+
+orchestra.generate()
+orchestra.train_models()
+"""  # the calls of the original's README, as they stand there
+
+
+@pytest.mark.parametrize("name", ["", "'a name', "])
+def test_the_documented_calls_run_unchanged(name: str, capfd) -> None:
+    """Without a name as in the original's README, and with one as its code wants it."""
+    from methods.hydra import Model
+
+    batches = MODELS["perceptron"][2]
+    given: dict[str, Any] = {
+        "model_0": made("perceptron"), "model_1": made("perceptron"), "loss_fn": nn.functional.cross_entropy,
+        "get_data_loader_train": lambda batch_size: batches, "lr_0": 0.1, "lr_1": 0.2, "epochs_0": 1, "epochs_1": 2,
+        "Model": Model, "ModelTask": ModelTask, "ModelOrchestrator": ModelOrchestrator,
+    }  # fmt: skip
+    exec(DOCUMENTED.replace("ModelTask(", f"ModelTask({name}"), given)
+    assert [len(given[f"task_{n}"].losses) for n in (0, 1)] == [NUM_BATCHES, 2 * NUM_BATCHES]
+    assert f"{3 * NUM_BATCHES} of {3 * NUM_BATCHES} steps of 2 models; " in capfd.readouterr().err
+    given["orchestra"].buffer = 10000
+    assert "buffer=10000 is not used: " in capfd.readouterr().err
+
+
+def test_a_module_list_is_a_model_and_so_is_what_holds_one() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(made("perceptron"))
+
+    words = MODELS["perceptron"][1], MODELS["perceptron"][2], 0.05, 2, ADAMW
+    for model in (nn.ModuleList(made("perceptron")), Holder()):
+        task = ModelTask("perceptron", model, *words, max_norm=0.5)
+        ModelOrchestrator([task]).train_models()
+        assert task.losses == alone("perceptron", 0)[0]
+
+
+@pytest.mark.parametrize("optimizer, size", [(torch.optim.SGD, 8), (torch.optim.AdamW, 16)])
+def test_home_takes_the_bytes_by_which_the_claim_of_110_billion_is_judged(optimizer: Any, size: int) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    task = ModelTask("one", model, nn.functional.mse_loss, [(torch.zeros(2, 256),) * 2], 0.1, optimizer=optimizer)
+    (row,) = ModelOrchestrator([task]).generate()
+    assert row["host_bytes"] / sum(map(torch.numel, model.parameters())) == pytest.approx(size, rel=0.001)
+
+
+@pytest.mark.parametrize("kind", ["lm", "vit"])
+def test_the_originals_workloads_are_twelve_models_that_train(kind: str) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import hydra_workloads
+
+    together = hydra_workloads.tasks(kind, 1, 8, 2)
+    assert len({(task.lr, len(task.dataloader[0][0])) for task in together}) == 12
+    ModelOrchestrator(together).train_models()
+    assert all(len(task.losses) == 2 and not task.failure for task in together)
+
+
 class _Seeded(torch.autograd.Function):
     """Saves a tensor of another device than its input's, as attention on a GPU saves its seeds."""
 
