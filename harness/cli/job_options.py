@@ -19,6 +19,7 @@ from harness.cli.options import Bytes, Numbers
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
+from harness.figures import case
 from harness.jobs.scale import to_fit
 from harness.places.place import Place
 
@@ -30,8 +31,20 @@ LISTED = ("num_layers", "hidden_size", "batch_size")  # options of a workload th
 OF_WORKLOAD = ("micro_batches", "seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate",
                "seed", "corpus")  # fmt: skip
 
+# Of --as, by the artifact's name; what is given beside it overrides them.
+SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
+
+
+def take_settings(context: click.Context, _: click.Parameter, name: str | None) -> str | None:
+    """An eager option's callback: its settings become the defaults of the options that follow."""
+    context.default_map = {**(context.default_map or {}), **SETTINGS.get(name or "", {})}
+    return name
+
+
 job_options = options.together(
-    click.option("-m", "method_names", metavar="METHOD", help="One method, several (a,b), or all."),
+    click.option("-m", "method_names", metavar="METHOD", help="One method, several (a,b), published, or all."),
+    click.option("--as", "as_artifact", type=click.Choice(["sc22"]), is_eager=True, callback=take_settings,
+                 help="sc22: the published artifact's five methods for all, window 4, 50 steps, dropout 0.1."),
     options.model,
     click.option("-l", "num_layers", type=Numbers(), default="16", help="Layers."),
     click.option("-h", "hidden_size", type=Numbers(), default="2048", help="Hidden size."),
@@ -133,8 +146,12 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
 def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:
     if not words["method_names"]:
         raise ValueError(f"-m is missing: try one of all, {', '.join(method.names(folders))}")
+    published = case.load(1).METHODS  # those of the artifact
+    if words["method_names"] == "all" and words.get("as_artifact"):
+        return list(published)
     if words["method_names"] != "all":
-        return words["method_names"].split(",")
+        asked = words["method_names"].split(",")
+        return [name for each in asked for name in (published if each == "published" else (each,))]
     broken = method.broken(folders)
     for name, why in broken.items():
         print(f"left out: {name}: {why}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from typing import Any
 
 from harness.core.job import Job
@@ -31,10 +32,13 @@ def interval_steps(job: Job) -> int:
     return min(INTERVAL, job.steps)
 
 
-def interval_lines(job: Job, measured: dict[str, Any], peaks: dict[str, int]) -> list[str]:
+def interval_lines(
+    job: Job, measured: dict[str, Any], peaks: dict[str, int], dialect: str = "megatron"
+) -> list[str]:  # fmt: skip
     """The published metric lines for the interval that the last step closes; none inside an interval. Times and losses
     are means over the interval, warm-up included, as published; Tera Flops count this harness's FLOPs, recompute
-    included."""
+    included. The dialect of a method's published logs: deepspeed has no gradient norm, and its speed is the mean of all
+    steps so far but the first two."""
     step, interval = len(measured["losses"]), interval_steps(job)
     if step % interval:
         return []
@@ -44,21 +48,36 @@ def interval_lines(job: Job, measured: dict[str, Any], peaks: dict[str, int]) ->
     num_skipped = sum(number > step - interval for number in measured["skipped_steps"])
     losses = [loss for loss in measured["losses"][-interval:] if math.isfinite(loss)]
     loss = f" lm loss: {statistics.fmean(losses):.6E} |" if losses else ""
+    is_deepspeed = dialect == "deepspeed"
+    scaling = "" if is_deepspeed else f" loss scale: {scale:.1f} |{norm}"
+    batch = "" if is_deepspeed else f" global batch size: {load.batch_size:5d} |"
     lines = [
         f" iteration {step:8d}/{job.steps:8d} | elapsed time per iteration (ms): {seconds * 1000:.1f} |"
-        f" learning rate: {load.learning_rate_at(step):.3E} | global batch size: {load.batch_size:5d} |"
-        f"{loss} loss scale: {scale:.1f} |{norm}"
+        f" learning rate: {load.learning_rate_at(step):.3E} |{batch}"
+        f"{loss}{scaling}"
         f" number of skipped iterations: {num_skipped:3d} | number of nan iterations: {interval - len(losses):3d} |",
         f"Effective Tera Flops per GPU: {load.flops_per_step / job.world_size / seconds / 1e12:.2f}"
         f" and total parameters {load.num_params / 1e9:.3f} B",
-        f"NumWorkers: {job.world_size}; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
+        _since_the_third_step(load.batch_size, measured["step_seconds"])
+        if is_deepspeed
+        else f"NumWorkers: {job.world_size}; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
         f"  SamplesPerSecond: {load.batch_size / seconds}",
     ]
     if peaks and step == interval:
         allocated = peaks["device_allocated"] / 2**20
         reserved = peaks.get("device_reserved", peaks["device_allocated"]) / 2**20
+        after = f"after {step} iterations" if is_deepspeed else f"[Rank 0] (after {step} iterations)"
         lines.append(
-            f"[Rank 0] (after {step} iterations) memory (MB) | allocated: {allocated} | max allocated: {allocated} |"
+            f"{after} memory (MB) | allocated: {allocated} | max allocated: {allocated} |"
             f" reserved: {reserved} | max reserved: {reserved}"
         )
     return lines
+
+
+def _since_the_third_step(batch_size: int, step_seconds: list[float]) -> str:
+    """The speed as DeepSpeed's timer prints it."""
+    counted = step_seconds[2:] or step_seconds
+    now = time.time()
+    clock = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))},{int(now % 1 * 1000):03d}"
+    speed = batch_size * len(counted) / sum(counted)
+    return f"[{clock}] [INFO] [timer.py:181:stop] 0/{len(step_seconds)}, SamplesPerSec={speed}"

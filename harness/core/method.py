@@ -84,6 +84,7 @@ class Method(Protocol):
     is_reference: ClassVar[bool] = False  # True for exactly one method
     can_rehearse: ClassVar[bool] = False  # train() runs on tensors without memory (harness/devices/memory_rehearsal.py)
     accumulates: ClassVar[bool] = False  # trains on micro-batches
+    log_dialect: ClassVar[str] = "megatron"  # or deepspeed, of its published logs (harness/core/log_lines.py)
     build_seconds: ClassVar[int] = 0  # of build(), about
     scales_loss: ClassVar[bool] = False  # trains in fp16, by the rule of methods/shared/loss_scale.py
 

@@ -106,7 +106,7 @@ class Run:
         from harness.run.inspect_training import inspect
         from harness.run.trace import Taking, Trace
 
-        job = self.job
+        job, self.dialect = self.job, method.log_dialect
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
         self.measured["data_sha256"] = data.sha256(tokens)
@@ -190,7 +190,8 @@ class Run:
                 told["skipped_at_scale"] = step.loss_scale
             self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **told})
             if len(losses) % log_lines.interval_steps(self.job) == 0:
-                for line in log_lines.interval_lines(self.job, self.measured, device_peaks(self.job.device)):
+                peaks = device_peaks(self.job.device)
+                for line in log_lines.interval_lines(self.job, self.measured, peaks, self.dialect):
                     print(line, flush=True)
 
 

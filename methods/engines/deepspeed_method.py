@@ -14,6 +14,7 @@ from methods.shared.memory_needs import describe
 
 class DeepSpeedMethod:
     color = "#E7D6EF"
+    log_dialect = "deepspeed"
     adam = "deepspeed"  # one of deepspeed_config.ADAMS
     reentrant = False  # recompute by torch's older way
 

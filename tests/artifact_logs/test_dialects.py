@@ -1,0 +1,107 @@
+"""Scripts made for the published artifact's logs read ours: stand-ins that take the same lines by the same fields."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.cli import job_verbs
+from harness.cli.job_options import make_jobs
+from harness.core import method
+from harness.core.job import Job, Workload
+from harness.core.log_lines import header_lines, interval_lines
+from harness.core.record import log_stem
+from tests.support.logs import PUBLISHED, needs_published
+
+PUBLISHED_METHODS = ["megatron-lm", "l2l", "zero-offload", "zero-infinity", "stronghold"]
+# Fields between slashes, commas, underscores, colons, blanks: ./results/log_METHOD_l-N_hs-N_bs-N_ws-N_DAY.SECOND.txt
+SIZES = "grep -H 'total parameters' ./results/*.txt | awk -F '[/,_: ]' '{print $4, $5, $20, $21}' | sort -u"
+SPEEDS = """
+grep -H 'SamplesPerSec' ./results/*zero*.txt | awk -F '[/,_:= ]' '{print $5, $6, $4, $22, $23}'
+ls ./results/*.txt | grep -v zero | xargs grep -H 'SamplesPerSecond' |
+    awk -F '[/,_: ]' '{print $5, $6, $4, $(NF-2), $NF}'
+"""
+TIMES = """
+grep -H 'elapsed time per iteration' ./results/*stronghold*ws-15*.txt |
+    sed 's/^\\(.*\\.txt\\):.*(ms): *\\([0-9.]*\\) .*/\\1 \\2/' | awk -F '[/_ ]' '{print $5, $NF}'
+"""
+SCRIPTS = (SIZES, SPEEDS, TIMES)
+
+
+def extracted(folder: Path, script: str) -> list[list[str]]:
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def seconds_of(name: str) -> list[float]:
+    return [1.0 + 0.01 * step + len(name) for step in range(50)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with ./results: a log of 50 steps of each published method, of 32 layers with window 15."""
+    (tmp_path / "results").mkdir()
+    for name in PUBLISHED_METHODS:
+        job = Job(name, Workload(num_layers=32), steps=50)
+        done = {"losses": [9.0] * 50, "step_seconds": seconds_of(name), "grad_norms": [1.0] * 50}
+        lines = header_lines(job)
+        for step in range(10, 51, 10):
+            measured = {key: values[:step] for key, values in done.items()} | {"loss_scales": [], "skipped_steps": []}
+            lines += interval_lines(job, measured, {"device_allocated": 2**30}, method.load(name).log_dialect)
+        window = 15 if name == "stronghold" else 4
+        (tmp_path / "results" / f"{log_stem(job, window, 1656730240)}.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_the_sizes_of_all_methods_are_extracted(folder: Path) -> None:
+    assert extracted(folder, SIZES) == [[name, "l-32", "1.717", "B"] for name in sorted(PUBLISHED_METHODS)]
+
+
+def test_five_speeds_of_each_method_are_extracted_and_drawn(folder: Path) -> None:
+    """The engines' are means since the third step, the others' of their interval, as published."""
+    rows = extracted(folder, SPEEDS)
+    for name in PUBLISHED_METHODS:
+        own = [row for row in rows if row[:3] == ["l-32", "hs-2048", name]]
+        assert {row[3] for row in own} == {"SamplesPerSec" if "zero" in name else "SamplesPerSecond"}
+        seconds = seconds_of(name)
+        ends = range(10, 51, 10)
+        expected = [4 / statistics.fmean(seconds[2:end] if "zero" in name else seconds[end - 10 : end]) for end in ends]
+        assert [float(row[4]) for row in own] == pytest.approx(expected)
+
+
+def test_the_times_of_a_window_are_extracted(folder: Path) -> None:
+    expected = [1000 * statistics.fmean(seconds_of("stronghold")[end - 10 : end]) for end in range(10, 51, 10)]
+    found = extracted(folder, TIMES)
+    assert [row[0] for row in found] == ["l-32"] * 5
+    assert [float(row[1]) for row in found] == pytest.approx(expected, abs=0.1)
+
+
+@needs_published
+def test_the_stand_ins_read_the_published_logs(tmp_path: Path) -> None:
+    (tmp_path / "results").symlink_to(PUBLISHED / "logs")
+    assert ["stronghold", "l-100", "5.141", "B"] in extracted(tmp_path, SIZES)
+    rows = extracted(tmp_path, SPEEDS)
+    assert ["l-32", "hs-2048", "megatron-lm", "SamplesPerSecond"] in [row[:4] for row in rows]
+    assert [row[:4] for row in rows].count(["l-48", "hs-2048", "zero-offload", "SamplesPerSec"]) == 5
+    assert len([row for row in extracted(tmp_path, TIMES) if row[0] == "l-32"]) == 5
+
+
+def jobs_of(words: str) -> list[Job]:
+    return make_jobs(job_verbs.run.make_context("run", words.split()).params, ())
+
+
+def test_the_artifacts_settings_are_its_own_and_what_is_given_beside_overrides_them() -> None:
+    jobs = jobs_of("-m all -l 32 --as sc22")
+    assert [job.method for job in jobs] == PUBLISHED_METHODS
+    assert {(job.steps, job.workload.dropout, job.workload.num_layers) for job in jobs} == {(50, 0.1, 32)}
+    assert jobs[-1].options["window_size"] == 4
+    (own,) = jobs_of("--as sc22 -m stronghold -w 15 --steps 20")
+    assert (own.options["window_size"], own.steps, own.workload.dropout) == (15, 20, 0.1)
+
+
+def test_published_names_the_five_methods_anywhere() -> None:
+    assert [job.method for job in jobs_of("-m published,hydra")] == [*PUBLISHED_METHODS, "hydra"]
+    assert jobs_of("-m l2l")[0].workload.dropout == 0
