@@ -14,6 +14,7 @@ from harness.figures.point import COUNTED, FigureRow
 PASS, FAIL, XFAIL, XPASS = "PASS", "FAIL", "XFAIL", "XPASS"
 NOT_TESTED, OTHER_MACHINE = "NOT TESTED", "N/A"
 BAD = (FAIL, XPASS)
+NOT_HERE = "several-gpus"  # of the machines of claims
 UNTRAINED = "rests on a run that did not train, says the gate"
 NO_RESULT = ("timeout", "unavailable", "interrupted")  # ends of a run that say nothing about a claim
 IsThere = Callable[[Claim, FigureRow], bool]
@@ -69,6 +70,8 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
     if untrained:
         note = f"{UNTRAINED}: {shortened([_why(row) for row in untrained])}"
         return Finding(claim, FAIL, missing, note, rests_on=tuple(untrained))
+    if claim.machines == (NOT_HERE,):
+        return Finding(claim, OTHER_MACHINE, note=f"said of {NOT_HERE}, on which no case runs")
     return Finding(claim, NOT_TESTED, note=f"{claim.command} ({missing or 'no records'})")
 
 
