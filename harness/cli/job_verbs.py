@@ -119,6 +119,7 @@ def largest(**words: Any) -> None:
 @click.option("--budget", "seconds", type=Duration(), help="Time for missing runs; the plan shows what is left out.")
 @click.option("--repeats", type=click.IntRange(1), help="Processes per point; intervals need three.")
 @options.results
+@options.added
 @click.option("--out", type=FOLDER, help="Folder of tables and figures; default: RESULTS/figures.")
 @click.option("--extract", "only", flag_value="extract", help="Only write the table, from the records.")
 @click.option("--draw", "only", flag_value="draw", help="Only draw the figure, from the table.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,46 @@ results = click.option(
     "--results", type=FOLDER, default=method.ROOT / "results", help="Folder of records, logs and figures."
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+
+
+def together(*options: Any) -> Any:
+    """One decorator of several options, which --help shows in this order."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
 methods = click.option(
     "--methods", "methods_folder", type=FOLDER, multiple=True, is_eager=True, help="Add a folder of methods."
 )
+
+
+def _registering(add: Callable[[Iterable[Path]], None], forget: Callable[[], None]) -> Any:
+    """A callback that makes what lies elsewhere known, until the call ends."""
+
+    def callback(context: click.Context, _: Any, places: tuple[Path, ...]) -> None:
+        if places:
+            context.find_root().call_on_close(forget)
+            add(places)
+
+    return callback
+
+
+def _lazily(name: str) -> Any:
+    module, function = name.rsplit(".", 1)
+    return lambda *given: getattr(importlib.import_module(module), function)(*given)
+
+
+# What lies outside of this project: verbs that read results find it by name.
+added = together(
+    click.option("--methods", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
+                 callback=_registering(method.add, method.forget), help="Add a folder of methods."),
+    click.option("--cases", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
+                 callback=_registering(_lazily("harness.figures.case.add"), _lazily("harness.figures.case.forget")),
+                 help="Add a folder of cases."),
+    click.option("--claims", type=click.Path(path_type=Path), multiple=True, expose_value=False,
+                 callback=_registering(_lazily("harness.evidence.claims.choose"),
+                                       _lazily("harness.evidence.claims.forget")),
+                 help="File or folder of claims; default: claims/ of this project."),
+)  # fmt: skip
 machine_of_records = click.option(
     "--machine", metavar="NAME", help="Read only records of machines whose name contains NAME; v100-vm: the paper's."
 )
@@ -44,11 +83,6 @@ model = click.option(
 num_heads = click.option("--heads", "num_heads", type=int, default=16, help="Attention heads per layer.")
 seq_len = click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample.")
 dtype = click.option("--dtype", default="fp32", help="fp32, or mixed precision with bf16 or fp16.")
-
-
-def together(*options: Any) -> Any:
-    """One decorator of several options, which --help shows in this order."""
-    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
 class Numbers(click.ParamType):

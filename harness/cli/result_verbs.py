@@ -12,12 +12,13 @@ import click
 
 from harness.cli import options
 from harness.cli.exit_codes import CHECK_FAILED
-from harness.cli.options import FILE, FOLDER, check_writable
+from harness.cli.options import FILE, check_writable
 from harness.core.record import read_all
 
 
 @click.command()
 @options.results
+@options.added
 @options.as_json
 def fairness(results: Path, as_json: bool) -> None:
     """Show what each recorded method ran with: implementation, kernels, precision, recompute, clipping, data."""
@@ -36,6 +37,7 @@ def fairness(results: Path, as_json: bool) -> None:
 @click.command(name="import")
 @click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS...")
 @options.results
+@options.added
 @click.option("--reference", metavar="METHOD", help="Judge by this method; default: one that keeps all on the device.")
 def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> None:
     """Read logs of the published artifact or of this harness into records. Folders are searched for logs."""
@@ -64,18 +66,17 @@ def readable(path: Path) -> str:
 
 @click.command()
 @options.results
+@options.added
 @click.option("--against", type=click.Choice(["published"]), help="Judge the numbers that the original published.")
 @options.machine_of_records
-@click.option("--claims", "folder", type=FOLDER, help="Folder of claims; default: claims/ of this project.")
 @options.as_json
-def verify(results: Path, against: str | None, machine: str | None, folder: Path | None, as_json: bool) -> None:
+def verify(results: Path, against: str | None, machine: str | None, as_json: bool) -> None:
     """Judge the papers' claims by the records. Exit code 1: a claim fails, or an expected failure passes."""
-    from harness.evidence.claims import FOLDER as CLAIMS
     from harness.evidence.verify import failed, findings, show
 
     if against is None and not results.is_dir():
         raise ValueError(f"no folder {results}: try --results with a folder of records, which ./run.sh case all writes")
-    found = findings(results, against, machine, folder or CLAIMS)
+    found = findings(results, against, machine)
     show(found, as_json)
     sys.exit(CHECK_FAILED if failed(found) else 0)
 
@@ -84,6 +85,7 @@ def verify(results: Path, against: str | None, machine: str | None, folder: Path
 @click.argument("a")
 @click.argument("b")
 @options.results
+@options.added
 @options.as_json
 def compare(a: str, b: str, results: Path, as_json: bool) -> None:
     """Compare the throughput of A and B: each a record, a folder of results, or METHOD[:option=value,...].
@@ -97,6 +99,7 @@ def compare(a: str, b: str, results: Path, as_json: bool) -> None:
 
 @click.command()
 @options.results
+@options.added
 @click.option("--out", type=FILE, help="File of the page; default: RESULTS/report/index.html.")
 @click.option("--profile", metavar="NAME", help="Show only the figures of this profile; default: all.")
 @options.machine_of_records
@@ -110,6 +113,7 @@ def report(results: Path, out: Path | None, profile: str | None, machine: str | 
 
 @click.command()
 @options.results
+@options.added
 @click.option("--out", type=FILE, help="File of the archive; default: RESULTS/bundle.tar.gz.")
 def bundle(results: Path, out: Path | None) -> None:
     """Pack records, logs, figures, report and a manifest into one archive, without names of hosts and users."""

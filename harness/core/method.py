@@ -86,6 +86,7 @@ class Method(Protocol):
     accumulates: ClassVar[bool] = False  # trains on micro-batches
     log_dialect: ClassVar[str] = "megatron"  # or deepspeed, of its published logs (harness/core/log_lines.py)
     build_seconds: ClassVar[int] = 0  # of build(), about
+    clips: ClassVar[bool] = True  # False: it trains with --clip 0 alone
     scales_loss: ClassVar[bool] = False  # trains in fp16, by the rule of methods/shared/loss_scale.py
 
     # Of "copies" and "updates" on the host, those that run beside the device's compute; a plan with step_seconds of its
@@ -122,8 +123,28 @@ class Method(Protocol):
         return {"implementation": "its file"}
 
 
-@functools.cache
+_added: list[Path] = []
+
+
+def add(folders: Iterable[Path]) -> None:
+    """Folders whose methods are found by name from now on, as those of this project are, until forget()."""
+    _added.extend(folder.resolve() for folder in folders)
+
+
+def forget() -> None:
+    _added.clear()
+
+
+def added() -> tuple[Path, ...]:
+    return tuple(_added)
+
+
 def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
+    return _files_of((*_added, *folders))
+
+
+@functools.cache
+def _files_of(folders: tuple[Path, ...]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for folder in (ROOT / "methods", *folders):
         if not folder.is_dir():
@@ -204,6 +225,8 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
     if workload.micro_batches > 1 and not trained.accumulates:
         others = able("accumulates")
         raise ValueError(f"{trained.label} does not sum the gradients of micro-batches: leave them out, or -m {others}")
+    if workload.clip_norm and not trained.clips:
+        raise ValueError(f"{trained.label} does not clip gradients: try --clip 0, or -m {able('clips')}")
     if workload.dtype == "fp16" and not trained.scales_loss:
         raise ValueError(f"{trained.label} has no loss scale here: --dtype bf16, or -m {able('scales_loss')}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +18,13 @@ from pydantic.dataclasses import dataclass
 from harness.core import method
 from harness.core.checked_data import checked
 from harness.core.foreign_file import read_yaml
+from harness.figures import case
 from harness.figures.point import METRICS
 
 FOLDER = method.ROOT / "claims"
 PAPER_MACHINE = "v100-vm"
 MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim holds
-CASES = range(1, 7)  # cases/caseN.py
+_chosen: list[Path] = []  # files and folders of claims, instead of FOLDER
 AXES = ("num_layers", "window_size")  # along which a shape is claimed
 EXTREMES = ("largest", "smallest")  # of the windows measured
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
@@ -40,6 +41,17 @@ def expect(text: str, holds: Callable[[Any], Any]) -> AfterValidator:
 
 def one_of(choices: Collection) -> AfterValidator:
     return expect(f"one of {', '.join(map(str, choices))}", choices.__contains__)
+
+
+def one_of_those(there: Callable[[], Collection]) -> AfterValidator:
+    """Of what there is when a file is read: folders may be added."""
+
+    def check(value: Any) -> Any:
+        if value not in (choices := there()):
+            raise ValueError(f"expected one of {', '.join(map(str, choices))}, got {value!r:.80}")
+        return value
+
+    return AfterValidator(check)
 
 
 def has_one_of(*names: str) -> Any:
@@ -74,7 +86,7 @@ STRICT = ConfigDict(extra="forbid")
 class Point:
     """Selects a row of a case's table; a field that is None matches any value."""
 
-    method: Annotated[str, one_of(method.names())]
+    method: Annotated[str, one_of_those(method.names)]
     num_layers: Count | None = None
     hidden_size: Count | None = None
     window_size: Annotated[int | str | None, BeforeValidator(_window)] = None
@@ -191,7 +203,7 @@ class Claim:
     id: Annotated[str, expect("small letters, digits, dots and dashes such as size-order", IDENTIFIER.fullmatch)]
     text: Text
     source: Text  # figure, table or page
-    case: Annotated[int, one_of(CASES)]
+    case: Annotated[int, one_of_those(case.numbers)]
     metric: Annotated[str, one_of(METRICS)]
     machines: Annotated[tuple[Annotated[str, one_of(MACHINES)], ...], expect("one machine or more", len)]
     expected: Expected
@@ -214,17 +226,31 @@ class Claim:
 COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # fields beside those of a kind
 
 
-def load(folder: Path = FOLDER) -> list[Claim]:
-    """The claims of every file of a folder. Raises ValueError, one line, for an invalid file."""
-    paths = sorted(folder.glob("*.yaml"))
-    if not paths:
-        raise ValueError(f"{folder} holds no claims: expected *.yaml files such as {FOLDER.name}/stronghold.yaml")
+def choose(places: Iterable[Path]) -> None:
+    """Files and folders to read instead of this project's claims, until forget()."""
+    _chosen.extend(places)
+
+
+def forget() -> None:
+    _chosen.clear()
+
+
+def load(*places: Path) -> list[Claim]:
+    """The claims of these files and folders, else of those chosen. Raises ValueError, one line, for an invalid file."""
     claims: dict[str, Claim] = {}
-    for claim in (claim for path in paths for claim in _load_file(path)):
+    for path, claim in (pair for place in places or _chosen or [FOLDER] for pair in _of_place(place)):
         if claim.id in claims:
-            raise ValueError(f"{folder}: claim {claim.id}: the id is taken; try another")
+            raise ValueError(f"{path.parent}: claim {claim.id}: the id is taken; try another")
         claims[claim.id] = claim
     return list(claims.values())
+
+
+def _of_place(place: Path) -> Iterator[tuple[Path, Claim]]:
+    paths = sorted(place.glob("*.yaml")) if place.is_dir() else [place]
+    if not paths:
+        raise ValueError(f"{place} holds no claims: expected *.yaml files such as {FOLDER.name}/stronghold.yaml")
+    for path in paths:
+        yield from ((path, claim) for claim in _load_file(path))
 
 
 def _load_file(path: Path) -> list[Claim]:

@@ -124,9 +124,11 @@ def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def _of_one_size(points: Sequence[Point], rows: list[FigureRow]) -> list[FigureRow]:
-    """The rows of the largest size that all points have: speeds of different sizes are not compared."""
-    sizes = [{(row.hidden_size, row.num_layers) for row in _matching(point, rows)} for point in points]
-    common = set.intersection(*sizes)
+    """The rows of the largest size that all points trained, else have: speeds of different sizes are not compared."""
+    found = [_matching(point, rows) for point in points]
+    sizes = [{(row.hidden_size, row.num_layers) for row in own} for own in found]
+    trained = [{(row.hidden_size, row.num_layers) for row in own if row.valid and row.has_number} for own in found]
+    common = set.intersection(*trained) or set.intersection(*sizes)
     if not common:
         lacking = next((str(point) for point, own in zip(points, sizes, strict=True) if not own), "")
         raise LookupError(f"no row of {lacking}" if lacking else "no size that all of its methods have")

@@ -136,7 +136,8 @@ def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
 
 def _trained(subject: Subject, dtype: str) -> Record:
     """The record of twenty steps; of checks that share a folder of results the same one."""
-    job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype), steps=20, warmup=2)
+    clip_norm = TINY.clip_norm if method.load(subject.name, subject.folders).clips else 0.0
+    job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype, clip_norm=clip_norm), steps=20, warmup=2)
     sweep = Sweep(subject.results, subject.folders)
     (record,) = sweep.run([resolve(job, subject.folders)[0]])
     if record.status == "unavailable":

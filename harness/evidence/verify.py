@@ -55,9 +55,9 @@ def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
     return rows
 
 
-def findings(results: Path, against: str | None, machine: str | None, folder: Path = claims.FOLDER) -> list[Finding]:
+def findings(results: Path, against: str | None, machine: str | None, *places: Path) -> list[Finding]:
     """A finding for each claim, in the order of the files. Raises ValueError for records of several machines."""
-    told = claims.load(folder)
+    told = claims.load(*places)
     if against == PUBLISHED:
         tables = {number: {PUBLISHED: case.published(number)} for number in {claim.case for claim in told}}
         return [judge.judge(claim, tables[claim.case], judge.holds_there) for claim in told]

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cases
 from harness.core import method
 from harness.core.checked_data import checked
 from harness.core.foreign_file import read_text
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 FOLDER = ROOT / "cases"
+_added: list[Path] = []  # folders of other cases
 # The start of a text that a spreadsheet would compute; numbers are none.
 FORMULA = re.compile(r"^(?=[=+\-@\t\r])(?![-+]?[\d.]+(?:e[-+]?\d+)?$)")
 PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each of the artifact's runs that a figure draws
@@ -53,8 +55,31 @@ PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
 COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
 
 
+def add(folders: Iterable[Path]) -> None:
+    """Folders whose cases are found by number from now on, as those of this project are, until forget()."""
+    _added.extend(folder.resolve() for folder in folders)
+
+
+def forget() -> None:
+    _added.clear()
+
+
+def _files() -> dict[int, Path]:
+    """Raises ValueError where two files are of one number, or there is no such folder."""
+    found: dict[int, Path] = {}
+    for folder in (FOLDER, *_added):
+        if not folder.is_dir():
+            raise ValueError(f"expected a folder of cases, got {folder}; try --cases FOLDER")
+        for path in folder.glob("case*.py"):
+            if (name := re.fullmatch(r"case(\d{1,6})", path.stem)) and found.setdefault(int(name[1]), path) != path:
+                raise ValueError(
+                    f"expected one case {name[1]}, got {found[int(name[1])]} and {path}; try another number"
+                )
+    return found
+
+
 def numbers() -> list[int]:
-    return sorted(int(found[1]) for path in FOLDER.glob("case*.py") if (found := re.fullmatch(r"case(\d+)", path.stem)))
+    return sorted(_files())
 
 
 def others() -> list[str]:
@@ -62,8 +87,20 @@ def others() -> list[str]:
 
 
 def load(number: int | str) -> Any:
-    """The case of a number or a name, as a module."""
-    return importlib.import_module(f"cases.{number}" if isinstance(number, str) else f"cases.case{number}")
+    """The case of a number or a name, as a module. Raises ValueError that names the file which does not load."""
+    if isinstance(number, str):
+        return importlib.import_module(f"cases.{number}")
+    path = _files()[number]
+    if str(path.parent) not in cases.__path__:
+        cases.__path__.append(str(path.parent))
+        importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(f"cases.{path.stem}")
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path} does not load: {' '.join(f'{type(error).__name__}: {error}'.split())}") from error
+    if lacking := [name for name in ("METRIC", "METHODS", "SEARCHES", "RUNS", "jobs") if not hasattr(module, name)]:
+        raise ValueError(f"{path} is no case: expected {', '.join(lacking)}; see CONTRIBUTING.md")
+    return module
 
 
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> Profile:

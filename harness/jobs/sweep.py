@@ -95,7 +95,8 @@ class Sweep:
         self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
         place: Place | None = None,
     ) -> None:  # fmt: skip
-        self.results, self.folders, self.rerun, self.place = results, folders, rerun, place
+        self.results, self.rerun, self.place = results, rerun, place
+        self.folders = folders or method.added()
         self.report = report or (lambda event: None)
         found, complaints = read_all(results)
         self.records = {path: record for path, record in found.items() if record.origin == "run"}

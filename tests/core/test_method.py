@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -13,10 +12,12 @@ import pytest
 from harness.core import method
 from harness.core.method import ROOT
 from harness.evidence import method_contract
+from tests.support import tiny
 from tests.support.cli import run
+from tests.support.page import page_blocks
 
 # The whole method on the page, as a student would begin with it.
-(ONE_FILE,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+ONE_FILE = page_blocks("python")[0]
 
 
 @pytest.fixture
@@ -125,6 +126,39 @@ def test_a_rate_that_is_not_set_fails_the_training_checks(tmp_path: Path) -> Non
     code, lines = checked(tmp_path, "workload.learning_rate_at(step)", "0.01")
     failed = [line for line in lines if line.startswith("failed")]
     assert code == 1 and ["it trains as" in line for line in failed] == [True, True]
+
+
+def unclipped(text: str) -> str:
+    """The page's method without clipping, which says so."""
+    clip = text.split("norm = ")[1].split("\n")[0]
+    return text.replace(clip, "None").replace("bit_exact = False", "clips = bit_exact = False")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_method_that_does_not_clip_is_run_without_clipping_alone(tmp_path: Path) -> None:
+    (tmp_path / "never_clips.py").write_text(unclipped(ONE_FILE))
+    words = [
+        *tiny.WORDS,
+        "-m",
+        "never-clips",
+        "--lr",
+        "0.1",
+        "--steps",
+        "3",
+        "--methods",
+        tmp_path,
+        "--results",
+        tmp_path,
+    ]
+    refused, trained = run(*words), run(*words, "--clip", "0")
+    assert refused.returncode == 2 and "does not clip gradients: try --clip 0, or -m " in refused.stderr
+    assert trained.returncode == 0 and "gate passed" in trained.stdout
+
+
+@pytest.mark.heavy
+def test_the_contract_runs_a_method_that_does_not_clip_as_it_is(tmp_path: Path) -> None:
+    code, lines = checked(tmp_path, ONE_FILE, unclipped(ONE_FILE))
+    assert code == 0 and [line.split()[0] for line in lines] == ["passed"] * 7
 
 
 def test_a_method_is_one_file_in_any_folder(added: Path) -> None:

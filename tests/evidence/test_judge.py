@@ -170,6 +170,12 @@ def test_speeds_are_compared_at_the_largest_size_that_both_have() -> None:
     assert [row.num_layers for row in judge(TWICE, rows).rests_on] == [4, 4]
 
 
+def test_speeds_are_compared_at_the_largest_size_that_both_trained() -> None:
+    rows = [row(name, 3.0, num_layers=2) for name in ("stronghold", "l2l")]
+    rows += [row("stronghold", 3.0), row("l2l", None, valid=False, status="oom-device")]
+    assert [row.num_layers for row in judge(TWICE, rows).rests_on] == [2, 2]
+
+
 def test_rows_that_the_claim_cannot_tell_apart_are_not_averaged() -> None:
     rows = [row("stronghold", 3.0, window_size=2), row("stronghold", 1.0, window_size=4), row("l2l", 1.0)]
     assert "2 rows of stronghold" in judge(TWICE, rows).note

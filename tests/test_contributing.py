@@ -1,0 +1,113 @@
+"""The examples of CONTRIBUTING.md beside the method, which tests/core/test_method.py runs: each works as it stands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.devices import named_machines
+from harness.evidence import claims
+from harness.figures import case, profile
+from harness.jobs.sweep import Sweep, resolve
+from tests.support import records
+from tests.support.cli import run
+from tests.support.page import page_blocks
+from tests.support.tiny import TINY
+
+_, CASE, PLACE = page_blocks("python")
+CLAIM, MACHINE = page_blocks("yaml")
+FACTS = {"cpu": "some CPU", "cores": 2}
+
+
+@pytest.fixture
+def added(tmp_path: Path) -> list[str]:
+    """The words that name the page's case and claim, and results that the case would have."""
+    (tmp_path / "case7.py").write_text(CASE)
+    (tmp_path / "seven.yaml").write_text(CLAIM)
+    case.add([tmp_path])
+    try:
+        used = profile.make("demo", None, ("l2l",), FACTS)
+        jobs = [resolve(job)[0] for job in case.load(7).jobs(used, {})]
+    finally:
+        case.forget()
+    seconds = {"resident": 1.0, "l2l": 2.0}
+    made = [
+        records.record(job, seconds[job.method], key=job.method, clock="sim", machine=FACTS, started=1.0)
+        for job in jobs
+    ]
+    records.write(tmp_path / "results", *made)
+    return ["--cases", str(tmp_path), "--results", str(tmp_path / "results")]
+
+
+def test_a_case_of_any_folder_is_a_table_and_a_figure(added: list[str]) -> None:
+    done = run("case", "7", "--profile", "demo", "--extract", *added)
+    assert done.returncode == 0 and [line.split(",")[3] for line in done.stdout.splitlines()] == [
+        "method",
+        "resident",
+        "l2l",
+    ]
+    assert run("case", "7", "--profile", "demo", "--draw", *added).returncode == 0
+    assert sorted(path.suffix for path in Path(added[-1], "figures").iterdir()) == [".csv", ".pdf", ".png"]
+
+
+def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(added: list[str], tmp_path: Path) -> None:
+    done = run("verify", *added, "--claims", tmp_path / "seven.yaml")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS: 1 of 1: 7.resident-first"
+    assert 7 not in case.numbers() and "7.resident-first" not in {claim.id for claim in claims.load()}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--cases /nowhere", "expected a folder of cases, got /nowhere; try --cases FOLDER"),
+        ("--claims /nowhere", "/nowhere is not a file of claims: "),
+        ("--methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> None:
+    done = run("verify", "--results", tmp_path, *words.split())
+    assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("METRIC = 1", "is no case: expected METHODS"), ("1 +", "does not load: SyntaxError")], ids=["lacking", "broken"],
+)  # fmt: skip
+def test_a_file_that_is_no_case_is_named(tmp_path: Path, text: str, told: str) -> None:
+    number = 800 + len(text)  # modules are loaded once in a process
+    (tmp_path / f"case{number}.py").write_text(text)
+    done = run("case", number, "--profile", "demo", "--extract", "--cases", tmp_path, "--results", tmp_path)
+    assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_two_cases_of_one_number_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "case1.py").write_text(CASE)
+    assert "expected one case 1, got " in run("verify", "--cases", tmp_path, "--results", tmp_path).stderr
+
+
+def test_a_machine_is_an_entry(tmp_path: Path) -> None:
+    (tmp_path / "machines.yaml").write_text(MACHINE)
+    budget = named_machines.load("workstation", tmp_path / "machines.yaml").budget
+    assert (budget.device_bytes, budget.host_bytes) == (23 * 2**30, 58 * 2**30) and budget.rates
+
+
+@pytest.mark.heavy
+def test_a_place_is_two_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster whose pods are processes of this machine."""
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\nexec {sys.executable} -m harness.places.place\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found: dict = {}
+    exec(PLACE, found)
+    place = found["Kubernetes"]("some/image", "{}")
+    (record,) = Sweep(tmp_path / "results", place=place).run([resolve(Job("resident", TINY, steps=2, warmup=1))[0]])
+    assert isinstance(record, Record) and record.gate.passed and record.machine["on"] == "kubernetes"
+    kubectl.write_text("#!/bin/sh\nexit 7\n")
+    (record,) = Sweep(tmp_path / "results", place=place, rerun=True).run([record.job])
+    assert (record.status, record.reason) == ("killed", "its pod ended with exit code 7")
