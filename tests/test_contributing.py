@@ -103,6 +103,7 @@ def test_a_place_is_two_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     kubectl.write_text(f"#!/bin/sh\nexec {sys.executable} -m harness.places.place\n")
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "results").mkdir()
     found: dict = {}
     exec(PLACE, found)
     place = found["Kubernetes"]("some/image", "{}")
