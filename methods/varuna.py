@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
 from harness.core.method import Trained, Training
-from methods.pipeline.checkpoint_folders import choose
+from methods.pipeline.checkpoint_folders import choose, complete_steps
 from methods.pipeline.partition import gpt_stages, pass_flops, stage_bytes
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES, step_seconds
@@ -62,7 +62,7 @@ class VarunaMethod:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
-        if self.resume:
+        if self.resume and not self._begins_there():
             choose(self.resume)
         stages = [self.num_stages] if self.num_stages else _divisors(min(self.world_size, 10**6))
         plans, refused = [], ""
@@ -100,7 +100,7 @@ class VarunaMethod:
         with joined(self.world_size, device, shape.limit_seconds) as rank:
             pipeline = GptPipeline(workload, shape, rank, device)
             gradients, scale = pipeline.gradients, LossScale(workload)
-            steps = pipeline.resume(self.resume, scale) if self.resume else []
+            steps = pipeline.resume(self.resume, scale) if self.resume and not self._begins_there() else []
             num_before = len(steps)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 if step <= num_before:
@@ -121,6 +121,13 @@ class VarunaMethod:
             pipeline.close()
             names = [str(stage) for stage in pipeline.stages]
             return Trained(tensors, schedule={"stages": names, "resumed_steps": num_before})
+
+    def _begins_there(self) -> bool:
+        """True if the folder to resume from is the one that this job writes to, which has nothing complete yet."""
+        if self.checkpoint is None or self.resume is None:
+            return False
+        folder = Path(self.resume).resolve()
+        return folder == Path(self.checkpoint).resolve() and not complete_steps(folder)
 
     def _chunks(self, workload: Workload, num_stages: int) -> list[int]:
         """Micro-batches to choose from, the preferred last: small ones keep stages busy, but one stage needs none."""

@@ -91,7 +91,7 @@ place_options = options.together(
     click.option("--image", metavar="NAME", help="Image for --on docker; default: that of ./run.sh image build."),
     click.option("--slurm", multiple=True, metavar="NAME=VALUE|FILE",
                  help="Request of --on slurm: partition, account, qos, time in minutes, gpus, cpus, nodes, "
-                 "container_image; or a YAML file."),
+                 "requeue, container_image; or a YAML file."),
 )  # fmt: skip
 
 

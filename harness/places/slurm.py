@@ -19,7 +19,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import PositiveInt
 
@@ -59,6 +59,7 @@ class Options:
     gpus: int | str | None = None  # of each node
     cpus: int | None = None  # of each task
     nodes: PositiveInt | None = None
+    requeue: Literal["yes", "no"] | None = None  # what the cluster took away starts again
     container_image: str | None = None
 
 
@@ -165,7 +166,9 @@ class Slurm:
         """submitit's parameters for a job: sbatch's options, and srun's, which starts the container."""
         seconds = (job.budget.seconds or budgets.deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
-        found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items()}
+        found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"}
+        if requeue := self.options.get("requeue"):
+            found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
         found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
         found |= {"srun_args": self._container(job, results, folders)}
         if found["nodes"] > 1:  # whole nodes: two jobs could wait for each other's nodes forever

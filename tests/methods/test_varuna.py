@@ -203,6 +203,14 @@ def test_the_plan_chooses_and_names_what_fits() -> None:
     assert shortfall and "the largest that should fit has -l" in shortfall and deep.options["num_stages"] == 4
 
 
+def test_a_job_that_resumes_from_its_own_folder_may_begin_there(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    options = {"checkpoint": str(tmp_path), "resume": f"{tmp_path}/other/.."}
+    create("varuna", options).plan(WORKLOAD, Budget())
+    with pytest.raises(ValueError, match="expected a checkpoint, none is complete"):
+        create("varuna", options | {"resume": str(tmp_path / "other")}).plan(WORKLOAD, Budget())
+
+
 def test_a_resumed_job_is_of_the_same_workload(tmp_path: Path) -> None:
     train("varuna", WORKLOAD, 2, checkpoint=str(tmp_path), checkpoint_every=2)
     with pytest.raises(ValueError, match="expected a checkpoint with batch_size 2, got 4"):

@@ -150,9 +150,11 @@ def test_a_container_is_srun_s_to_start(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{does}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    place = Slurm({"container_image": "registry#harness:1"})
+    place = Slurm({"container_image": "registry#harness:1", "requeue": "yes"})
     place._submit(SHARDED, order(SHARDED, "key", tmp_path / "stem", ()), tmp_path, tmp_path / "logs")
-    (line,) = [line for line in (tmp_path / "script").read_text().splitlines() if line.startswith("srun ")]
+    lines = (tmp_path / "script").read_text().splitlines()
+    assert "#SBATCH --requeue" in lines
+    (line,) = [line for line in lines if line.startswith("srun ")]
     assert "'--container-image=registry#harness:1'" in line and f"{PYTHON} -u -m submitit" in line
     assert f"{ROOT}:{ROOT}:ro,{tmp_path}:{tmp_path}," in line and f"--container-workdir={ROOT}" in line
     bundle = tmp_path / "bundle"
