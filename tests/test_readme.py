@@ -17,6 +17,7 @@ from harness.cli.job_options import make_jobs
 from harness.core import method
 from harness.core.method import ROOT
 from harness.jobs.sweep import resolve
+from harness.report import record_schema
 from tests.test_packages import LIBRARIES, ORDER, SEEN_BY_METHODS, package_of
 
 PAGES = {
@@ -88,6 +89,12 @@ def test_every_link_leads_somewhere(path: Path) -> None:
         found = (path.parent / name) if name else path
         assert found.exists(), target
         assert not anchor or anchor in anchors(found), target
+
+
+def test_the_page_of_records_is_made_from_their_types() -> None:
+    made = record_schema.page()
+    assert PAGES[ROOT / "docs" / "records.md"] == made, "python -m harness.report.record_schema > docs/records.md"
+    assert "| `grad_norms` |" in made and "| `sha256` |" in made
 
 
 def test_readme_leads_to_every_page() -> None:

@@ -30,7 +30,7 @@ def checked(kind: type[T], data: Any) -> T:
         return _adapter(kind).validate_python(data)  # type: ignore[arg-type]
     except ValidationError as error:
         told = dict.fromkeys(_complaint(detail) for detail in error.errors(include_url=False))
-        raise ValueError("; ".join(told)) from error
+        raise ValueError(" ".join("; ".join(told).split())) from error
 
 
 def _complaint(detail: Any) -> str:

@@ -41,7 +41,7 @@ def entry(kind: type[T], name: str, file: Path, example: str) -> T:
         return checked(kind, found[name])
     except ValueError as error:
         known = ", ".join(item.name for item in fields(kind))  # type: ignore[arg-type]
-        raise ValueError(f"{file}: {name}: {error}; try {known}") from error
+        raise ValueError(f"{file}: {' '.join(name.split())}: {error}; try {known}") from error
 
 
 @functools.lru_cache

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from harness.core import failures, log_lines
+from harness.core import failures, log_lines, method
 from harness.core.child_process import child_environment
 from harness.core.job import Job, Workload
 from harness.core.record import Record, new_stem
@@ -135,6 +135,7 @@ class Watch:
         self.broken: BrokenPipeError | None = None  # the report's reader is gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
+        self.source = method.source_hash(job.method, folders)
         for other in self.surroundings.get("foreign_processes", []):
             report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
         limit = budgets.wall_bytes(job)
@@ -231,6 +232,7 @@ class Watch:
         """The record with what only this process knows: peaks, limits, the cause of an end."""
         changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
         changes["machine"] = {**record.machine, **self.surroundings}
+        changes["software"] = {**record.software, "source": self.source}
         if self.wall:
             changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}
         failure, end = None, dataclasses.replace(self.end, phase=record.phase)

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.core import method
 from harness.core.failures import End
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import ROOT
@@ -37,6 +38,7 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
     record = Record.read(path)
     log = Path(str(path).removesuffix(".json") + ".txt").read_text()
     assert record.status == "ok" and len(record.losses) == 10
+    assert record.software["source"] == method.source_hash("resident")
     assert " iteration       10/      10 |" in log and log.endswith("ended as ok at done, after 10 of 10 steps\n")
     assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
 
@@ -164,7 +166,7 @@ def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
 def test_whatever_an_import_raises_that_is_broken_off_is_no_crash(stopped: str, status: str) -> None:
     watch = object.__new__(Watch)
     watch.job, watch.stopped, watch.end = TINY_JOB, stopped, End("import", stopped=stopped)
-    watch.wall, watch.peaks, watch.surroundings = None, {}, {}
+    watch.wall, watch.peaks, watch.surroundings, watch.source = None, {}, {}, ""
     made = Record(TINY_JOB, "key", "crash", "import", "ImportError: cannot import name")
     assert watch.complete(made).status == status
 
