@@ -18,7 +18,7 @@ from harness.core.job import Job
 from harness.core.whole_file import check_replaceable
 from harness.devices import budgets
 from harness.jobs.next_calls import next_calls
-from harness.jobs.progress import reporter
+from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep, resolve
 
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of search largest
@@ -198,6 +198,8 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         print(f"left out: {line}", file=sys.stderr)
     with reporter(words["as_json"]) as report:
         records = Sweep(words["results"], folders, report, words["rerun"], place).run(jobs)
+    if len(records) > 1 and not words["as_json"]:
+        print_results(records)
     if len(asked) == 1 and not is_sweep and (records[0].status, records[0].phase) == ("does-not-fit", "plan"):
         _advise(asked[0], folders, words["as_json"])
     sys.exit(exit_codes.of_records(records, is_sweep))

@@ -26,6 +26,15 @@ from harness.core import method
 from harness.core.console import readable_output
 from harness.places.docker_image import image
 
+FIRST_CALLS = """\
+What people do first:
+  ./run.sh demo --quick                              see it work: two methods, three figures, a report, in a minute
+  ./run.sh -m stronghold -l 4 -h 256 -b 2            train by one method, and judge the run
+  ./run.sh sweep -m resident,l2l,stronghold -l 2,4 -h 256 -b 2    compare methods and sizes in one table
+  ./run.sh advise                                    which method suits this machine, and what fits
+  ./run.sh case 3 --profile demo                     make a figure of the paper
+./run.sh --help lists all verbs and methods; ./run.sh VERB --help the options."""
+
 
 class Door(WithMethods, click.Group):
     """Published calls name no verb: words that begin with an option are a `run`."""
@@ -48,7 +57,7 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
     The gate compares each run with the reference: a run that trained otherwise has no throughput.
     """
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        click.echo(FIRST_CALLS)
 
 
 for verb in (*job_verbs.VERBS, *result_verbs.VERBS, *pipeline_verbs.VERBS, advise, check_method, doctor, image):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from harness.core.console import readable, terminal
+from harness.core.console import print_table, readable, terminal
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
@@ -58,11 +58,13 @@ class _Lines:
     def __init__(self, write: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
         self.write, self.steps, self.host_bytes = write, 0, 0
         self.has_reference: bool | None = False
+        self.told: Job | None = None
 
     def report(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "start":
             plan, job = event["plan"], event["job"]
+            self.told = job if event.get("total", 1) > 1 else None
             self.steps, self.host_bytes, self.has_reference = job.steps, plan.host_bytes, event.get("has_reference")
             if (foreseen := event.get("foreseen_seconds", 0.0)) > estimate.LONG_SECONDS:
                 told = f"about {estimate.text(foreseen)}{', its reference included' * bool(self.has_reference)}"
@@ -86,7 +88,8 @@ class _Lines:
             done, rate = event["bytes"], event["bytes"] / event["seconds"]
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
-            told = closing_line(event["record"])
+            is_told = event["record"].job == self.told  # by the start's line, among those of several jobs
+            told = closing_line(event["record"], has_options=not is_told)
             if event["record"].status in UNEXPLAINED:
                 told += f" ({event['path'].removesuffix('.json')}.txt)"
             self.write(told)
@@ -152,10 +155,29 @@ def summary(record: Record) -> dict[str, Any]:
     return {"method": job.method, **sizes, **found, "gate": record.gate.verdict, "gate_text": record.gate.text}
 
 
-def closing_line(record: Record) -> str:
+def print_results(records: Sequence[Record]) -> None:
+    """Several jobs in one compact table; a column for each size and option in which they differ."""
+    rows: list[dict[str, Any]] = [{**vars(record.job.workload), **record.job.options} for record in records]
+    names = dict.fromkeys(name for row in rows for name in row if name != "num_layers")
+    names = {name: None for name in names if len({str(row[name]) for row in rows if name in row}) > 1}
+    columns = ["method", "layers", *names, "samples/s", "device", "host", "result"]
+    lines = []
+    for record, row in zip(records, rows, strict=True):
+        speed = f"{record.samples_per_second:.3g}" if record.samples_per_second else "-"
+        device = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
+        host = record.peaks.get("host_accounted", record.host_peak_bytes)
+        result = f"gate {record.gate.verdict}" if record.status == "ok" else record.status
+        sizes = [row["num_layers"], *(row.get(name, "-") for name in names)]
+        lines.append(
+            [record.job.method, *sizes, speed, *(gib(size) if size else "-" for size in (device, host)), result]
+        )
+    print_table(columns, lines, numbers=columns[1:-1])
+
+
+def closing_line(record: Record, has_options: bool = True) -> str:
     """One line for people: parameters, samples/s, peaks against budget, gate."""
     job, load, gate = record.job, record.job.workload, record.gate
-    options = "".join(f" {name}={value}" for name, value in job.options.items())
+    options = "".join(f" {name}={value}" for name, value in job.options.items()) if has_options else ""
     title = f"{job.method}{options}, {load.num_layers} layers, {params_text(load.num_params)} parameters"
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"

@@ -10,11 +10,13 @@ import pytest
 
 from harness.cli import job_verbs
 from harness.cli.job_options import make_jobs
+from harness.cli.main import FIRST_CALLS, door
 from harness.cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.jobs.command import command
 from tests.support.cli import run
 
+ENDS = ("see", "train", "compare", "which", "make")  # what begins to explain a call
 SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
 
 
@@ -95,9 +97,17 @@ def test_where_no_container_engine_answers_the_line_names_what_to_install(words:
     assert "apt-get install docker.io" in done.stderr and "--on" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["--help"]])
-def test_the_door_explains_itself(words: list[str]) -> None:
-    done = run(*words)
+def test_without_words_the_door_shows_five_calls_that_it_takes() -> None:
+    calls = [shlex.split(line)[1:] for line in FIRST_CALLS.splitlines() if line.startswith("  ./run.sh")]
+    assert run().stdout.strip() == FIRST_CALLS and len(calls) == 5
+    for words in calls:
+        call = words[: next((place for place, word in enumerate(words) if place and word in ENDS), None)]
+        verb, *rest = call if call[0] in door.commands else ["run", *call]
+        door.commands[verb].make_context(verb, rest)
+
+
+def test_the_door_explains_itself() -> None:
+    done = run("--help")
     assert done.returncode == 0
     for told in ("./run.sh -m stronghold -l 4", "stronghold", "l2l", "resident", "sweep"):
         assert told in done.stdout

@@ -10,7 +10,7 @@ import pytest
 from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.method import create
 from harness.core.record import read_all
-from harness.jobs.progress import _Lines, closing_line
+from harness.jobs.progress import _Lines, closing_line, print_results
 from harness.jobs.sweep import Sweep, largest, resolve
 from harness.report.tables import Entry, record_row
 from tests.support import records
@@ -140,6 +140,31 @@ def test_two_references_of_one_call_do_not_print_alike(change: dict) -> None:
         _Lines(lines.append).report({"event": "start", "job": job, "plan": Plan({}), "role": "reference"})
     titles = [line.partition(":")[0] for line in lines]
     assert titles[0] == "(reference) resident, 2 layers x 32, batch 2, learning rate 0.00015" != titles[1]
+
+
+def test_several_jobs_end_in_a_table_with_a_column_for_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        records.record(Job("l2l", Workload(num_layers=2))),
+        records.record(Job("stronghold", Workload(num_layers=4), {"window_size": 2, "clipping": "deferred"})),
+        records.record(Job("stronghold", Workload(num_layers=4), {"window_size": 4, "clipping": "deferred"}), 2.0),
+        records.record(Job("stronghold", Workload(num_layers=8)), status="oom-host"),
+    ]
+    print_results(found)
+    head, _, *lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert head == ["method", "layers", "window_size", "samples/s", "device", "host", "result"]
+    assert lines == [
+        ["l2l", "2", "-", "4", "-", "-", "gate", "exact"], ["stronghold", "4", "2", "4", "-", "-", "gate", "exact"],
+        ["stronghold", "4", "4", "2", "-", "-", "gate", "exact"], ["stronghold", "8", "-", "-", "-", "-", "oom-host"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("total", "times"), [(1, 2), (3, 1)])
+def test_options_are_told_once_for_each_of_several_jobs(total: int, times: int) -> None:
+    lines: list[str] = []
+    report, job = _Lines(lines.append).report, Job("stronghold", Workload(num_layers=2), {"placement": "R1W1"})
+    report({"event": "start", "job": job, "plan": Plan({}), "index": 1, "total": total})
+    report({"event": "end", "path": "log.json", "record": records.record(job)})
+    assert sum("R1W1" in line for line in lines) == times
 
 
 def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Path) -> None:
