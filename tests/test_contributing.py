@@ -81,8 +81,9 @@ def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> No
 def test_a_file_that_is_no_case_is_named(tmp_path: Path, text: str, told: str) -> None:
     number = 800 + len(text)  # modules are loaded once in a process
     (tmp_path / f"case{number}.py").write_text(text)
-    done = run("case", number, "--profile", "demo", "--extract", "--cases", tmp_path, "--results", tmp_path)
-    assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
+    for words in (["case", number, "--profile", "demo", "--extract"], ["verify"]):
+        done = run(*words, "--cases", tmp_path, "--results", tmp_path)
+        assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_two_cases_of_one_number_are_refused(tmp_path: Path) -> None:

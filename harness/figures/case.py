@@ -56,8 +56,11 @@ COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name !
 
 
 def add(folders: Iterable[Path]) -> None:
-    """Folders whose cases are found by number from now on, as those of this project are, until forget()."""
+    """Folders whose cases are found by number from now on, as those of this project are, until forget(). Raises
+    ValueError where one does not load: whatever makes profiles asks every case."""
     _added.extend(folder.resolve() for folder in folders)
+    for number in numbers():
+        load(number)
 
 
 def forget() -> None:
