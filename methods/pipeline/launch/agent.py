@@ -249,7 +249,17 @@ def main() -> None:
     fcntl.flock(lock, fcntl.LOCK_SH)
     for module in order["imports"]:
         importlib.import_module(module)
-    Agent(output, order).run()
+    agent, code = Agent(output, order), 0
+    try:
+        agent.run()
+    except (BrokenPipeError, SystemExit):  # the launcher is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for rank in agent.ranks.values():
+        rank.signal(signal.SIGKILL)
+    os._exit(code)  # an interpreter with torch in it takes seconds to end
 
 
 if __name__ == "__main__":

@@ -282,11 +282,12 @@ def test_a_script_that_is_silent_ends(tmp_path: Path) -> None:
 
 
 def left_of(folder: Path) -> list[int]:
-    """Processes that work in this folder, or name it."""
+    """Processes that hold a file of this folder open, as agents and ranks do their lock, or name it."""
     found = []
     for process in psutil.process_iter():
         try:
-            if str(folder) in " ".join(process.cmdline()) or process.cwd().startswith(str(folder)):
+            held = [*process.cmdline(), *(file.path for file in process.open_files())]
+            if any(str(folder) in each for each in held):
                 found.append(process.pid)
         except psutil.Error:
             continue
