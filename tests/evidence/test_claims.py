@@ -246,7 +246,7 @@ def test_runs_under_the_papers_budgets_are_found_by_its_name() -> None:
         ("--machine TPU", "no record of machine 'TPU': --machine takes one of ['A100', 'H200']"),
         ("", "runs of 2 machines are not judged together: --machine takes one of ['A100', 'H200']"),
         ("--results /nowhere", "no folder /nowhere: try --results with a folder of records"),
-        ("--claims /nowhere", "/nowhere holds no claims"),
+        ("--claims /nowhere", "/nowhere is not a file of claims"),
         ("--against nothing", "'nothing' is not 'published'"),
     ],
 )
