@@ -166,7 +166,8 @@ def test_the_door_takes_every_command(line: str) -> None:
         command = found
     if "--help" in words:
         return
-    told = command.make_context(line, words).params
+    with command.make_context(line, words) as context:  # which forgets folders that the words name
+        told = context.params
     if "method_names" in told:
         for job in make_jobs({**told, "num_layers": [min(told["num_layers"][-1], 32)]}, ()):
             with contextlib.suppress(method.Unavailable):
