@@ -47,6 +47,11 @@ class Section:
     caption: str
     table: DataFrame
 
+    @property
+    def csv(self) -> str:
+        """The name of its data's file, beside the page."""
+        return f"case{self.case}-{self.profile}.csv"
+
 
 def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
     """Write the page and, beside it, the review. Raises ValueError where there is nothing to report, no figure of that
@@ -57,6 +62,9 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     told = gather(results, profile, machine)
     made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
     page.parent.mkdir(parents=True, exist_ok=True)
+    for section in told["sections"]:
+        data = pages.texts(section.table).to_csv(index=False, lineterminator="\n")
+        write_whole(page.parent / section.csv, data)
     for path, text in made.items():
         write_whole(path, text)
     return list(made)
@@ -90,6 +98,8 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     return {
         "sections": sections,
         "claims": pages.claim_table(here, there, entries),
+        "claims_by_figure": pages.claims_by_figure(here, there, entries),
+        "summary": pages.summary(entries),
         "findings": here,
         "tally": tally(here),
         "tally_published": tally(there),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ LOOKS = {
 }  # fmt: skip
 TENSORS, FAILED = "tensors", "failed"
 LOG = "imported log"
+MOST_SIZES = 8  # of a table that fits a screen
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,44 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
         }
         for finding, other in ((finding, there[finding.claim.id]) for finding in here)
     ])  # fmt: skip
+
+
+def claims_by_figure(
+    here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
+) -> list[DataFrame]:
+    """A table for each case, verdict by verdict; `tally` in its attrs counts them."""
+    found = []
+    for case in sorted({finding.claim.case for finding in here}):
+        own = [finding for finding in here if finding.claim.case == case]
+        own.sort(key=lambda finding: verify.VERDICTS.index(finding.verdict))
+        made = claim_table(own, published, entries)
+        counts = Counter(finding.verdict for finding in own)
+        made.attrs |= {
+            "caption": f"Claims of case {case}", "tally": ", ".join(f"{n} {word}" for word, n in counts.items()),
+        }  # fmt: skip
+        found.append(made)
+    return found
+
+
+def summary(entries: Sequence[Entry]) -> DataFrame:
+    """A row for each method, of its newest result at each of the largest sizes: speed, memory and verdict."""
+    newest = {(entry.record.job.method, entry.record.job.workload.num_params): entry for entry in entries}
+    methods = list(dict.fromkeys(name for name, _ in newest))
+    sizes = sorted({size for _, size in newest})[-MOST_SIZES:]
+    rows = []
+    for name in methods:
+        cells: dict[str, Cell | str] = {"method": name}
+        for size in sizes:
+            cells[params_text(size)] = _did(newest[name, size]) if (name, size) in newest else ""
+        rows.append(cells)
+    return table("Samples/s, peak of the device's or host's memory, and verdict, by parameters", rows)
+
+
+def _did(entry: Entry) -> Cell:
+    record, verdict = entry.record, entry.verdict
+    speed, peak = record.samples_per_second, record.peaks.get("device_allocated") or record.host_peak_bytes
+    told = [] if speed is None else [f"{speed:.4g}/s"]
+    return Cell(" ".join([*told, gib(peak)] if peak else told), speed, verdict.look, (entry.number,), verdict.text)
 
 
 def why(finding: Finding) -> str:

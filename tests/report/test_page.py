@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import re
@@ -110,7 +111,7 @@ def page(written: Path) -> Page:
     return Page(written.read_text())
 
 
-ALL, CLAIMS = "Every record, oldest first", "Claims of the papers"
+ALL, CLAIMS = "Every record, oldest first", "Claims of case "
 
 
 def test_what_ranks_took_is_no_fact_of_the_machine() -> None:
@@ -121,7 +122,9 @@ def test_what_ranks_took_is_no_fact_of_the_machine() -> None:
 def test_the_page_refers_to_nothing_outside_of_it(page: Page, written: Path) -> None:
     values = [value or "" for _, attributes in page.elements for name, value in attributes.items()
               if name in ("src", "href", "srcset", "action", "data")]  # fmt: skip
-    assert values and all(value.startswith(("#", "data:image/svg+xml;base64,")) for value in values)
+    beside = {path.name for path in written.parent.glob("*.csv")}
+    assert beside and beside <= set(values)
+    assert all(value.startswith(("#", "data:image/svg+xml;base64,")) for value in set(values) - beside)
     assert not re.search(r"@import|url\(", written.read_text())
 
 
@@ -148,7 +151,7 @@ def test_only_a_run_that_passed_the_gate_has_a_throughput(page: Page) -> None:
 
 def test_every_number_of_a_figure_is_one_click_from_its_record(page: Page) -> None:
     there = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    links = {str(attributes["href"])[1:] for tag, attributes in page.elements if tag == "a"}
+    links = {str(each["href"])[1:] for tag, each in page.elements if tag == "a" and str(each["href"]).startswith("#")}
     assert links <= there
     caption = "Case 1, profile demo: the numbers of the figure"
     rows = zip(page.column(caption, "method"), page.column(caption, "layers"), page.column(caption, "records"),
@@ -164,9 +167,34 @@ def test_a_record_is_shown_whole_but_for_its_tensors(page: Page) -> None:
 
 
 def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
+    captions = [caption for caption in page.tables if caption.startswith(CLAIMS)]
     for column, against in (("here", None), ("published", verify.PUBLISHED)):
         found = verify.findings(written.parent.parent, against, None)
-        assert page.column(CLAIMS, column) == [finding.verdict for finding in found]
+        told = {
+            name: verdict
+            for caption in captions
+            for name, verdict in zip(page.column(caption, "claim"), page.column(caption, column), strict=True)
+        }
+        assert told == {finding.claim.id: finding.verdict for finding in found}
+
+
+def test_figures_come_first_then_what_each_method_did_then_the_claims(written: Path) -> None:
+    text = written.read_text()
+    assert re.findall(r'<h2 id="(\w+)"', text)[:4] == ["figures", "summary", "claims", "doubts"]
+
+
+def test_a_figures_data_lies_beside_the_page(page: Page, written: Path) -> None:
+    with (written.parent / "case1-demo.csv").open(newline="") as file:
+        data = list(csv.reader(file))
+    shown = page.tables["Case 1, profile demo: the numbers of the figure"]
+    assert data[0] == [name.strip() for name in shown[0][:-1]] and len(data) == len(shown)  # all but the links
+
+
+def test_a_method_has_a_row_and_a_size_a_column(page: Page) -> None:
+    head, *rows = next(rows for caption, rows in page.tables.items() if caption.startswith("Samples/s, peak"))
+    assert [row[0] for row in rows] == ["l2l", "stronghold", "gone"] and len(head) == 1 + 5
+    assert "4/s" in rows[0][3] or any("4/s" in cell for cell in rows[0])
+    assert any("FAILED THE GATE" in cell and "/s" not in cell for cell in rows[1])
 
 
 def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_break(written: Path) -> None:
@@ -233,9 +261,11 @@ def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
 def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
     page, review = report.write(write(tmp_path, LOG))
     log = dataclasses.replace(LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda")
-    assert "imported logs" not in Page(page.read_text()).tables[CLAIMS][0]  # of a size that nothing is said of
+    assert "imported logs" not in Page(page.read_text()).tables[CLAIMS + "1"][0]  # of a size that nothing is said of
     page, review = report.write(write(tmp_path, log))
-    assert "imported logs" in Page(page.read_text()).tables[CLAIMS][0] and "By imported logs:" in review.read_text()
+    assert (
+        "imported logs" in Page(page.read_text()).tables[CLAIMS + "1"][0] and "By imported logs:" in review.read_text()
+    )
 
 
 def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_did_not_train(tmp_path: Path) -> None:
@@ -272,3 +302,23 @@ def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path, chromi
 def test_on_paper_nothing_is_cut_off(written: Path, chromium: browser.Browser) -> None:
     chromium.open(written)
     assert chromium.printed_width(A4_LANDSCAPE_PIXELS) <= A4_LANDSCAPE_PIXELS
+
+
+@pytest.mark.heavy
+def test_no_table_is_wider_than_the_page(written: Path, chromium: browser.Browser) -> None:
+    chromium.open(written)
+    assert chromium.width(1400) <= 1400
+    unfold = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
+    wide = (
+        "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.ariaLabel)"
+    )
+    assert chromium.value(f"({unfold}, {wide})") == []
+
+
+@pytest.mark.heavy
+def test_the_page_is_dark_for_who_wants_it(written: Path, chromium: browser.Browser) -> None:
+    chromium.open(written)
+    paper = "getComputedStyle(document.body).backgroundColor"
+    assert [chromium.scheme(each) or chromium.value(paper) for each in ("light", "dark")] == [
+        "rgb(255, 255, 255)", "rgb(22, 22, 22)",
+    ]  # fmt: skip

@@ -88,6 +88,15 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=pixels, deviceScaleFactor=1, mobile=False)
         return self.value("document.documentElement.scrollWidth")
 
+    def width(self, pixels: int) -> int:
+        """How wide the page is in a window of that width."""
+        self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=900, deviceScaleFactor=1, mobile=False)
+        return self.value("document.documentElement.scrollWidth")
+
+    def scheme(self, name: str) -> None:
+        """Prefer light or dark."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+
     def press_enter(self) -> None:
         key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
         for kind in ("keyDown", "keyUp"):
