@@ -1,6 +1,6 @@
 """What the verbs `setup` and `demo` do: compile all that later calls need; then show everything once, in minutes.
 
-The demo trains each method at one size that all of them fit, makes the six cases and writes the report, all under the
+The demo trains each method at one size that all of them fit, makes the seven cases and writes the report, all under the
 profile demo. It compiles nothing that takes long: a method that needs such a thing is left out, with a line. The same
 call continues an interrupted demo, or writes the report again.
 """

@@ -160,7 +160,7 @@ def setup(results: Path, as_json: bool) -> None:
 @click.option("--quick", is_flag=True, help="Only two methods and three figures, in about a minute.")
 @options.as_json
 def demo(results: Path, quick: bool, as_json: bool) -> None:
-    """Show everything at a tiny size, in minutes and without a GPU: every method, the six figures, the report."""
+    """Show everything at a tiny size, in minutes and without a GPU: every method, the seven figures, the report."""
     from harness.cli.demo import show
 
     check_writable(results)

@@ -30,7 +30,7 @@ def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
                     boxes = [tuple(span) for span in spans[~np.isnan(spans[:, 0])]]
                     axes.broken_barh(boxes, (stage - 0.42, 0.84), facecolors=COLORS[kind], linewidth=0)
             plot.title(axes, f"{name}: {run.step_seconds:.4g} s, bubble {run.bubble:.1%}")
-            axes.yaxis.get_major_locator().set_params(integer=True)
+            axes.locator_params(axis="y", integer=True)
             axes.set(ylabel="stage", ylim=(len(run.starts[0]) - 0.5, -0.5))
         panels[-1].set(xlabel="seconds (virtual clock)", xlim=(0, max(run.step_seconds for run in runs.values())))
         handles = [Patch(facecolor=COLORS[kind], label=NAMES[kind]) for kind in KINDS]

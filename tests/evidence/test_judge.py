@@ -263,9 +263,9 @@ def test_of_the_published_claims_those_about_runs_that_trained_hold(published: d
     untrained = [found for found in published.values() if found.note.startswith(verdicts.UNTRAINED)]
     assert {found.verdict for found in untrained} == {"FAIL"}
     untested = {name for name, found in published.items() if found.verdict == verdicts.NOT_TESTED}
-    assert untested == {"hydra.double-buffer"}
+    assert untested == {"hydra.double-buffer", "varuna.over-pipelines-simulated"}
     elsewhere = {name for name, found in published.items() if found.verdict == verdicts.OTHER_MACHINE}
-    assert elsewhere == {"hydra.over-zero", "hydra.linear"}
+    assert elsewhere == {"hydra.over-zero", "hydra.linear", "varuna.over-intra-layer"}
     assert len(holding) + len(untrained) + len(untested) + len(elsewhere) == len(published)
 
 

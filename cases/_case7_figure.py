@@ -1,0 +1,100 @@
+"""The figure of case 7: schedules under jitter, foretold against measured, morphs, and a trace of machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.figures import plot
+from harness.figures.point import FigureRow
+
+LOOKS = {"varuna": ("#B8860B", "o"), "1f1b": ("#B0413E", "s"), "gpipe": ("#54689A", "^")}
+TRACE = {"morphs": ("morphs to the machines that are there", "#B8860B"),
+         "restarts": ("restarts from its last hourly checkpoint", "#B0413E")}  # fmt: skip
+SMALL_PRINT = (
+    "schedules: 9 stages, 64 micro-batches, messages with a jitter of 0.3, mean of 3 seeds; foretold: by FLOPs at one"
+    " rate, that of the first configuration (stages x micro-batch)\ntrace: synthetic, seeded; 355 M parameters on up to"
+    " 12 machines of one V100, batch 256; a change costs 15 s by morphing, else 300 s and the work since the checkpoint"
+)
+
+
+def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
+    with plot.empty(7.6, 6.0) as made:
+        panels = made.subplots(2, 2)
+        (first, second), (third, fourth) = panels
+
+        def of(metric: str) -> list[FigureRow]:
+            return [row for row in rows if row.metric == metric]
+
+        _schedules(first, of("schedule_seconds"))
+        _foretold(second, of("foretold_seconds"), note)
+        _morphs(third, of("loss"), of("workers"))
+        _trace(fourth, of("trace_speed"), of("mean_speed"), of("machines"))
+        measured = [row for row in rows if row.metric == "step_seconds" and row.origin == "run"]
+        plot.small_print(made, f"{plot.caption(measured, [], note)}\n{SMALL_PRINT}")
+        made.subplots_adjust(left=0.085, right=0.93, top=0.95, bottom=0.175, wspace=0.27, hspace=0.35)
+    return made
+
+
+def _schedules(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
+    plot.title(axes, "simulated (virtual clock)")
+    base = {row.x: row.value or 1.0 for row in rows if row.series == "varuna"}
+    for name, (color, mark) in LOOKS.items():
+        points = [(row.x or 0.0, (row.value or 0.0) / base[row.x]) for row in rows if row.series == name]
+        if points:
+            axes.plot(*zip(*points, strict=True), mark + "-", color=color, markersize=4, label=name)
+    axes.axhline(1.26, color=plot.EDGE, linewidth=0.6, linestyle=":")
+    axes.text(0, 1.262, "published: up to 26 %", fontsize=5.8, color=plot.EDGE, va="bottom")
+    axes.set(xlabel="seconds of a message (forward pass: 1 s)", ylabel="Step time over Varuna's")
+    axes.legend(loc="center right", bbox_to_anchor=(1, 0.42))
+
+
+def _foretold(axes: plot.Axes, rows: Sequence[FigureRow], note: str) -> None:
+    plot.title(axes, f"measured, {note}; foretold by the event core")
+    points = [(row.x or 0.0, row.value or 0.0, row.group) for row in rows]
+    most = 1.15 * max((max(point[:2]) for point in points), default=1.0)
+    axes.plot([0, most], [0, most], ":", color=plot.EDGE, linewidth=0.8)
+    for x, y, text in points:
+        axes.plot(x, y, "o", color=LOOKS["varuna"][0], markersize=4)
+        look: Any = {"textcoords": "offset points", "fontsize": 5.8, "color": plot.EDGE}
+        axes.annotate(text, (x, y), xytext=(4, -6), **look)
+    axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured step (s)", ylabel="Foretold step (s)")
+
+
+def _morphs(axes: plot.Axes, losses: Sequence[FigureRow], workers: Sequence[FigureRow]) -> None:
+    plot.title(axes, "measured: loss through morphs")
+    if not losses:
+        axes.set(xticks=[], yticks=[])
+        look: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "fontsize": 7, "color": plot.EDGE}
+        axes.text(0.5, 0.5, "No morphed job here: results/morphs.", **look)
+        return
+    for name, line, width in (("undisturbed", "-", 2.4), ("morphed", "-", 0.8)):
+        points = [(row.x or 0.0, row.value or 0.0) for row in losses if row.series == name]
+        color = {"undisturbed": "#C9C9C9", "morphed": "#B8860B"}[name]
+        axes.plot(*zip(*points, strict=True), line, color=color, linewidth=width, label=name)
+    axes.set(xlabel="step", ylabel="Loss")
+    axes.legend(loc="upper right")
+    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in workers if row.series == "morphed"], "workers")
+
+
+def _trace(
+    axes: plot.Axes, speeds: Sequence[FigureRow], means: Sequence[FigureRow], machines: Sequence[FigureRow]
+) -> None:
+    plot.title(axes, "simulated: synthetic trace of machines")
+    mean = {row.series: row.value or 0.0 for row in means}
+    for name, (text, color) in TRACE.items():
+        points = [(row.x or 0.0, row.value or 0.0) for row in speeds if row.series == name]
+        if points:
+            axes.step(*zip(*points, strict=True), where="post", color=color, label=f"{text}, mean {mean[name]:.0f}")
+    top = max((row.value or 0.0 for row in speeds), default=1.0)
+    axes.set(xlabel="hours", ylabel=plot.LABELS["samples_per_second"], ylim=(-0.5 * top, 1.45 * top))
+    axes.legend(loc="upper right", fontsize=5.6)
+    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in machines], "machines")
+
+
+def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str) -> None:
+    """A count on an axis of its own, in the lowest third."""
+    other = axes.twinx()
+    other.step(*zip(*points, strict=True), where="post", color=plot.EDGE, linewidth=0.7)
+    other.set(ylim=(0, 3.4 * max(value for _, value in points)), ylabel=text)
+    other.locator_params(axis="y", integer=True)

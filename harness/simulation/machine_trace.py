@@ -1,0 +1,70 @@
+"""Samples of a job on machines that come and go: one that morphs to what is there, and one that restarts from its last
+hourly checkpoint. Nothing here is measured: the trace is drawn, a step's time is the event core's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+HOUR = 3600.0
+
+
+class Change(NamedTuple):
+    """From this moment on so many machines are there."""
+
+    seconds: float
+    num_machines: int
+
+
+class Span(NamedTuple):
+    start: float
+    end: float
+    samples_per_second: float  # that stay in the model; less than what is computed where steps are lost later
+
+
+def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[Change]:
+    """Each of `most` machines is there and away in turns, each for a time drawn from an exponential distribution: three
+    times as long there as away, with `mean_hours` there on average."""
+    draw, moments = random.Random(seed), list[tuple[float, int]]()
+    for _ in range(most):
+        now, is_there = 0.0, True
+        while True:
+            now += draw.expovariate(1 / (mean_hours * HOUR * (1 if is_there else 1 / 3)))
+            if now >= hours * HOUR:
+                break
+            is_there = not is_there
+            moments.append((now, 1 if is_there else -1))
+    found, number = [Change(0.0, most)], most
+    for seconds, change in sorted(moments):
+        number += change
+        found.append(Change(seconds, number))
+    return found
+
+
+def through(
+    trace: Sequence[Change], end: float, speed: Callable[[int], float], *, checkpoint_seconds: float,
+    pause_seconds: float, tells: bool,
+) -> list[Span]:  # fmt: skip
+    """`speed`: samples per second on so many machines; `pause_seconds`: from a change until steps go on; `tells`: the
+    state is saved when machines change, and new ones are taken at once; else what came after the last checkpoint is
+    done again when a machine leaves, and new ones wait for that."""
+    if not tells:
+        trace = [trace[0], *(then for now, then in itertools.pairwise(trace) if then.num_machines < now.num_machines)]
+    spans, begin = [], 0.0
+    for number, change in enumerate(trace):
+        stop = trace[number + 1].seconds if number + 1 < len(trace) else end
+        start = min(stop, max(begin, change.seconds + (pause_seconds if number else 0.0)))
+        kept = stop - start
+        if not tells and number + 1 < len(trace):
+            kept -= kept % checkpoint_seconds
+        if stop > start:
+            spans.append(Span(start, stop, speed(change.num_machines) * kept / (stop - start)))
+        begin = stop
+    return spans
+
+
+def samples(spans: Sequence[Span]) -> float:
+    return sum((span.end - span.start) * span.samples_per_second for span in spans)
