@@ -41,7 +41,7 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
         for turn in range(rounds):
             # Each round a fresh order, the reference first: the others are judged by this round's.
             order = list(measured) if turn % 2 == 0 else [reference, *others[::-1]]
-            records = Sweep(folder, rerun=True).run([jobs[text] for text in order])
+            records = Sweep(folder, rerun=True, probe=False).run([jobs[text] for text in order])
             for text, record in zip(order, records, strict=True):
                 measured[text].append(record)
                 print(f"  round {turn + 1}: {text}: {record.status}, {record.median_step_seconds}", flush=True)

@@ -93,7 +93,7 @@ class Hydra:
         return self._plan(workload, max(1, most))
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        shard_layers = None if self.shard_layers is None else min(self.shard_layers, twin_layers)
+        shard_layers = None if self.shard_layers is None else max(1, self.shard_layers * twin_layers // num_layers)
         return dataclasses.asdict(dataclasses.replace(self, shard_layers=shard_layers))
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:

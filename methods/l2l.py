@@ -21,6 +21,7 @@ class L2L:
     color = "#E7D6EF"
     paper = "Pudipeddi et al. 2020, arXiv:2002.05645"
     bit_exact = True
+    bit_exact_in_half = True
     can_rehearse = True
     accumulates = True
     scales_loss = True

@@ -23,6 +23,7 @@ class Resident:
     color = "#8A8A8A"
     paper = "PyTorch, with activation recompute (Chen et al. 2016)"
     bit_exact = True
+    bit_exact_in_half = True
     can_rehearse = True
     is_reference = True
     accumulates = True

@@ -35,6 +35,7 @@ class Stronghold:
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
     bit_exact = True
+    bit_exact_in_half = True
     can_rehearse = True
     accumulates = True
     scales_loss = True
@@ -45,15 +46,18 @@ class Stronghold:
         return Choice(workload, budget, **asdict(self)).plan()
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        options = asdict(self)
+        """The same mixture of layers; a window that slides in the model slides in its twin."""
+        options, resident = asdict(self), self.resident_layers or 0
+        kinds = parse(self.placement, num_layers) if self.placement else "R" * resident + "W" * (num_layers - resident)
+        twin = shrink(kinds, twin_layers)
         if self.placement is not None:
-            kinds = shrink(parse(self.placement, num_layers), twin_layers)
-            resident = None if self.resident_layers is None else kinds.count("R")
-            options |= {"placement": text_of(kinds), "resident_layers": resident}
-        elif self.resident_layers is not None:
-            options["resident_layers"] = min(self.resident_layers, twin_layers)
+            options["placement"] = text_of(twin)
+        if self.resident_layers is not None:
+            options["resident_layers"] = twin.count("R")
         if self.window_size is not None:
-            options["window_size"] = min(self.window_size, twin_layers)
+            streamed, left = (len(each) - each.count("R") for each in (kinds, twin))
+            most = left - 1 if self.window_size < streamed and left > 1 else twin_layers
+            options["window_size"] = min(self.window_size, most)
         return options
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:

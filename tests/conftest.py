@@ -59,6 +59,12 @@ def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "CALIBRATION", tmp_path / "calibration.json")
 
 
+@pytest.fixture(autouse=True)
+def without_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps judge without the gate's probe, which takes several trainings: but for the tests marked `probe`."""
+    monkeypatch.setattr("harness.jobs.sweep.PROBES", request.node.get_closest_marker("probe") is not None)
+
+
 @pytest.fixture
 def folders(request: pytest.FixtureRequest) -> tuple[Path, ...]:
     return _folders(request.config)

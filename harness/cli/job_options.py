@@ -84,6 +84,7 @@ job_options = options.together(
     options.results,
     options.methods,
     click.option("--rerun", is_flag=True, help="Measure again what has a record."),
+    options.no_probe,
     options.as_json,
 )  # fmt: skip
 place_options = options.together(

@@ -22,6 +22,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 results = click.option(
     "--results", type=FOLDER, default=method.ROOT / "results", help="Folder of records, logs and figures."
 )
+no_probe = click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict says so.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 
 

@@ -80,6 +80,7 @@ class Method(Protocol):
     color: ClassVar[str] = "#888888"  # in figures
     paper: ClassVar[str] = ""
     bit_exact: ClassVar[bool] = False  # promises the reference's bits on CPU in fp32
+    bit_exact_in_half: ClassVar[bool] = False  # and there in bf16 and fp16
     is_exact: ClassVar[bool] = True  # False: trains differently by design
     is_reference: ClassVar[bool] = False  # True for exactly one method
     can_rehearse: ClassVar[bool] = False  # train() runs on tensors without memory (harness/devices/memory_rehearsal.py)

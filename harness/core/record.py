@@ -86,7 +86,7 @@ class Record:
     data_sha256: str = ""
     kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
-    bit_exact: bool = False  # what the method promises on CPU in fp32
+    bit_exact: bool = False  # what the method promises on CPU in this dtype
     is_exact: bool = True  # False where the method says that it trains otherwise by design
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name
     others: list[Other] = field(default_factory=list)  # of several models all but the first, for models()

@@ -20,6 +20,7 @@ class Tensor(TypedDict, total=False):
     sketch: list[float] | None
     exp_avg: float | None
     sha256: str
+    left_out: str  # of moved, sketch and exp_avg: what only rounding moves
 
 
 class Other(TypedDict):

@@ -74,10 +74,10 @@ class Campaign:
 
     def __init__(
         self, numbers: Sequence[int], used: Profile, results: Path, report: Report | None = None,
-        methods: Sequence[str] | None = None,
+        methods: Sequence[str] | None = None, probe: bool | None = None,
     ) -> None:  # fmt: skip
         self.numbers, self.used, self.methods = numbers, used, methods or method.names()
-        self.sweep = Sweep(results, report=report)
+        self.sweep = Sweep(results, report=report, probe=probe)
         self.told = claims.load()
         self.tried: list[tuple[Job, bool]] = []  # attempts of this call; True: a search
         self.finished: list[Record] = []
@@ -188,7 +188,7 @@ def closing_line(points: Sequence[PlannedRun], used: Profile) -> str:
 
 def main(
     number: str, profile: str | None, machine: str | None, seconds: float | None, repeats: int | None, results: Path,
-    out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (),
+    out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (), probe: bool | None = None,
 ) -> list[Record]:  # fmt: skip
     """The records of what was run. A table or drawing alone is of any records, where there are none of a profile.
     Raises ValueError for an unknown case, profile or machine."""
@@ -208,7 +208,7 @@ def main(
     numbers = case.numbers() if number == "all" else [int(number)]
     used = dataclasses.replace(used, repeats=repeats or used.repeats)
     if not only:
-        return make(numbers, used, results, out, as_json, math.inf if seconds is None else seconds)
+        return make(numbers, used, results, out, as_json, math.inf if seconds is None else seconds, probe=probe)
     for each in numbers:
         is_of_profile = profile or machine or (not where and case.any_of(each, used, records))
         _write(each, used if is_of_profile else None, records, out, only, is_one=len(numbers) == 1, where=where)
@@ -217,11 +217,11 @@ def main(
 
 def make(
     numbers: Sequence[int], used: Profile, results: Path, out: Path, as_json: bool, seconds: float = math.inf,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None, probe: bool | None = None,
 ) -> list[Record]:  # fmt: skip
     """Measure what the cases lack, of these methods (default: all), write their tables and draw them."""
     with reporter(as_json) as report:
-        finished = _measure(Campaign(numbers, used, results, report, methods), seconds, as_json)
+        finished = _measure(Campaign(numbers, used, results, report, methods, probe), seconds, as_json)
     records = list(read_all(results)[0].values())
     for each in numbers:
         _write(each, used, records, out, None, is_one=len(numbers) == 1)

@@ -49,7 +49,9 @@ def _title(event: dict[str, Any]) -> str:
     load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
     sizes = f"{load.num_layers} layers x {load.hidden_size}, batch {load.batch_size}"
-    return f"{place}{job.method}, {sizes}, learning rate {load.learning_rate:g}"
+    cut = f" in {load.micro_batches} parts" if load.micro_batches > 1 else ""
+    dtype = f", {load.dtype}" if load.dtype != "fp32" else ""
+    return f"{place}{job.method}, {sizes}{cut}, learning rate {load.learning_rate:g}{dtype}"
 
 
 class _Lines:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
 from harness.devices import budgets, cuda_budget, machine
-from harness.jobs import estimate, gate
+from harness.jobs import estimate, gate, probe_runs
+from harness.jobs.probe import Probe
 from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
@@ -88,16 +90,22 @@ def largest(trained: method.Method, job: Job, budget: Budget) -> int:
     return depth if depth and fits(depth, False) else 0
 
 
+PROBES = True  # what a sweep does that is not told
+
+
 class Sweep:
     """A folder of results, and the jobs that add to it."""
 
     def __init__(
         self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
-        place: Place | None = None,
+        place: Place | None = None, probe: bool | None = None,
     ) -> None:  # fmt: skip
+        """`probe`: put each method to the gate's probe, too; None: PROBES."""
         self.results, self.rerun, self.place = results, rerun, place
         self.folders = folders or method.added()
         self.report = report or (lambda event: None)
+        self.has_probes = PROBES if probe is None else probe
+        self._probe_records: Sweep | None = None
         found, complaints = read_all(results)
         self.records = {path: record for path, record in found.items() if record.origin == "run"}
         self.measured_now: set[str] = set()
@@ -233,7 +241,7 @@ class Sweep:
         depth = record.job.workload.num_layers
         if judged_by.status.startswith("oom") and depth > 1:  # it fitted on paper only
             return self._judge_by_twin(whole, number, other, most=depth // 2)
-        return gate.judge(record, judged_by)
+        return self._with_probe(whole, number, lambda probe: gate.judge(record, judged_by, probe=probe))
 
     def _reference(self, job: Job) -> Job:
         """The job whose training this one's is compared with."""
@@ -243,23 +251,60 @@ class Sweep:
         return other
 
     def _judge_by_twin(self, whole: Record, number: int, reference: Job, most: int = 2**20) -> Gate:
-        trained = method.create(reference.method, {}, self.folders)
-        depth = min(most, largest(trained, reference, machine.budget(reference.budget, reference.device)))
+        depth = min(most, self._most_layers(reference))
         if depth < 1:
             return Gate("untested", "no-reference", "the reference does not fit at any depth")
         twins = []
         for job in (whole.job, reference):
-            trainer = method.create(job.method, job.options, self.folders)
-            options = trainer.twin_options(job.workload.num_layers, depth)
-            small = dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None)
             try:
+                small = self._twin(job, depth)
                 resolve(small, self.folders)
             except ValueError as error:
                 return Gate("untested", "no-twin", f"no twin at {depth} layers: {error}")
             twins.append(self.records[self._measure(small, {"role": "twin"})])
         record, twin = whole.models()[number], twins[0].models()[min(number, len(twins[0].others))]
         peers = [other for other in self.records.values() if self._is_peer(other, record.job)]
-        return gate.judge(record, twins=(twin, twins[1]), peers=peers)
+        return self._with_probe(
+            whole, number, lambda probe: gate.judge(record, twins=(twin, twins[1]), peers=peers, probe=probe)
+        )
+
+    def _twin(self, job: Job, depth: int) -> Job:
+        """The same code with so many layers."""
+        options = method.create(job.method, job.options, self.folders).twin_options(job.workload.num_layers, depth)
+        return dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None)
+
+    def _most_layers(self, reference: Job) -> int:
+        trained = method.create(reference.method, {}, self.folders)
+        return largest(trained, reference, machine.budget(reference.budget, reference.device))
+
+    def _with_probe(self, whole: Record, number: int, judge: Callable[[Probe | None], Gate]) -> Gate:
+        """The verdict, by the probe, too, where that can add to what the run says by itself."""
+        verdict = judge(None)
+        if verdict.verdict == "untested" or verdict.reason in gate.CERTAIN or not whole.is_exact:
+            return verdict
+        if not self.has_probes:
+            return judge(Probe(untested="the probe was left out"))
+        return judge(probe_runs.probe(whole.job, number, self._probe_runs()))
+
+    def _probe_runs(self) -> probe_runs.Runs:
+        if self._probe_records is None:
+            folder = self.results / probe_runs.FOLDER
+            folder.mkdir(exist_ok=True)
+            self._probe_records = Sweep(folder, self.folders, self._report_probe, place=self.place, probe=False)
+        records = self._probe_records
+
+        def measure(job: Job) -> Record:
+            return records.records[records._measure(resolve(job, self.folders)[0], {"role": "probe"})]
+
+        def why_not(job: Job) -> str | None:
+            return resolve(job, self.folders)[2]
+
+        return probe_runs.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
+
+    def _report_probe(self, event: dict[str, Any]) -> None:
+        """Tell what trains, not each of its steps."""
+        if event["event"] not in ("recorded", "step"):
+            self.report(event)
 
     def _is_peer(self, other: Record, job: Job) -> bool:
         """Another method's passing record of the same training, by today's source and machine."""

@@ -21,6 +21,7 @@ from harness.core.method import TensorState
 SKETCH_BUCKETS = 8
 SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows: no structure of a tensor has that period
 BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # elements that are looked at at once
+KEYS_IN = ".qkv.bias"  # the end of the name of a tensor whose middle third belongs to the keys
 TELLING = ("attention", "adam")  # ops that have several kernels
 
 
@@ -63,16 +64,29 @@ def look(state: TensorState, workload: Workload) -> dict[str, Any]:
         size = math.hypot(size, norm(here))
         change = torch.sub(here, drawn, out=drawn)
         changed += int(torch.count_nonzero(change))
+        without_noise(state.name, change, start, weight.numel())
         moved = math.hypot(moved, norm(change))
         parts += sums(change)
+    exp_avg = state.exp_avg
+    if exp_avg is not None and state.name.endswith(KEYS_IN):
+        exp_avg = without_noise(state.name, exp_avg.detach().reshape(-1).clone(), 0, weight.numel())
     return {
         "changed": changed / weight.numel(),
         "moved": moved,
         "size": size,
         "sketch": sketch(parts),
-        "exp_avg": None if state.exp_avg is None else norm(state.exp_avg),
+        "exp_avg": None if exp_avg is None else norm(exp_avg),
         "sha256": digest.hexdigest()[:16],
+        **({"left_out": "keys"} if state.name.endswith(KEYS_IN) else {}),
     }
+
+
+def without_noise(name: str, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    """The elements from `start` on of a tensor, in place, without those whose gradient is nothing but rounding: a bias
+    of all keys adds the same to every score of a query, which the softmax takes out."""
+    if name.endswith(KEYS_IN):
+        part[max(0, numel // 3 - start) : max(0, numel // 3 * 2 - start)] = 0
+    return part
 
 
 def norm(values: torch.Tensor) -> float:

@@ -224,7 +224,8 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         job=job, key=key, phase=run.phase, clock=job.device, machine=machine.facts(), software=machine.software(),
         started=started, limits=enforced, **end.changes(evidence),
         predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
-        bit_exact=method.bit_exact, is_exact=method.is_exact, **run.measured,
+        bit_exact=method.bit_exact if job.workload.dtype == "fp32" else method.bit_exact_in_half,
+        is_exact=method.is_exact, **run.measured,
     )  # fmt: skip
 
 

@@ -38,19 +38,19 @@ MUTANTS = {
         "methods/streaming/layer_state.py",
         "step, factor)",
         "step, torch.clamp(1 / (torch.linalg.vector_norm(self.grads) + 1e-6), max=1.0))",
-        "gradient-scale",
+        "later",
     ),
     "drops the schedule on host layers": (
         "methods/streaming/layer_kinds.py",
         "self.state.update_when_landed(learning_rate, clip)",
         f"self.state.update_when_landed({WORKLOAD.learning_rate}, clip)",
-        "update-size",
+        "update",
     ),
     "uses last step's weights once": (
         "methods/stronghold.py",
         "window.refill()  # with",
         "[each.fetch(window.slots[each]) for each in window.lowest[step == 3 :]]  # with",
-        "loss",
+        "later",
     ),
 }
 
@@ -122,7 +122,7 @@ def with_moments(record: Record, factor: float, of: str) -> Record:
 
 
 def test_a_gradient_that_cancels_in_bf16_may_differ_more_than_all_of_them() -> None:
-    record = reference(dtype="bf16")
+    record = dataclasses.replace(reference(dtype="bf16"), bit_exact=False)
     assert gate.judge(with_moments(record, 0.88, "layers.1.ln1.bias"), record).verdict == "tolerance"
     assert gate.judge(with_moments(record, 0.5, "ends.wte"), record).reason == "gradient-scale"
     assert gate.judge(with_moments(record, 0.9, ""), record).reason == "gradient-scale"

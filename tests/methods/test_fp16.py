@@ -244,7 +244,7 @@ MUTANTS = {
         "methods/streaming/layer_state.py",
         "self.num_updates -= 1\n",
         "pass\n",
-        "update-size",
+        "later",
     ),
 }  # fmt: skip
 

@@ -1,0 +1,557 @@
+"""The reference's training, written anew, with one of the faults that offloading has, or rounding of another kind.
+
+`--methods bench/faults -m planted --option fault=NAME` trains it like any method. Without a fault it trains the
+reference's bits, unless one of the other options asks for kernels that round otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.core.method import TensorState, Trained, Training
+from methods.shared.memory_needs import resident_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STRIKES = 5  # the step of what goes wrong once
+LAYER, NEXT = "layers.1.", "layers.2."
+WINDOW = (LAYER, NEXT)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Planted:
+    label = "planted"
+    paper = "the reference with a planted fault"
+    scales_loss = True
+    accumulates = True
+
+    fault: str = ""  # of FAULTS
+    products: int = 1  # parts that the sum of each matrix product is split into
+    attention: str = "torch"  # or "plain": scores, mask, softmax and values one after the other
+    adam: str = "fused"  # or "foreach", "loop", "plain": written out
+    threads: int = 0  # of torch; 0: as they are
+    promises: bool = False  # the reference's bits
+
+    @property
+    def bit_exact(self) -> bool:
+        return self.promises
+
+    bit_exact_in_half = bit_exact
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        return resident_plan(workload)
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        import torch
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads or before)
+        try:
+            return (yield from Loop(self, workload, device).run(batches))
+        finally:
+            torch.set_num_threads(before)
+
+
+class Loop:
+    """The training; a fault replaces one of its methods or numbers."""
+
+    def __init__(self, how: Planted, workload: Workload, device: str) -> None:
+        import torch
+
+        from harness.core.gpt import empty, initialize
+        from methods.shared.loss_scale import LossScale
+
+        self.how, self.workload, self.scale = how, workload, LossScale(workload)
+        self.model = empty(workload, device)
+        self.weights = dict(self.model.named_parameters())
+        self.is_mixed = workload.dtype != "fp32"
+        self.masters: dict[str, Any] = dict(self.weights)
+        if self.is_mixed:
+            self.masters = {name: torch.empty_like(one, dtype=torch.float32) for name, one in self.weights.items()}
+        initialize(((name, master.data) for name, master in self.masters.items()), workload)
+        self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
+        self.step = 0
+        self.patches: list[Any] = []  # contexts in which the model computes
+        self.memory: dict[str, Any] = {}  # of a fault, from step to step
+        if how.fault:
+            FAULTS[how.fault](self)
+        if how.products > 1:
+            self.patches.append(functools.partial(_replaced, "linear", _split_linear(how.products)))
+        if how.attention == "plain":
+            self.patches.append(functools.partial(_replaced, "scaled_dot_product_attention", _plain_attention()))
+        if self.is_mixed:
+            self.copy_to_weights()
+        self.optimizer = self.make_optimizer()
+
+    def run(self, batches: Any) -> Training:
+        import torch
+
+        for self.step, (inputs, targets) in enumerate(batches, start=1):
+            inputs, targets = self.batch(inputs, targets)
+            with contextlib.ExitStack() as stack:
+                for patch in self.patches:
+                    stack.enter_context(patch())
+                loss = self.backward(inputs, targets)
+            grads = {}
+            for name, weight in self.weights.items():
+                assert weight.grad is not None
+                grads[name], weight.grad = weight.grad.float(), None
+            if self.scale.is_used:
+                torch._foreach_div_(list(grads.values()), self.scale.value)
+            self.change_gradients(grads)
+            norm = self.norm(grads)
+            if self.max_norm:
+                self.clip(grads, norm)
+            is_skipped = self.scale.overflows(norm)
+            if not is_skipped:
+                self.update(grads)
+            if self.is_mixed:
+                self.copy_to_weights()
+            yield self.scale.step(loss, norm, is_skipped=is_skipped)
+        state = self.optimizer.state
+        return Trained([TensorState(name, p.detach(), state[p].get("exp_avg")) for name, p in self.masters.items()])
+
+    def batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, targets
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.model(inputs, targets, self.scale.value)
+        loss.backward()
+        return loss.detach()
+
+    def change_gradients(self, grads: dict[str, Tensor]) -> None:
+        pass
+
+    def norm(self, grads: dict[str, Tensor]) -> Tensor:
+        import torch
+
+        return torch.nn.utils.get_total_norm(grads.values())
+
+    def clip(self, grads: dict[str, Tensor], norm: Tensor) -> None:
+        import torch
+
+        torch._foreach_mul_(list(grads.values()), torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
+
+    def rate(self, name: str) -> float:
+        return self.workload.learning_rate_at(self.step)
+
+    def decay(self, name: str) -> float:
+        return WEIGHT_DECAY if self.masters[name].ndim > 1 else 0.0
+
+    def is_updated(self, name: str) -> bool:
+        return True
+
+    def make_optimizer(self) -> Any:
+        import torch
+
+        groups = [
+            {"params": [master], "weight_decay": self.decay(name), "name": name}
+            for name, master in self.masters.items()
+        ]
+        if self.how.adam == "plain":
+            return PlainAdamW(groups, {"lr": 0.0, "betas": self.betas, "eps": self.epsilon})
+        kind: dict[str, Any] = {"fused": self.how.adam == "fused", "foreach": self.how.adam == "foreach"}
+        return torch.optim.AdamW(groups, betas=self.betas, eps=self.epsilon, **kind)
+
+    def update(self, grads: dict[str, Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            name, (master,) = group["name"], group["params"]
+            group["lr"] = self.rate(name)
+            master.grad = grads[name] if self.is_updated(name) else None
+        self.before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after_update()
+
+    def before_update(self) -> None:
+        pass
+
+    def after_update(self) -> None:
+        pass
+
+    def copy_to_weights(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(self.masters[name])
+
+    def of(self, *starts: str) -> list[str]:
+        return [name for name in self.masters if name.startswith(starts)]
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """Those there are, by the tensor's name."""
+        found = {name: self.optimizer.state[master] for name, master in self.masters.items()}
+        return {name: state for name, state in found.items() if state}
+
+
+def _plain_adamw() -> Any:
+    import torch
+
+    class Plain(torch.optim.Optimizer):
+        """AdamW as in the paper: corrected moments first, decay with the step."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            self.move(p, group)
+
+        def move(self, p: Any, group: Any) -> None:
+            state, (beta1, beta2) = self.state[p], group["betas"]
+            if not state:
+                state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            state["step"] += 1
+            mean = state["exp_avg"].mul_(beta1).add_((1 - beta1) * p.grad) / (1 - beta1 ** state["step"])
+            square = state["exp_avg_sq"].mul_(beta2).add_((1 - beta2) * p.grad**2) / (1 - beta2 ** state["step"])
+            p.sub_(group["lr"] * (mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * p))
+
+    return Plain
+
+
+def PlainAdamW(groups: Any, defaults: Any) -> Any:
+    return _plain_adamw()(groups, defaults)
+
+
+# Other kernels, by their names in torch.nn.functional.
+
+
+@contextlib.contextmanager
+def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    import torch.nn.functional as F
+
+    original = getattr(F, name)
+    setattr(F, name, functools.partial(function, original))
+    try:
+        yield
+    finally:
+        setattr(F, name, original)
+
+
+def _split_linear(parts: int) -> Callable[..., Any]:
+    def linear(original: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+        pairs = zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
+        total = sum(original(some, those) for some, those in pairs)
+        return total if bias is None else total + bias
+
+    return linear
+
+
+def _plain_attention(diagonal: int = 0) -> Callable[..., Any]:
+    """Token i sees those up to i + diagonal."""
+    import torch
+
+    def attention(original: Any, query: Any, key: Any, value: Any, is_causal: bool, dropout_p: float) -> Any:
+        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+        is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1 + diagonal)
+        return scores.masked_fill(is_hidden, -math.inf).softmax(-1) @ value
+
+    return attention
+
+
+def _other_mask(loop: Loop) -> None:
+    loop.patches.append(functools.partial(_replaced, "scaled_dot_product_attention", _plain_attention(1)))
+
+
+# The faults. Each changes a loop before it trains.
+
+FAULTS: dict[str, Callable[[Loop], None]] = {}
+
+
+def _fault(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        FAULTS[name] = function
+        return function
+
+    return add
+
+
+def _never(loop: Loop, is_left_out: Callable[[str], bool]) -> None:
+    loop.is_updated = lambda name: not is_left_out(name)  # type: ignore[method-assign]
+
+
+FAULTS["a layer's update skipped once"] = lambda loop: _never(
+    loop, lambda name: loop.step == STRIKES and name.startswith(LAYER)
+)
+FAULTS["a layer's update skipped always"] = lambda loop: _never(loop, lambda name: name.startswith(LAYER))
+FAULTS["a layer's update skipped every other step"] = lambda loop: _never(
+    loop, lambda name: loop.step % 2 == 0 and name.startswith(LAYER)
+)
+FAULTS["biases never updated"] = lambda loop: _never(loop, lambda name: name.endswith("bias") and "ln" not in name)
+FAULTS["norms never updated"] = lambda loop: _never(loop, lambda name: ".ln" in name)
+
+
+@_fault("only the first rows of each tensor updated")
+def _first_rows(loop: Loop) -> None:
+    import torch
+
+    def before() -> None:
+        loop.memory = {name: master.detach().clone() for name, master in loop.masters.items()}
+
+    def after() -> None:
+        with torch.no_grad():
+            for name, master in loop.masters.items():
+                master[1:] = loop.memory[name][1:]
+
+    loop.before_update, loop.after_update = before, after  # type: ignore[method-assign]
+
+
+def _with(**changes: Any) -> Callable[[Loop], None]:
+    return lambda loop: vars(loop).update(changes)
+
+
+FAULTS["decay on norms and biases"] = _with(decay=lambda name: WEIGHT_DECAY)
+FAULTS["no decay"] = _with(decay=lambda name: 0.0)
+FAULTS["epsilon 1e-6"] = _with(epsilon=1e-6)
+FAULTS["epsilon 1e-10"] = _with(epsilon=1e-10)
+FAULTS["beta2 0.95"] = _with(betas=(BETAS[0], 0.95))
+FAULTS["beta1 0.95"] = _with(betas=(0.95, BETAS[1]))
+FAULTS["clip off"] = _with(clip=lambda grads, norm: None)
+FAULTS["clip at half"] = lambda loop: vars(loop).update(max_norm=loop.max_norm / 2)
+
+
+def _count_from(loop: Loop, count: Callable[[int], int]) -> None:
+    """Let the bias correction of step n be that of step count(n)."""
+
+    def before() -> None:
+        import torch
+
+        for master in loop.masters.values():
+            state = loop.optimizer.state[master]
+            if not state:
+                state |= {"step": torch.zeros(()), **{name: torch.zeros_like(master) for name in MOMENTS}}
+            state["step"].fill_(count(loop.step) - 1)
+
+    loop.before_update = before  # type: ignore[method-assign]
+
+
+FAULTS["no bias correction"] = lambda loop: _count_from(loop, lambda step: 10**6)
+FAULTS["step off by one"] = lambda loop: _count_from(loop, lambda step: step + 1)
+
+
+@_fault("constant rate on some layers")
+def _constant(loop: Loop) -> None:
+    of_step = loop.workload.learning_rate_at
+    loop.rate = lambda name: of_step(3200 if name.startswith(LAYER) else loop.step)  # type: ignore[method-assign]
+
+
+FAULTS["rate one step late"] = lambda loop: vars(loop).update(
+    rate=lambda name: loop.workload.learning_rate_at(loop.step - 1)
+)
+
+
+@_fault("clip by each layer's norm")
+def _clip_each(loop: Loop) -> None:
+    whole = loop.clip
+
+    def clip(grads: dict[str, Tensor], norm: Tensor) -> None:
+        for group in {name.rpartition(".")[0].split(".ln")[0][:9] for name in grads}:
+            some = {name: grad for name, grad in grads.items() if name.startswith(group)}
+            whole(some, Loop.norm(loop, some))
+
+    loop.clip = clip  # type: ignore[method-assign]
+
+
+@_fault("norm counts the embedding twice")
+def _twice(loop: Loop) -> None:
+    import torch
+
+    loop.norm = lambda grads: torch.nn.utils.get_total_norm([*grads.values(), grads["ends.wte.weight"]])  # type: ignore
+
+
+@_fault("norm leaves out a layer")
+def _left_out(loop: Loop) -> None:
+    loop.norm = lambda grads: Loop.norm(  # type: ignore[method-assign]
+        loop, {name: grad for name, grad in grads.items() if not name.startswith(LAYER)}
+    )
+
+
+def _stale_gradients(*starts: str) -> Callable[[Loop], None]:
+    def plant(loop: Loop) -> None:
+        def change(grads: dict[str, Tensor]) -> None:
+            for name in loop.of(*starts):
+                fresh = grads[name]
+                grads[name] = loop.memory.get(name, fresh).clone()
+                loop.memory[name] = fresh.clone()
+
+        loop.change_gradients = change  # type: ignore[method-assign]
+
+    return plant
+
+
+FAULTS["gradient a step stale in a layer"] = _stale_gradients(LAYER)
+FAULTS["gradient a step stale everywhere"] = _stale_gradients("")
+FAULTS["gradient a step stale in a window"] = _stale_gradients(*WINDOW)
+
+
+@_fault("weights a step stale")
+def _stale_weights(loop: Loop) -> None:
+    import torch
+
+    whole = loop.backward
+
+    def backward(inputs: Tensor, targets: Tensor) -> Tensor:
+        fresh = {name: weight.detach().clone() for name, weight in loop.weights.items()}
+        with torch.no_grad():
+            for name, weight in loop.weights.items():
+                weight.copy_(loop.memory.get(name, weight))
+        loss = whole(inputs, targets)
+        with torch.no_grad():
+            for name, weight in loop.weights.items():
+                weight.copy_(fresh[name])
+        loop.memory = fresh
+        return loss
+
+    loop.backward = backward  # type: ignore[method-assign]
+
+
+def _times(factor: float, *starts: str) -> Callable[[Loop], None]:
+    def plant(loop: Loop) -> None:
+        def change(grads: dict[str, Tensor]) -> None:
+            for name in loop.of(*starts):
+                grads[name] *= factor
+
+        loop.change_gradients = change  # type: ignore[method-assign]
+
+    return plant
+
+
+FAULTS["gradients halved"] = _times(0.5, "")
+FAULTS["gradients doubled"] = _times(2.0, "")
+
+
+@_fault("gradients with noise of 1e-3")
+def _noise(loop: Loop) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+
+    def change(grads: dict[str, Tensor]) -> None:
+        for grad in grads.values():
+            grad *= 1 + 1e-3 * torch.randn(grad.shape, generator=generator)
+
+    loop.change_gradients = change  # type: ignore[method-assign]
+
+
+FAULTS["a sample dropped"] = lambda loop: vars(loop).update(batch=lambda inputs, targets: (inputs[:-1], targets[:-1]))
+
+
+@_fault("a batch twice")
+def _repeat(loop: Loop) -> None:
+    def batch(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if loop.step == STRIKES:
+            return loop.memory["batch"]  # type: ignore[no-any-return]
+        loop.memory["batch"] = inputs, targets
+        return inputs, targets
+
+    loop.batch = batch  # type: ignore[method-assign]
+
+
+@_fault("tied gradient from the head only")
+def _head_only(loop: Loop) -> None:
+    def embedding(original: Any, inputs: Any, weight: Any, *words: Any) -> Any:
+        is_tied = weight is loop.weights["ends.wte.weight"]
+        return original(inputs, weight.detach() if is_tied else weight, *words)
+
+    loop.patches.append(functools.partial(_replaced, "embedding", embedding))
+
+
+@_fault("tied gradient from the look-up only")
+def _look_up_only(loop: Loop) -> None:
+    from harness.core.gpt import HeadLoss
+
+    ends = loop.model.ends
+
+    def loss(x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = ends.lnf(x).flatten(0, 1)
+        return HeadLoss.apply(hidden, ends.wte.weight.detach(), targets.flatten(), scale)  # type: ignore
+
+    ends.loss = loss  # type: ignore[method-assign]
+
+
+def _rounded(of: Callable[[Loop], list[Tensor]], dtype: str = "") -> Callable[[Loop], None]:
+    from harness.core.gpt import DTYPES
+
+    def plant(loop: Loop) -> None:
+        def after() -> None:
+            for tensor in of(loop):
+                tensor.data.copy_(tensor.data.to(DTYPES[dtype or loop.workload.dtype]))
+
+        loop.after_update = after  # type: ignore[method-assign]
+
+    return plant
+
+
+FAULTS["no fp32 master"] = lambda loop: _rounded(lambda loop: list(loop.masters.values()))(loop)
+FAULTS["moments in bf16"] = lambda loop: _rounded(
+    lambda loop: [state[name] for state in loop.states().values() for name in MOMENTS], "bf16"
+)(loop)
+
+
+def _swap(pairs: dict[str, Any]) -> None:
+    """Of two layers, by their tensors' names."""
+    for name in [name for name in pairs if name.startswith(LAYER)]:
+        other = name.replace(LAYER, NEXT)
+        pairs[name], pairs[other] = pairs[other], pairs[name]
+
+
+FAULTS["two layers' gradients swapped"] = _with(change_gradients=_swap)
+
+
+@_fault("two layers' states swapped")
+def _swap_states(loop: Loop) -> None:
+    def after() -> None:
+        if loop.step == STRIKES:
+            found = {name: dict(state) for name, state in loop.states().items()}
+            _swap(found)
+            for name, state in loop.states().items():
+                state.update(found[name])
+
+    loop.after_update = after  # type: ignore[method-assign]
+
+
+@_fault("first moment not decayed")
+def _undecayed(loop: Loop) -> None:
+    def before() -> None:
+        for state in loop.states().values():
+            state["exp_avg"] /= loop.betas[0]
+
+    loop.before_update = before  # type: ignore[method-assign]
+
+
+FAULTS["mask off by one"] = _other_mask
+
+
+@_fault("tanh GELU")
+def _tanh(loop: Loop) -> None:
+    loop.patches.append(functools.partial(_replaced, "gelu", lambda original, x: original(x, approximate="tanh")))
+
+
+@_fault("dropout left at 0.1")
+def _dropout(loop: Loop) -> None:
+    loop.model.ends.dropout = 0.1
+    for layer in loop.model.layers:
+        layer.dropout = 0.1  # type: ignore[assignment]
+
+
+@_fault("norm epsilon 1e-6")
+def _norm_epsilon(loop: Loop) -> None:
+    import torch
+
+    for module in loop.model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = 1e-6
+
+
+@_fault("a starting tensor off by 1 %")
+def _start(loop: Loop) -> None:
+    loop.masters[f"{LAYER}fc1.weight"].data *= 1.01

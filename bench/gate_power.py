@@ -1,0 +1,275 @@
+"""The power of the gate: how many planted faults it sees, names rightly, and how many honest runs it fails.
+
+Each of the 42 faults of bench/faults/planted.py trains 4 layers x 64 for 20 steps at the published rate and at the
+probe's, in each dtype, as honest runs do that round otherwise: other threads, micro-batches, sums of products,
+attention, loops of AdamW, and every method that is exact by design and runs here. The gate judges each as on a CPU, as
+on CUDA (its tolerances), and, where a method promises them, by bits. About 8 minutes on two cores.
+
+    .venv/bin/python -m bench.gate_power [--out results/gate-power.json]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from harness.core import method
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.core.whole_file import write_whole
+from harness.jobs import gate, probe
+from harness.jobs.probe import Probe, Trial
+
+SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)
+FOLDERS = (Path(__file__).parent / "faults",)
+DTYPES = ("fp32", "bf16", "fp16")
+SEEDS = (1234, 7, 99)
+# How a record is judged: with a CPU's tolerances, with CUDA's, by bits, and as before there was a probe.
+WAYS = ("cpu", "cuda", "bits", "without the probe")
+HONEST: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("resident", {}, {"micro_batches": 2}),
+    ("l2l", {}, {}),
+    ("stronghold", {"window_size": 1}, {}),
+    ("stronghold", {"placement": "R1P1W1S1"}, {}),
+    ("hydra", {}, {}),
+    ("varuna", {}, {}),
+    *(("planted", options, {}) for options in (
+        {"threads": 2}, {"products": 2}, {"products": 4}, {"attention": "plain"}, {"adam": "foreach"}, {"adam": "loop"},
+        {"adam": "plain"}, {"adam": "loop", "products": 4}, {"attention": "plain", "products": 4},
+        {"adam": "plain", "attention": "plain", "products": 2},
+    )),
+]  # fmt: skip
+# Engines take seconds to start and, DeepSpeed, a process for each training.
+ENGINES = ("megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
+# What names a fault rightly: the gate's reason, and of what strikes once the step at which it shows.
+FORWARD, GRADIENT = {"forward"}, {"gradient"}
+UPDATE = {"update", "unchanged", "partial-update"}
+SECOND = UPDATE | {"later 3"}  # the first update is right, or nearly
+RIGHT: dict[str, set[str]] = {
+    "a layer's update skipped once": {"later 6"},
+    "a layer's update skipped always": UPDATE,
+    "a layer's update skipped every other step": SECOND,
+    "only the first rows of each tensor updated": UPDATE,
+    "biases never updated": UPDATE,
+    "norms never updated": UPDATE,
+    "decay on norms and biases": UPDATE,
+    "no decay": UPDATE,
+    "epsilon 1e-6": UPDATE,
+    "epsilon 1e-10": UPDATE,
+    "beta2 0.95": SECOND,
+    "beta1 0.95": SECOND,
+    "no bias correction": UPDATE,
+    "step off by one": UPDATE,
+    "constant rate on some layers": UPDATE,
+    "rate one step late": UPDATE,
+    "clip by each layer's norm": SECOND,
+    "clip off": SECOND,
+    "clip at half": SECOND,
+    "norm counts the embedding twice": GRADIENT,
+    "norm leaves out a layer": GRADIENT,
+    "gradient a step stale in a layer": GRADIENT,
+    "gradient a step stale everywhere": GRADIENT,
+    "gradient a step stale in a window": GRADIENT,
+    "weights a step stale": UPDATE,
+    "gradients halved": GRADIENT,
+    "gradients doubled": GRADIENT,
+    "a sample dropped": FORWARD,
+    "a batch twice": {"later 5"},
+    "tied gradient from the head only": GRADIENT,
+    "tied gradient from the look-up only": GRADIENT,
+    "no fp32 master": UPDATE | {"weights"},
+    "moments in bf16": SECOND,
+    "gradients with noise of 1e-3": GRADIENT,
+    "two layers' gradients swapped": UPDATE | GRADIENT,
+    "two layers' states swapped": {"later 7"},
+    "first moment not decayed": SECOND,
+    "mask off by one": FORWARD,
+    "tanh GELU": FORWARD,
+    "dropout left at 0.1": FORWARD,
+    "norm epsilon 1e-6": FORWARD,
+    "a starting tensor off by 1 %": FORWARD,
+}
+
+
+class Case(NamedTuple):
+    """A training as it is judged: by a method with options, in a dtype; `fault` is empty of an honest one."""
+
+    method: str
+    options: dict[str, Any]
+    changes: dict[str, Any]  # of SIZE
+    dtype: str
+    seed: int
+    fault: str = ""
+
+    def job(self, learning_rate: float, dtype: str = "") -> Job:
+        changes = {**self.changes, "dtype": dtype or self.dtype, "seed": self.seed, "learning_rate": learning_rate}
+        return Job(self.method, dataclasses.replace(SIZE, **changes), self.options, steps=probe.STEPS, warmup=0)
+
+    def reference(self) -> Case:
+        return self._replace(method=method.reference(), options={}, changes={})
+
+    def split(self) -> Case:
+        return self.reference()._replace(changes={"micro_batches": SIZE.batch_size})
+
+    def jobs(self) -> Iterator[Job]:
+        """All that a verdict takes."""
+        published = Workload().learning_rate
+        yield from (each.job(published) for each in (self, self.reference()))
+        for dtype in {self.dtype, "fp32"}:
+            yield from (each.job(probe.LEARNING_RATE, dtype) for each in (self, self.reference(), self.split()))
+
+
+class Outcome(NamedTuple):
+    case: Case
+    verdicts: dict[str, Gate]  # by WAYS
+
+    def is_named(self, way: str) -> bool:
+        verdict = self.verdicts[way]
+        said = f"{verdict.reason} {verdict.evidence.get('step')}" if verdict.reason == "later" else verdict.reason
+        return said in RIGHT[self.case.fault]
+
+
+def fault_cases(dtype: str, faults: Iterable[str] = RIGHT) -> list[Case]:
+    """Of the faults that this dtype can have."""
+    return [
+        Case("planted", {"fault": fault}, {}, dtype, SEEDS[0], fault)
+        for fault in faults
+        if (dtype, fault) != ("fp32", "no fp32 master")
+    ]
+
+
+def honest_cases(dtype: str) -> list[Case]:
+    found = [Case(*how, dtype, seed) for how in HONEST for seed in SEEDS]
+    found += [Case(name, {}, {}, dtype, SEEDS[0]) for name in ENGINES]
+    return [case for case in found if dtype != "fp16" or method.load(case.method, FOLDERS).scales_loss]
+
+
+def train(job: Job) -> Record:
+    """In this process."""
+    from harness.run import worker
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with contextlib.redirect_stdout(io.StringIO()):
+        return worker.run(job, job.key(), FOLDERS, lambda event: None)
+
+
+def outcome(case: Case, records: dict[str, Record]) -> Outcome:
+    """The verdicts on a case by the records of its jobs."""
+
+    def record(each: Case, learning_rate: float = probe.LEARNING_RATE, dtype: str = "") -> Record:
+        return records[each.job(learning_rate, dtype).key()]
+
+    published = Workload().learning_rate
+    trials = []
+    for dtype in dict.fromkeys(("fp32", case.dtype)):
+        others = [record(case.split(), dtype=dtype)]
+        others += [record(case.reference(), dtype="fp32")] if dtype != "fp32" else []
+        trials.append(Trial(record(case, dtype=dtype), record(case.reference(), dtype=dtype), tuple(others)))
+    verdicts = {}
+    for way in WAYS:
+        as_judged: dict[str, Any] = {"device": "cuda" if way == "cuda" else "cpu", "bit_exact": way == "bits"}
+        tried = Probe(tuple(trial._replace(record=_as(trial.record, **as_judged)) for trial in trials))
+        ours, theirs = (_as(record(each, published), **as_judged) for each in (case, case.reference()))
+        verdicts[way] = gate.judge(ours, theirs, probe=None if way == "without the probe" else tried)
+    return Outcome(case, verdicts)
+
+
+def _as(record: Record, device: str, bit_exact: bool) -> Record:
+    return dataclasses.replace(record, job=dataclasses.replace(record.job, device=device), bit_exact=bit_exact)
+
+
+def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By dtype and way: faults seen and named, honest runs and those failed, and which. `promised`: keys of the honest
+    runs that are to keep the bits."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for dtype in DTYPES:
+        own = [each for each in outcomes if each.case.dtype == dtype]
+        faults, honest = ([each for each in own if bool(each.case.fault) == is_fault] for is_fault in (True, False))
+        for way in WAYS if own else ():
+            runs = [each for each in honest if way != "bits" or _name(each.case) in promised]
+            seen = [each for each in faults if each.verdicts[way].verdict == "failed"]
+            named = [each for each in seen if each.is_named(way)]
+            failed = [each for each in runs if not each.verdicts[way].passed]
+            found.setdefault(dtype, {})[way] = {
+                "faults": len(faults), "seen": len(seen), "named": len(named), "honest": len(runs),
+                "false_alarms": len(failed),
+                "unseen": [each.case.fault for each in faults if each not in seen],
+                "misnamed": {each.case.fault: _said(each.verdicts[way]) for each in seen if each not in named},
+                "failed": {_name(each.case): _said(each.verdicts[way]) for each in failed},
+            }  # fmt: skip
+    return found
+
+
+def _name(case: Case) -> str:
+    told = {**case.options, **case.changes}
+    return " ".join([case.method, *(f"{name}={value}" for name, value in told.items()), case.dtype, str(case.seed)])
+
+
+def _said(verdict: Gate) -> str:
+    return f"{verdict.reason}: {verdict.text}"
+
+
+def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The figures for people, in Markdown."""
+    lines = ["| dtype | judged | faults seen | named rightly | honest runs failed |", "|---|---|---|---|---|"]
+    told = {"cpu": "by the probe", "cuda": "by the probe, CUDA's tolerances", "bits": "by bits, where promised"}
+    for dtype, ways in found.items():
+        for way, row in ways.items():
+            pairs = (("seen", "faults"), ("named", "seen"), ("false_alarms", "honest"))
+            cells = (dtype, told.get(way, way), *(f"{row[part]} of {row[whole]}" for part, whole in pairs))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
+    """The records by key. An engine's job has a process of its own."""
+    unique = {job.key(): job for job in jobs}
+    spawn = multiprocessing.get_context("spawn")
+    found: dict[str, Record] = {}
+    for is_engine in (True, False):
+        some = {key: job for key, job in unique.items() if (job.method in ENGINES) == is_engine}
+        with ProcessPoolExecutor(cores, mp_context=spawn, max_tasks_per_child=1 if is_engine else None) as pool:
+            found |= zip(some, pool.map(train, some.values(), chunksize=1), strict=True)
+    return found
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), default=Path("results/gate-power.json"))
+@click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
+def main(out: Path, cores: int) -> None:
+    """Train all, judge all, print the table, write the figures."""
+    started = time.monotonic()
+    cases = [case for dtype in DTYPES for case in (*fault_cases(dtype), *honest_cases(dtype))]
+    records = train_all((job for case in cases for job in case.jobs()), cores)
+    ended = {key: record for key, record in records.items() if record.status != "ok"}
+    for record in ended.values():
+        print(f"left out: {record.job.method}, {record.job.workload.dtype}: {record.status}: {record.reason}")
+    cases = [case for case in cases if not any(job.key() in ended for job in case.jobs())]
+    promised = {
+        _name(case) for case in cases if records[case.job(probe.LEARNING_RATE).key()].bit_exact and not case.changes
+    }
+    found = figures([outcome(case, records) for case in cases], promised)
+    seconds = round(time.monotonic() - started)
+    write_whole(out, json.dumps({"figures": found, "seconds": seconds, "cores": cores}, indent=1))
+    print(table(found))
+    for dtype, ways in found.items():
+        for way, row in ways.items():
+            for kind in ("unseen", "misnamed", "failed"):
+                if row[kind] and way != "without the probe":
+                    print(f"{dtype}, {way}, {kind}: {row[kind]}")
+    print(f"{len(records)} trainings in {seconds} s on {cores} cores: {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Where a training departs from another one: first in its losses, then in its gradient norms, at last in its tensors.
+
+Pure functions of two records. What honest rounding may amount to is given, as limits: constants of a dtype at the
+published learning rate (gate.py), or measured there and then beside a probe (probe.py).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from harness.core.record import Record
+
+LEAST = 1e-7  # relative: what one rounding of fp32 amounts to
+FIRST = 5  # steps that share a floor: in any one of them two roundings may agree by chance
+# And, relative to the tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1,
+# move by a few units in the last place at the published learning rate.
+ROUNDING = 2**-24 / 4
+TELLING = 100.0  # times the loss's difference: what a norm's is more than where the gradient itself is wrong
+FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
+GRADIENT = "the gradients, or the norm of them, are not the reference's"
+UPDATE = "the first update, or when it takes effect, is not the reference's"
+LATER = "the update of step {} or the batch of step {} is not the reference's"
+OUTSTANDING = 3.0  # times as far off as the others: where a fault of an update lies
+
+
+class Limits(NamedTuple):
+    """Relative differences, by step and by tensor, of which the median's is one more."""
+
+    losses: Sequence[float]
+    norms: Sequence[float]
+    distances: dict[str, float]
+    median_distance: float
+    moments: dict[str, float]
+    median_moment: float
+
+    def times(self, factor: float) -> Limits:
+        return Limits(
+            [factor * each for each in self.losses], [factor * each for each in self.norms],
+            {name: factor * each for name, each in self.distances.items()}, factor * self.median_distance,
+            {name: factor * each for name, each in self.moments.items()}, factor * self.median_moment,
+        )  # fmt: skip
+
+
+class Departure(NamedTuple):
+    """A reason for programs, what was seen and what it means for people, and the step from which on, if it shows before
+    the end."""
+
+    reason: str
+    seen: str
+    cause: str = ""
+    step: int | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.seen}: {self.cause}" if self.cause else self.seen
+
+
+def floor(reference: Record, others: Iterable[Record]) -> Limits:
+    """How far other records of the same training, right by construction, are from the reference's: what rounding
+    amounts to, by the first of them alone for tensors. A tensor's is the median tensor's at least, any one is LEAST at
+    least."""
+    others = list(others)
+    shared = [(other, comparable_steps(other, reference)) for other in others]
+    num = len(reference.losses)
+    losses = [differences(other.losses[:steps], reference.losses) for other, steps in shared]
+    norms = [differences(other.grad_norms[:steps], reference.grad_norms) for other, steps in shared]
+    far, grown = distances(others[0], reference), moment_differences(others[0], reference)
+    median, median_grown = (max(LEAST, _median(each.values())) for each in (far, grown))
+    return Limits(
+        _largest_so_far(losses, num), _largest_so_far(norms, num),
+        {name: max(median, each) for name, each in far.items()}, median,
+        {name: max(median_grown, each) for name, each in grown.items()}, median_grown,
+    )  # fmt: skip
+
+
+def departure(record: Record, reference: Record, limits: Limits) -> Departure | None:
+    """The first there is."""
+    return in_steps(record, reference, limits) or in_tensors(record, reference, limits)
+
+
+def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | None:
+    """The first step whose loss or, where that agrees, gradient norm is beyond its limit. A step's loss comes before
+    its gradient, and that before its update: the first departure tells what went wrong."""
+    num = comparable_steps(record, reference)
+    losses = differences(record.losses[:num], reference.losses)
+    norms = differences(record.grad_norms[:num], reference.grad_norms)
+    for at in range(num):
+        step = at + 1
+        if at < len(losses) and not losses[at] <= limits.losses[at]:
+            told = _told("loss", step, record.losses[at], reference.losses[at], losses[at], limits.losses[at])
+            if step == 1:
+                return Departure("forward", f"{told}, before any update", FORWARD, step)
+            return _of_update(step, told)
+        if at < len(norms) and not norms[at] <= limits.norms[at]:
+            ours, theirs = record.grad_norms[at], reference.grad_norms[at]
+            told = _told("gradient norm", step, ours, theirs, norms[at], limits.norms[at])
+            # Wrong weights that do not show in the loss do not change the gradient much.
+            if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
+                return Departure("gradient", f"{told}, where the loss still agrees", GRADIENT, step)
+            return _of_update(step, told)
+    return None
+
+
+def _of_update(step: int, told: str) -> Departure:
+    if step == 2:
+        return Departure("update", told, UPDATE, step)
+    return Departure("later", told, LATER.format(step - 1, step), step)
+
+
+def is_same(record: Record, reference: Record) -> bool:
+    """Bit by bit, in every loss and every final weight."""
+    return record.losses == reference.losses and all(
+        name in record.tensors and record.tensors[name].get("sha256") == tensor.get("sha256") is not None
+        for name, tensor in reference.tensors.items()
+    )
+
+
+def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
+    """The final tensor, or the median of them, that is beyond its limit."""
+    if comparable_steps(record, reference) < len(reference.losses):
+        return None
+    grown = moment_differences(record, reference)
+    for reason, text, found, allowed, median_allowed in (
+        ("weights", "ends {:.1e} of its way from the reference's",
+         distances(record, reference), limits.distances, limits.median_distance),
+        ("gradient-scale", "has a first moment {:.1e} off the reference's",
+         grown, limits.moments, limits.median_moment),
+    ):  # fmt: skip
+        beyond = {name: each / allowed[name] for name, each in found.items() if name in allowed}
+        if not beyond:
+            continue
+        worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
+        if not beyond[worst] <= 1:
+            said = text.format(found[worst])
+            return Departure(reason, f"losses agree, but {worst} {said} ({allowed[worst]:.1e} allowed)")
+        if not (median := _median(found.values())) <= median_allowed:
+            said = text.format(median)
+            return Departure(reason, f"losses agree, but the median tensor {said} ({median_allowed:.1e} allowed)")
+    return None
+
+
+def comparable_steps(record: Record, reference: Record) -> int:
+    """Of fp16 those before the first whose loss scale differs: from there on other steps are skipped."""
+    pairs = zip(record.loss_scales, reference.loss_scales, strict=False)
+    skips = set(record.skipped_steps) ^ set(reference.skipped_steps)
+    differing = [step for step, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs]
+    return min([*differing, *skips, min(len(record.losses), len(reference.losses)) + 1]) - 1
+
+
+def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
+    """Relative, of each step; 0 where a log has no value."""
+    pairs = zip(ours, theirs, strict=False)
+    return [0.0 if a is None or b is None or a == b else abs(a - b) / (abs(b) or LEAST) for a, b in pairs]
+
+
+def distances(record: Record, reference: Record) -> dict[str, float]:
+    """Of each tensor: between its change and the reference's, relative to how far that moved, by their sketches, beyond
+    what single elements' rounding amounts to."""
+    found = {}
+    for name, theirs in reference.tensors.items():
+        ours = record.tensors.get(name, theirs)
+        sketch, other = ours.get("sketch"), theirs.get("sketch")
+        if sketch and other and theirs["moved"] and ours.get("left_out") == theirs.get("left_out"):
+            far = math.dist(sketch, other) - ROUNDING * theirs.get("size", 0.0)
+            found[name] = max(0.0, far) / theirs["moved"]
+    return found
+
+
+def moment_differences(record: Record, reference: Record) -> dict[str, float]:
+    """Relative, of each tensor's first moment, by their sizes; where the method returns none at all, empty."""
+    if not has_moments(record):
+        return {}
+    found = {}
+    for name, theirs in reference.tensors.items():
+        ours, other = record.tensors.get(name, theirs), theirs.get("exp_avg")
+        if other and ours.get("left_out") == theirs.get("left_out"):
+            moment = ours.get("exp_avg")
+            found[name] = math.inf if moment is None else abs(moment / other - 1)
+    return found
+
+
+def has_moments(record: Record) -> bool:
+    return any(tensor.get("exp_avg") is not None for tensor in record.tensors.values())
+
+
+def outstanding(record: Record, reference: Record) -> str:
+    """Where the tensors are farther off than elsewhere: a layer, biases, norms, matrices; empty if nowhere."""
+    found = distances(record, reference)
+    groups: dict[str, list[str]] = {}
+    for name in found:
+        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
+        is_norm = ".ln" in name
+        groups.setdefault("norms" if is_norm else "biases" if name.endswith("bias") else "matrices", []).append(name)
+    told = {}
+    for group, names in groups.items():
+        others = [each for name, each in found.items() if name not in names]
+        if others and (there := _median(found[name] for name in names)) > OUTSTANDING * max(LEAST, _median(others)):
+            told[group] = there / max(LEAST, _median(others))
+    return max(told, key=lambda group: told[group]) if told else ""
+
+
+def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
+    """Step by step the largest difference of any series so far, the first steps taken together."""
+    ends = [max(FIRST, step) for step in range(1, num + 1)]
+    return [max([LEAST, *(value for each in series for value in each[:end])]) for end in ends]
+
+
+def _told(what: str, step: int, ours: float | None, theirs: float | None, difference: float, allowed: float) -> str:
+    how = f"relative {difference:.1e}, {allowed:.1e} allowed"
+    return f"{what} {ours:.7g} instead of {theirs:.7g} at step {step} ({how})"
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(list(values) or [0.0])

@@ -1,0 +1,64 @@
+"""The gate's probe: the same job at a rate that trains, beside the reference and what honest rounding amounts to.
+
+At the published rate twenty steps of the warm-up hardly move a weight: much that is wrong does not show. The probe's
+rate is 0.5, under the same schedule: 1.6e-4 at the first step, 3.1e-3 at the twentieth. The method trains this, the
+reference does, and the reference trains it with every batch cut into single samples: the distance of these two is
+what honest rounding amounts to here. In half precision the distance to the reference in fp32 counts, too, and the
+same is done in fp32, where rounding hides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from harness.core.record import Record
+from harness.jobs import departure
+from harness.jobs.departure import Departure
+
+LEARNING_RATE, STEPS = 0.5, 20
+# Times the floor. Honest runs reach 16, planted faults begin at 400, at 100 where half precision alone has them
+# (bench/gate_power.py).
+ALLOWED = {"fp32": 50.0, "bf16": 30.0, "fp16": 30.0}
+NAMING = 5.0  # times the floor: of a probe that has departed the first departure is looked for from here on
+
+
+class Trial(NamedTuple):
+    """The probe in one dtype. `others`: the reference in parts of one sample first, then in fp32, if that is another;
+    not needed where the method's bits are the reference's."""
+
+    record: Record
+    reference: Record
+    others: tuple[Record, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        return self.record.job.workload.dtype
+
+
+class Probe(NamedTuple):
+    """Trials, the one in fp32 first, and what could not be tested, for people."""
+
+    trials: tuple[Trial, ...] = ()
+    untested: str = ""
+
+
+def find(trial: Trial, is_held_to_bits: bool) -> Departure | None:
+    """How the method trained otherwise than rounding allows, or, where it promises so, not to the last bit."""
+    record, reference, others = trial
+    if departure.is_same(record, reference):
+        return None
+    if not others and not is_held_to_bits:
+        return Departure("weights", "the probe ends at other bits, and there is no measure of rounding")
+    floor = departure.floor(reference, others or [reference])
+    named = departure.departure(record, reference, floor.times(NAMING))
+    if is_held_to_bits:
+        return named or Departure("weights", "its bits are not the reference's, which it promises")
+    found = departure.departure(record, reference, floor.times(ALLOWED[trial.dtype]))
+    return found and named
+
+
+def told(trial: Trial, found: Departure) -> str:
+    """The departure in words, and where the tensors are farthest off."""
+    place = departure.outstanding(trial.record, trial.reference)
+    where = f"; farthest off: {place}" if place and found.reason in ("update", "later", "weights") else ""
+    return f"{found.text}{where} (probe in {trial.dtype})"

@@ -1,0 +1,85 @@
+"""The trainings that the gate's probe takes: jobs like any other, recorded in a folder of their own beside the records.
+
+A probe is about a method's code, not a size: it has the job's width, options and placement, at few layers. So many
+sizes share it, and it is made once for a method's source, its options, dtype, device and software.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from harness.core.job import Job, Workload
+from harness.core.record import Record
+from harness.jobs import departure
+from harness.jobs.probe import LEARNING_RATE, STEPS, Probe, Trial
+
+FOLDER = "probes"  # in the folder of results
+MOST_LAYERS = 4
+
+
+class Runs(NamedTuple):
+    """How jobs are made and run: `measure` gives a job's record, `reference_of` its reference's job, `fits` the most
+    layers at which that fits, `why_not` what is wrong with a job, if anything."""
+
+    measure: Callable[[Job], Record]
+    reference_of: Callable[[Job], Job]
+    fits: Callable[[Job], int]
+    why_not: Callable[[Job], str | None]
+    twin_of: Callable[[Job, int], Job]
+
+
+def probe(job: Job, number: int, runs: Runs) -> Probe:
+    """The probe of one of a job's models. In half precision it is done in fp32, too, unless all bits are right."""
+    found = _trial(job, job.workload.dtype, number, runs)
+    trials, untested = ([found], "") if isinstance(found, Trial) else ([], found)
+    if job.workload.dtype != "fp32" and not (trials and departure.is_same(trials[0].record, trials[0].reference)):
+        wide = _trial(job, "fp32", number, runs)
+        if isinstance(wide, Trial):
+            trials.insert(0, wide)
+        else:
+            untested = "; ".join(filter(None, (untested, wide)))
+    return Probe(tuple(trials), untested)
+
+
+def _trial(job: Job, dtype: str, number: int, runs: Runs) -> Trial | str:
+    """The records of a trial, or why there is none."""
+    changed = dataclasses.replace(job, workload=_workload(job.workload, dtype), steps=STEPS, warmup=0, trace=None)
+    if job.device == "sim":  # a slow link says nothing about training
+        changed = dataclasses.replace(changed, budget=dataclasses.replace(job.budget, link_bytes_per_second=None))
+    most = min(job.workload.num_layers, runs.fits(runs.reference_of(changed)))
+    depth, small, why = min(most, MOST_LAYERS), changed, f"no probe in {dtype}: the reference does not fit at any depth"
+    while 1 <= depth <= most:
+        try:
+            small = runs.twin_of(changed, depth)
+            why = runs.why_not(small) or ""
+        except ValueError as error:  # so few layers are no model of this method
+            why = str(error)
+        if not why:
+            break
+        depth, why = 2 * depth, f"no probe in {dtype}: {why}"
+    if why:
+        return why
+    whole = runs.measure(small)
+    record = whole.models()[min(number, len(whole.others))]
+    reference = runs.reference_of(record.job)
+    theirs = runs.measure(reference)
+    if record.status != "ok" or theirs.status != "ok" or departure.is_same(record, theirs):
+        return Trial(record, theirs)
+    load = reference.workload
+    parts = 1 if load.micro_batches == load.batch_size else load.batch_size
+    others = [runs.measure(_with(reference, micro_batches=parts))]
+    others += [runs.measure(_with(reference, dtype="fp32"))] if dtype != "fp32" else []
+    return Trial(record, theirs, tuple(others))
+
+
+def _workload(load: Workload, dtype: str) -> Workload:
+    """At the probe's rate. Without dropout, which no two methods draw alike, and with a second sample where there is
+    one: what it is cut into measures rounding."""
+    batch_size = max(2, load.batch_size)
+    return dataclasses.replace(load, learning_rate=LEARNING_RATE, dropout=0.0, batch_size=batch_size, dtype=dtype)
+
+
+def _with(job: Job, **changes: Any) -> Job:
+    return dataclasses.replace(job, workload=dataclasses.replace(job.workload, **changes))

@@ -1,0 +1,92 @@
+"""The gate's power: the recorded figures keep their bars, and a sample of the faults is seen and named here and now."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from bench import gate_power
+from bench.gate_power import Case
+from harness.core import method
+from harness.core.method import ROOT
+from harness.core.record import Record
+from tests.support.training import STEPS
+
+FIGURES = json.loads((ROOT / "results" / "gate-power.json").read_text())["figures"]
+ROWS = [pytest.param(row, id=f"{dtype}, {way}") for dtype, ways in FIGURES.items() for way, row in ways.items()]
+PROBED = [row for row in ROWS if "without" not in str(row.id)]
+
+
+@functools.cache
+def trained(job_text: str) -> Record:
+    return gate_power.train(JOBS[job_text])
+
+
+JOBS: dict = {}
+
+
+def outcome_of(case: Case) -> gate_power.Outcome:
+    JOBS.update({job.key(): job for job in case.jobs()})
+    return gate_power.outcome(case, {job.key(): trained(job.key()) for job in case.jobs()})
+
+
+@pytest.mark.parametrize("row", PROBED)
+def test_of_the_planted_faults_at_least_95_percent_are_seen_and_90_percent_named_rightly(row: dict) -> None:
+    assert row["seen"] >= 0.95 * row["faults"] >= 0.95 * 41
+    assert row["named"] >= 0.9 * row["seen"]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_no_honest_run_fails(row: dict) -> None:
+    assert row["failed"] == {} and row["false_alarms"] == 0
+
+
+def test_the_honest_runs_are_a_hundred_by_all_methods_that_are_exact_and_run_on_a_cpu() -> None:
+    assert sum(FIGURES[dtype]["cpu"]["honest"] for dtype in gate_power.DTYPES) >= 100
+    tried = {case.method for dtype in gate_power.DTYPES for case in gate_power.honest_cases(dtype)}
+    elsewhere = {"zenflow", "superoffload"}  # trains otherwise; runs on GPUs only
+    assert set(method.names()) - tried == elsewhere
+
+
+def test_the_artifact_s_table_is_the_recorded_one() -> None:
+    assert gate_power.table(FIGURES) in (ROOT / "ARTIFACT.md").read_text()
+
+
+def test_every_fault_has_a_right_name() -> None:
+    method.load("planted", gate_power.FOLDERS)
+    from methods import planted  # type: ignore[attr-defined]
+
+    assert planted.FAULTS.keys() == gate_power.RIGHT.keys() and len(planted.FAULTS) == 42
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "no decay",
+        "gradients doubled",
+        "a batch twice",
+        *(pytest.param(name, marks=pytest.mark.heavy) for name in ("norm epsilon 1e-6", "clip off", "moments in bf16")),
+    ],
+)
+def test_a_planted_fault_is_seen_and_named(fault: str) -> None:
+    (case,) = gate_power.fault_cases("fp32", [fault])
+    found = outcome_of(case)
+    for way in ("cpu", "cuda", "bits"):
+        assert found.verdicts[way].verdict == "failed", found.verdicts[way].text
+        assert found.is_named(way), found.verdicts[way].text
+
+
+def test_honest_rounding_passes_and_says_what_that_rests_on() -> None:
+    case = Case("planted", {"products": 2, "adam": "plain", "attention": "plain"}, {}, "fp32", gate_power.SEEDS[0])
+    for way in ("cpu", "cuda"):
+        verdict = outcome_of(case).verdicts[way]
+        assert verdict.verdict == "tolerance"
+        assert verdict.text.endswith(f"; probe: {STEPS} steps in fp32, losses, norms, weights and first moments")
+
+
+@pytest.mark.heavy
+def test_what_half_precision_alone_has_is_seen_there() -> None:
+    (case,) = gate_power.fault_cases("bf16", ["no fp32 master"])
+    assert outcome_of(case).verdicts["cuda"].verdict == "failed"

@@ -1,0 +1,190 @@
+"""The gate's probe: made once for a method's source and options, compared with what rounding amounts to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from harness.core.job import Budget, Job
+from harness.core.method import ROOT
+from harness.core.record import Gate, Record
+from harness.jobs import departure, gate, probe
+from harness.jobs.probe import Probe, Trial
+from harness.jobs.sweep import Sweep, resolve
+from tests.support import cli, records
+from tests.support.tiny import TINY, WORDS
+
+PLANTED = (ROOT / "bench" / "faults",)
+
+
+def job(method: str = "l2l", options: dict | None = None, **changes) -> Job:
+    folders = PLANTED if method == "planted" else ()
+    return resolve(Job(method, dataclasses.replace(TINY, **changes), options or {}, steps=4, warmup=1), folders)[0]
+
+
+def probed(events: list[dict]) -> list[tuple[str, int, int, str]]:
+    """Method, layers, parts of a batch and dtype of each training of a probe."""
+    jobs = [event["job"] for event in events if event["event"] == "start" and event.get("role") == "probe"]
+    return [(j.method, j.workload.num_layers, j.workload.micro_batches, j.workload.dtype) for j in jobs]
+
+
+def tensor(**changes) -> dict:
+    return {"changed": 1.0, "moved": 1.0, "size": 1.0, "sketch": [1.0, 0.0], "exp_avg": 1.0, "sha256": "a", **changes}
+
+
+def trained(losses: list[float], norms: list[float] | None = None, **changes) -> Record:
+    """A record of these losses, with gradient norms and tensors of size 1."""
+    made = records.record(dataclasses.replace(job(), steps=len(losses), warmup=0))
+    fields = {
+        "losses": losses,
+        "grad_norms": norms or [1.0] * len(losses),
+        "tensors": {"layers.0.fc1.weight": tensor()},
+    }
+    return dataclasses.replace(made, **{**fields, **changes})
+
+
+BASE = [2.0, 1.9, 1.8, 1.7]
+LIMITS = departure.floor(trained(BASE), [trained(BASE)]).times(10)
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "reason", "step"),
+    [
+        ([2.1, 1.9, 1.8, 1.7], [1.0] * 4, "forward", 1),
+        (BASE, [2.0, 1.0, 1.0, 1.0], "gradient", 1),
+        ([2.0, 1.8, 1.8, 1.7], [1.0] * 4, "update", 2),
+        ([2.0, 1.9, 1.8, 1.6], [1.0] * 4, "later", 4),
+        (BASE, [1.0, 1.0, 1.5, 1.0], "gradient", 3),
+        # Weights that are hardly wrong show in the gradient's norm first.
+        (BASE, [1.0, 1.00001, 1.0, 1.0], "update", 2),
+    ],
+)
+def test_the_first_departure_names_the_fault(losses: list, norms: list, reason: str, step: int) -> None:
+    found = departure.departure(trained(losses, norms), trained(BASE), LIMITS)
+    assert found is not None and (found.reason, found.step) == (reason, step)
+
+
+def test_no_floor_is_below_one_rounding_and_a_step_s_is_the_largest_so_far() -> None:
+    split = trained([2.0, 1.9, 1.8, 1.7, 1.6, 1.5 * (1 + 1e-4), 1.4])
+    floor = departure.floor(trained([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4]), [split])
+    assert floor.losses == pytest.approx([1e-7] * 5 + [1e-4] * 2, rel=1e-3)
+    assert floor.norms == [1e-7] * 7
+
+
+def test_a_tensor_s_floor_is_the_median_tensor_s_at_least() -> None:
+    names = ("a", "b", "c")
+    reference = trained(BASE, tensors={name: tensor(size=0.0) for name in names})
+    ends = {"a": 1.0, "b": 1.01, "c": 1.5}
+    split = trained(BASE, tensors={name: tensor(size=0.0, sketch=[end, 0.0]) for name, end in ends.items()})
+    assert departure.floor(reference, [split]).distances == pytest.approx({"a": 0.01, "b": 0.01, "c": 0.5})
+
+
+def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is_said() -> None:
+    names = ("a", "b")
+    reference = trained(BASE, tensors=dict.fromkeys(names, tensor()))
+    some = trained(BASE, tensors={"a": tensor(), "b": tensor(exp_avg=None)})
+    assert departure.moment_differences(some, reference) == {"a": 0.0, "b": math.inf}
+    none = trained(BASE, tensors=dict.fromkeys(names, tensor(exp_avg=None)))
+    assert "first moments were not tested" in gate.judge(none, reference, probe=Probe(untested="no probe")).text
+
+
+def test_steps_that_fp16_skipped_otherwise_are_not_compared() -> None:
+    skipping = trained([2.0, 1.9, 1.5, 1.4], loss_scales=[8.0, 8.0, 8.0, 4.0], skipped_steps=[3])
+    steady = trained(BASE, loss_scales=[8.0] * 4)
+    assert departure.comparable_steps(skipping, steady) == 2
+    assert departure.departure(skipping, steady, LIMITS) is None
+
+
+def test_without_a_probe_the_verdict_says_that_decay_was_not_tested() -> None:
+    """Rate times decay is 1.9e-9 at step 4: 1 less that is 1 in fp32."""
+    record = trained(BASE)
+    verdict = gate.judge(record, trained(BASE), probe=Probe(untested="the probe was left out"))
+    assert verdict.passed and verdict.text.endswith("; the probe was left out; decay was not tested")
+
+
+def test_a_probe_that_ended_badly_tests_nothing() -> None:
+    trial = Trial(trained(BASE, status="timeout", reason="too slow"), trained(BASE))
+    verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((trial,)))
+    assert verdict.passed and "the probe in fp32 ended as timeout: too slow" in verdict.text
+
+
+def test_a_departing_probe_fails_a_run_that_agrees_and_names_the_cause() -> None:
+    wrong = trained([2.0, 1.9, 1.5, 1.4], bit_exact=True, tensors={"layers.0.fc1.weight": tensor(sha256="b")})
+    verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((Trial(wrong, trained(BASE)),)))
+    assert (verdict.verdict, verdict.reason) == ("failed", "later") and "(probe in fp32)" in verdict.text
+
+
+@pytest.mark.probe
+def test_equal_bits_take_no_measure_of_rounding_and_the_next_size_takes_no_probe(
+    tmp_path: Path, in_process: None
+) -> None:
+    events: list[dict] = []
+    record = Sweep(tmp_path, report=events.append).run([job(num_layers=5)])[0]
+    assert probed(events) == [("l2l", 4, 1, "fp32"), ("resident", 4, 1, "fp32")]
+    assert record.gate.verdict == "exact" and "probe: 20 steps in fp32" in record.gate.text
+    events.clear()
+    Sweep(tmp_path, report=events.append).run([job(num_layers=6)])
+    assert probed(events) == []
+    rate = {Record.read(path).job.workload.learning_rate for path in (tmp_path / "probes").glob("*.json")}
+    assert rate == {probe.LEARNING_RATE}
+
+
+@pytest.mark.heavy
+@pytest.mark.probe
+def test_other_bits_are_measured_by_the_reference_in_parts_and_half_precision_in_fp32_too(
+    tmp_path: Path, in_process: None
+) -> None:
+    events: list[dict] = []
+    honest = job("planted", {"adam": "plain"}, dtype="bf16")
+    record = Sweep(tmp_path, PLANTED, events.append).run([honest])[0]
+    assert sorted(probed(events)) == sorted(
+        [("planted", 2, 1, dtype) for dtype in ("bf16", "fp32")]
+        + [("resident", 2, parts, dtype) for dtype in ("bf16", "fp32") for parts in (1, 2)]
+    )
+    assert record.gate.passed and "probe: 20 steps in fp32 and bf16" in record.gate.text, record.gate.text
+
+
+@pytest.mark.probe
+def test_forgotten_decay_fails_by_the_probe_alone(tmp_path: Path, in_process: None) -> None:
+    forgotten = job("planted", {"fault": "no decay"})
+    assert Sweep(tmp_path, PLANTED, probe=False).run([forgotten])[0].gate.passed
+    verdict = Sweep(tmp_path, PLANTED).run([forgotten])[0].gate
+    assert (verdict.verdict, verdict.reason in ("update", "later")) == ("failed", True), verdict.text
+
+
+@pytest.mark.heavy
+@pytest.mark.probe
+def test_one_sample_and_dropout_are_probed_with_two_and_without(tmp_path: Path, in_process: None) -> None:
+    events: list[dict] = []
+    Sweep(tmp_path, report=events.append).run([job(batch_size=1, dropout=0.1)])
+    loads = [event["job"].workload for event in events if event.get("role") == "probe" and event["event"] == "start"]
+    assert {(load.batch_size, load.dropout) for load in loads} == {(2, 0.0)}
+
+
+@pytest.mark.probe
+def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, in_process: None) -> None:
+    from harness.jobs import probe_runs
+
+    sweep = Sweep(tmp_path)
+    runs = sweep._probe_runs()._replace(fits=lambda reference: 0)
+    tiny = dataclasses.replace(job(), budget=Budget(device_bytes=1))
+    found = probe_runs.probe(tiny, 0, runs)
+    assert found == Probe((), "no probe in fp32: the reference does not fit at any depth")
+
+
+@pytest.mark.probe
+@pytest.mark.heavy
+def test_the_door_probes_unless_told_not_to(tmp_path: Path) -> None:
+    words = [*WORDS[:1], "l2l", *WORDS[2:], "--device", "cpu", "--results", tmp_path]
+    without = cli.run(*words, "--no-probe")
+    assert without.returncode == 0 and "; the probe was left out; decay was not tested" in without.stdout
+    probed = cli.run(*words)
+    assert probed.returncode == 0 and "; probe: 20 steps in fp32" in probed.stdout
+
+
+def test_a_record_of_before_there_was_a_probe_is_read() -> None:
+    old = trained(BASE, gate=Gate("exact", "", "bit-equal")).to_dict()
+    assert Record.from_dict(old).gate.text == "bit-equal"
