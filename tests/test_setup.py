@@ -30,7 +30,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for name in ("run.sh", "venv.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
-    for name in ("harness", "methods"):
+    for name in ("harness", "methods", "cases"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     pins = folder / "pyproject.toml"
     left_out = "torch|numpy|megatron-core|deepspeed|scipy|pandas|matplotlib|jupytext|ortools|docker|submitit"

@@ -165,7 +165,7 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
         for start, drawn in drawn_blocks(name, tensor.shape, workload):
             tensor.view(-1)[start : start + len(drawn)].copy_(drawn)
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor() as pool:
         list(pool.map(fill, named))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +71,8 @@ def test_the_demo_shows_all_and_the_notebook_shows_it_again(tmp_path: Path, comp
     done = subprocess.run(command, capture_output=True, text=True, cwd=method.ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     ended = {record.job.method: record for record in read_all(tmp_path)[0].values()}
-    assert set(ended) == set(method.names()) - set(demo.left_out(method.names(), "sim"))
+    without = set(re.findall(r"^left out: (\S+):", done.stderr, re.MULTILINE))  # not built, when it began
+    assert set(ended) == set(method.names()) - without and without <= {"superoffload", "zenflow", "zero-infinity-nvme"}
     for number in case.numbers():
         assert (tmp_path / "figures" / f"case{number}_demo.png").exists()
     assert (tmp_path / "report/index.html").exists()

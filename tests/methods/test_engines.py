@@ -125,7 +125,7 @@ def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.heavy
 def test_the_gate_catches_zenflows_start(shared_results: Path) -> None:
-    assert run(shared_results, "zenflow", LARGE).gate.reason == "start"
+    assert run(shared_results, "zenflow", LARGE).gate.reason == "forward"
 
 
 @pytest.mark.heavy

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cli.job_verbs import exit_code
+from harness.cli import exit_codes
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_ro
 
     ends: dict[str, Record] = {}
     full, other = Sweep(tmp_path, report=report).run(jobs)
-    assert (full.status, exit_code([full], is_sweep=False)) == ("does-not-fit", 4)
+    assert (full.status, exit_codes.of_records([full], is_sweep=False)) == ("does-not-fit", 4)
     assert full.phase.startswith("step ") and len(full.losses) >= 20
     assert full.reason.startswith(f"out of room on the disk at {full.phase}") and str(small_disk) in full.reason
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
