@@ -59,6 +59,12 @@ show_case(5, PROFILE, MACHINE, RESULTS)
 show_case(6, PROFILE, MACHINE, RESULTS)
 
 # %% [markdown]
+# ## Case 7: pipelines on machines that come and go (Varuna)
+
+# %%
+show_case(7, PROFILE, MACHINE, RESULTS)
+
+# %% [markdown]
 # ## The claims, by what was measured here
 
 # %%
