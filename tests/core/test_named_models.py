@@ -19,9 +19,20 @@ def sizes(*words: str) -> tuple[int, ...]:
     return (*told["num_layers"], *told["hidden_size"], told["num_heads"], told["seq_len"], told["vocab_size"])
 
 
-def test_gpt2_xl_has_its_published_parameters() -> None:
-    """1,557,611,200 with 50,257 tokens; the vocabulary is padded by 47 more."""
-    assert Workload(**named_models.load("gpt2-xl").sizes).num_params == 1_557_611_200 + 47 * 1600
+# Parameters of the published checkpoints whose architecture is ours, but for what pads: 47 words of GPT-2's vocabulary,
+# two positions of OPT's.
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "opt-125m": 125_239_296, "opt-1.3b": 1_315_758_080, "opt-6.7b": 6_658_473_984, "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_has_its_published_parameters(name: str) -> None:
+    model = Workload(**named_models.load(name).sizes)
+    padding = 47 if name.startswith("gpt2") else -2
+    assert model.num_params - padding * model.hidden_size == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", [name for name in named_models.names() if re.search(r"\d[mb]$", name)])
