@@ -15,7 +15,7 @@ from harness.core import method
 from harness.core.console import print_table
 from harness.core.job import Budget, Workload, gib, params_text
 from harness.core.record import read_all
-from harness.jobs.advise import Advice, named_place, sized, this_place
+from harness.jobs.advise import Advice, fits_text, named_place, off_text, sized, this_place
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
@@ -107,14 +107,13 @@ def advise(
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    lacks = ", ".join(f"{gib(size)} of {memory}" for memory, size in row["lacks_bytes"].items())
     measured = [f"{seconds:.3g} s" for seconds in row["measured_step_seconds"]]
-    if found := row["accuracy"]:
-        measured.append(f"off by {found['median']:+.0%}, worst {found['worst']:+.0%} ({found['num_runs']} runs)")
+    if off := off_text(row):
+        measured.append(f"off by {off}")
     shown = row["fits"] and row["step_seconds"]
     return {
         "method": row["method"] + ("" if row["is_exact"] else " (trains otherwise)"),
-        "fits": "yes" if row["fits"] else f"lacks {lacks}",
+        "fits": fits_text(row),
         "s a step": f"{row['step_seconds']:.3g}" if shown else "-",
         "tokens/s": f"{row['tokens_per_second']:.4g}" if shown else "-",
         "hours": f"{row['hours']:.3g}" if shown and row["hours"] else "-",

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from harness.core import method, named_models
 from harness.core.job import GIB, Budget, Job, Plan, Workload, gib
 from harness.core.record import Record
 from harness.devices import cuda_budget, machine, named_machines
-from harness.jobs.predict import Prediction, accuracy, measured_for, predict
+from harness.jobs.predict import Prediction, accuracy, entry_of, is_here, measured_for, predict
 from harness.jobs.sweep import largest
 
 HOST_BYTES = 64 * GIB  # of a GPU's machine whose host is not known
@@ -72,6 +73,22 @@ def sized(num_params: float) -> Workload:
     nearest = min((Workload(**model.sizes) for model in models), key=distance)
     layers = round((num_params - nearest.end_params) / nearest.layer_params)
     return nearest.at_depth(max(1, layers))
+
+
+def of_records(records: Sequence[Record]) -> Advice | None:
+    """On the machine of these records, about the workload and the budgets of most runs that trained; None where there
+    are none, or neither this machine nor machines.yaml is theirs."""
+    trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
+    if not trained:
+        return None
+    (workload, budget), _ = Counter((record.job.workload, record.job.budget) for record in trained).most_common(1)[0]
+    if is_here(trained[-1]):
+        place = this_place(budget)
+    elif name := entry_of(trained[-1]):
+        place = named_place(name, budget)
+    else:
+        return None
+    return Advice(place, workload, records=tuple(records))
 
 
 class Try(NamedTuple):
@@ -179,6 +196,17 @@ class Advice:
         for other in sorted(others, key=lambda other: (other.budget.device_bytes or 0, not _is_whole(other))):
             if (other.budget.device_bytes or 0) > (place.budget.device_bytes or 0):
                 yield f"--gpu {other.name}", other, workload, {}
+
+
+def fits_text(row: dict[str, Any]) -> str:
+    lacks = ", ".join(f"{gib(size)} of {memory}" for memory, size in row["lacks_bytes"].items())
+    return "yes" if row["fits"] else f"lacks {lacks}"
+
+
+def off_text(row: dict[str, Any]) -> str:
+    """How far predictions of this method have been off; nothing where no run tells it."""
+    found = row["accuracy"]
+    return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({found['num_runs']} runs)" if found else ""
 
 
 def _is_whole(place: Place) -> bool:

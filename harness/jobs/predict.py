@@ -67,14 +67,25 @@ def rates_of(record: Record) -> Rates | None:
     """The rates of the machine of a record: this one's by calibration, the published one's for imported logs, a named
     one's by its GPU; None where they are not known."""
     workload = record.job.workload
-    if record.origin == "imported":
-        return named_machines.load(PUBLISHED_ON).rates(workload.dtype)
-    facts = machine.checked()
-    if all(str(record.machine.get(name)) == facts[name] for name in ("cpu", "cores", "gpu")):
+    if is_here(record):
         return machine.rates(record.job.device, workload)
+    name = entry_of(record)
+    return named_machines.load(name).rates(workload.dtype) if name else None
+
+
+def is_here(record: Record) -> bool:
+    """Whether it was measured on this machine."""
+    facts = machine.checked()
+    same = all(str(record.machine.get(name)) == facts[name] for name in ("cpu", "cores", "gpu"))
+    return record.origin != "imported" and same
+
+
+def entry_of(record: Record) -> str | None:
+    """The machine of a record in machines.yaml, by its GPU; of imported logs the published one."""
+    if record.origin == "imported":
+        return PUBLISHED_ON
     gpu = plain(str(record.machine.get("gpu") or ""))
-    found = [name for name in named_machines.names() if plain(name) in gpu]
-    return named_machines.load(max(found, key=len)).rates(workload.dtype) if found else None
+    return max((name for name in named_machines.names() if plain(name) in gpu), key=len, default=None)
 
 
 def plain(name: str) -> str:
@@ -108,12 +119,9 @@ def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[
 
 def measured_for(records: Iterable[Record], name: str, workload: Workload, gpu: str | None) -> list[float]:
     """Step seconds of the runs of this method and workload that trained: on this machine, or on a GPU of that name."""
-    facts = machine.checked()
 
     def is_there(record: Record) -> bool:
-        if gpu is not None:
-            return plain(gpu) in plain(str(record.machine.get("gpu") or ""))
-        return all(str(record.machine.get(fact)) == facts[fact] for fact in ("cpu", "cores", "gpu"))
+        return is_here(record) if gpu is None else plain(gpu) in plain(str(record.machine.get("gpu") or ""))
 
     same = [record for record in records if (record.job.method, record.job.workload) == (name, workload)]
     found: list[Any] = [record.median_step_seconds for record in same if record.samples_per_second and is_there(record)]

@@ -27,6 +27,7 @@ from harness.figures import case, plot
 from harness.figures import profile as scaled
 from harness.figures.point import FEWEST_FOR_INTERVAL, FigureRow
 from harness.figures.profile import Profile
+from harness.jobs import advise
 from harness.jobs.command import command
 from harness.report import tables as pages
 from harness.report.tables import Cell, Entry
@@ -89,6 +90,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     here = verify.findings(results, None, machine)
     there = verify.findings(results, verify.PUBLISHED, None)
     sections = list(figures(entries, profile, results))
+    advice = advise.of_records(records)
     commits = _each(" ".join(str(record.software.get("commit")).split()) for record in runs)
     reasons = {
         "sim": any(record.clock == "sim" for record in runs), "commits": commits, "num_runs": len(runs),
@@ -100,6 +102,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "claims": pages.claim_table(here, there, entries),
         "claims_by_figure": pages.claims_by_figure(here, there, entries),
         "summary": pages.summary(entries),
+        "advice": advice and pages.advice_table(advice, entries),
         "findings": here,
         "tally": tally(here),
         "tally_published": tally(there),

@@ -12,12 +12,14 @@ from typing import Any
 
 from pandas import DataFrame
 
+from harness.core import method
 from harness.core.job import gib, params_text
 from harness.core.record import Record
 from harness.evidence import examine, judge, verify
 from harness.evidence.examine import value_text
 from harness.evidence.judge import Finding
 from harness.figures.point import METRICS, FigureRow
+from harness.jobs.advise import Advice, fits_text, off_text
 from harness.jobs.command import command
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
@@ -255,6 +257,34 @@ def _did(entry: Entry) -> Cell:
     speed, peak = record.samples_per_second, record.peaks.get("device_allocated") or record.host_peak_bytes
     told = [] if speed is None else [f"{speed:.4g}/s"]
     return Cell(" ".join([*told, gib(peak)] if peak else told), speed, verdict.look, (entry.number,), verdict.text)
+
+
+def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
+    """What a step of each method should take on the records' machine, beside what their runs took."""
+    load = advice.workload
+    size = f"{params_text(load.num_params)} parameters, {load.batch_size} x {load.seq_len} tokens a step, {load.dtype}"
+    rows = []
+    for row in advice.rows(list(method.loadable(()))):
+        if "error" in row:
+            continue
+        runs = [
+            entry for entry in entries
+            if (entry.record.job.method, entry.record.job.workload) == (row["method"], load)
+            and entry.record.samples_per_second
+        ]  # fmt: skip
+        took = min((seconds for entry in runs if (seconds := entry.record.median_step_seconds)), default=None)
+        predicted = row["step_seconds"] if row["fits"] or runs else None
+        rows.append({
+            "method": row["method"],
+            "fits": Cell(fits_text(row), look=GOOD if row["fits"] else OPEN),
+            "predicted s": Cell("" if predicted is None else f"{predicted:.3g}", predicted),
+            "measured s": Cell("" if took is None else f"{took:.3g}", took, links=tuple(each.number for each in runs)),
+            "binds": (row["binds"] or "") if predicted else "",
+            "largest -l": Cell(str(row["largest_layers"]), row["largest_layers"]),
+            "would help": row["change"] or "",
+            "predictions off by": off_text(row),
+        })  # fmt: skip
+    return table(f"A step of {size}, on {advice.place.about}", rows)
 
 
 def why(finding: Finding) -> str:

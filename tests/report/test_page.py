@@ -268,6 +268,17 @@ def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
     )
 
 
+def test_what_was_foretold_stands_beside_what_was_measured(page: Page, tmp_path: Path) -> None:
+    """The published Megatron-LM run of 32 layers, by the published machine's rates; none of a machine nobody knows."""
+    job = Job("megatron-lm", Workload(num_layers=32), device="cuda")
+    told = Page(report.write(write(tmp_path, measured(job, "k", origin="imported", clock="cuda")))[0].read_text())
+    (caption,) = (caption for caption in told.tables if caption.startswith("A step of 1.717 B"))
+    row = told.column(caption, "method").index("megatron-lm")
+    assert float(told.column(caption, "predicted s")[row]) == pytest.approx(5.3397, rel=0.01)
+    assert told.column(caption, "measured s")[row] == "3.2 #1"
+    assert not any(caption.startswith("A step of") for caption in page.tables)
+
+
 def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_did_not_train(tmp_path: Path) -> None:
     broken = dataclasses.replace(RECORDS[0], status="interrupted", reason="by Ctrl-C", started=1.6e9, gate=Gate())
     never = dataclasses.replace(broken, key="another", reason="by a flood")
