@@ -166,6 +166,16 @@ class ModelOrchestrator:
                 file=sys.stderr,
             )
 
+    @property
+    def CACHE_SYSTEM(self) -> bool:
+        """The original's double buffer, whose documented flag was a variable in its source that no caller reached."""
+        return bool(self.options["double_buffer"])
+
+    @CACHE_SYSTEM.setter
+    def CACHE_SYSTEM(self, is_on: bool) -> None:
+        instead = f"ModelOrchestrator(tasks, double_buffer={bool(is_on)})"
+        print(f"CACHE_SYSTEM={is_on} is not used: {instead} replaces it", file=sys.stderr)
+
     def generate(self) -> list[dict[str, Any]]:
         """Cut every model into shards and bring it home; returns name, layers of each shard, and bytes at home. Raises
         ValueError if the device is too small for a layer, naming the layer and the smallest feasible memory."""

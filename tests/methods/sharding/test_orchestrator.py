@@ -337,6 +337,8 @@ def test_the_documented_calls_run_unchanged(name: str, capfd) -> None:
     assert f"{3 * NUM_BATCHES} of {3 * NUM_BATCHES} steps of 2 models; " in capfd.readouterr().err
     given["orchestra"].buffer = 10000
     assert "buffer=10000 is not used: " in capfd.readouterr().err
+    given["orchestra"].CACHE_SYSTEM = False
+    assert "double_buffer=False) replaces it" in capfd.readouterr().err and given["orchestra"].num_slots == 2
 
 
 def test_a_module_list_is_a_model_and_so_is_what_holds_one() -> None:
