@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from harness.cli import job_verbs
 from harness.cli.job_options import make_jobs
@@ -28,7 +29,8 @@ TIMES = """
 grep -H 'elapsed time per iteration' ./results/*stronghold*ws-15*.txt |
     sed 's/^\\(.*\\.txt\\):.*(ms): *\\([0-9.]*\\) .*/\\1 \\2/' | awk -F '[/_ ]' '{print $5, $NF}'
 """
-SCRIPTS = (SIZES, SPEEDS, TIMES)
+WINDOWS = TIMES.replace("*stronghold*ws-15*", "*stronghold*l-32*").replace("$5", "$8")
+ORDER = ("megatron-lm", "l2l", "zero-offload", "zero-infinity", "stronghold")  # of the published bars
 
 
 def extracted(folder: Path, script: str) -> list[list[str]]:
@@ -40,20 +42,45 @@ def seconds_of(name: str) -> list[float]:
     return [1.0 + 0.01 * step + len(name) for step in range(50)]
 
 
+def write_log(folder: Path, name: str, num_layers: int, window: int) -> None:
+    job = Job(name, Workload(num_layers=num_layers), steps=50)
+    done = {"losses": [9.0] * 50, "step_seconds": seconds_of(name), "grad_norms": [1.0] * 50}
+    lines = header_lines(job)
+    for step in range(10, 51, 10):
+        measured = {key: values[:step] for key, values in done.items()} | {"loss_scales": [], "skipped_steps": []}
+        lines += interval_lines(job, measured, {"device_allocated": 2**30}, method.load(name).log_dialect)
+    (folder / "results").mkdir(exist_ok=True)
+    (folder / "results" / f"{log_stem(job, window, 1656730240)}.txt").write_text("\n".join(lines) + "\n")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with ./results: a log of 50 steps of each published method, of 32 layers with window 15."""
-    (tmp_path / "results").mkdir()
     for name in PUBLISHED_METHODS:
-        job = Job(name, Workload(num_layers=32), steps=50)
-        done = {"losses": [9.0] * 50, "step_seconds": seconds_of(name), "grad_norms": [1.0] * 50}
-        lines = header_lines(job)
-        for step in range(10, 51, 10):
-            measured = {key: values[:step] for key, values in done.items()} | {"loss_scales": [], "skipped_steps": []}
-            lines += interval_lines(job, measured, {"device_allocated": 2**30}, method.load(name).log_dialect)
-        window = 15 if name == "stronghold" else 4
-        (tmp_path / "results" / f"{log_stem(job, window, 1656730240)}.txt").write_text("\n".join(lines) + "\n")
+        write_log(tmp_path, name, 32, 15 if name == "stronghold" else 4)
     return tmp_path
+
+
+def drawn(number: int, folder: Path) -> dict[str, float]:
+    """A stand-in for the artifact's caseN_draw.py: the bars of its figure, by label, as matplotlib has them."""
+    largest = {row[0]: row[1] for row in sorted(extracted(folder, SIZES), key=lambda row: float(row[2]))}
+    speeds = extracted(folder, SPEEDS)
+    if number == 1:  # the largest size of each method
+        found, height = [(row[0], row[2]) for row in extracted(folder, SIZES)], max
+    elif number == 2:  # each baseline at its largest size, and STRONGHOLD there
+        pairs = [(name, (name, ORDER[-1])) for name in ORDER[:-1]]
+        found = [(f"{name}/{row[2]}", row[4]) for name, both in pairs for row in speeds
+                 if row[0] == largest[name] and row[2] in both]  # fmt: skip
+        height = statistics.fmean
+    elif number == 3:  # all methods at one size
+        found, height = [(row[2], row[4]) for row in speeds if row[0] == "l-32"], statistics.fmean
+    else:  # the median step by layers; by window
+        found, height = extracted(folder, TIMES if number == 4 else WINDOWS), statistics.median
+    labels = list(dict.fromkeys(label for label, _ in found))
+    axes = Figure().subplots()
+    axes.bar(labels, [height(float(value) for own, value in found if own == label) for label in labels])
+    axes.figure.savefig(folder / f"case{number}.png")
+    return dict(zip(labels, (bar.get_height() for bar in axes.patches), strict=True))
 
 
 def test_the_sizes_of_all_methods_are_extracted(folder: Path) -> None:
@@ -77,6 +104,25 @@ def test_the_times_of_a_window_are_extracted(folder: Path) -> None:
     found = extracted(folder, TIMES)
     assert [row[0] for row in found] == ["l-32"] * 5
     assert [float(row[1]) for row in found] == pytest.approx(expected, abs=0.1)
+
+
+def test_every_figure_is_drawn_from_our_logs(folder: Path) -> None:
+    """The bars by hand: means of all intervals where the artifact took these, medians where it took those."""
+    for name, num_layers, window in (("zero-offload", 48, 4), ("stronghold", 48, 15), ("stronghold", 32, 2)):
+        write_log(folder, name, num_layers, window)
+    ends, seconds = range(10, 51, 10), {name: seconds_of(name) for name in PUBLISHED_METHODS}
+    intervals = {name: [statistics.fmean(found[end - 10 : end]) for end in ends] for name, found in seconds.items()}
+    speed = {name: statistics.fmean(4 / interval for interval in found) for name, found in intervals.items()}
+    for name in ("zero-offload", "zero-infinity"):
+        speed[name] = statistics.fmean(4 / statistics.fmean(seconds[name][2:end]) for end in ends)
+    step = 1000 * statistics.median(intervals["stronghold"])
+    sizes = dict.fromkeys(PUBLISHED_METHODS, 1.717) | {"zero-offload": 2.522, "stronghold": 2.522}
+    pairs = {f"{name}/{who}": speed[who] for name in ORDER[:-1] for who in (name, "stronghold")}
+    assert drawn(1, folder) == sizes
+    assert drawn(2, folder) == pytest.approx(pairs)
+    assert drawn(3, folder) == pytest.approx(speed)
+    assert drawn(4, folder) == pytest.approx({"l-32": step, "l-48": step}, abs=0.1)
+    assert drawn(5, folder) == pytest.approx({"ws-2": step, "ws-15": step}, abs=0.1)
 
 
 @needs_published
