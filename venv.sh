@@ -1,4 +1,4 @@
-# Sourced by run.sh and test.sh with an extra of pyproject.toml or "": makes .venv from the pinned dependencies
+# Sourced by run.sh and test.sh with extras of pyproject.toml or "": makes .venv from the pinned dependencies
 # where it is missing or stale, and sets $root and $python. An interrupted set-up leaves no stamp, so it is done again.
 # Prints one line a phase; what uv or pip prints goes to .venv.log.
 
@@ -25,8 +25,18 @@ pins() {
     cat "$root/pyproject.toml" "$root/constraints.txt" | cksum
 }
 
-stamp_is() {  # true if the present pins are installed, with at least this extra
-    [ "$(cat "$root/.venv/.stamp" 2>/dev/null)" = "$(pins) $1" ]
+installed() {  # the extras that are installed by the present pins; fails where none of these is
+    local stamp
+    stamp=$(cat "$root/.venv/.stamp" 2>/dev/null)
+    [ "${stamp#"$(pins)"}" != "$stamp" ] && echo "${stamp#"$(pins)"}"
+}
+
+is_set_up() {  # true if the present pins are installed, with all extras that were asked for
+    local there each
+    there=$(installed) || return
+    for each in $extra; do
+        case " $there " in *" $each "*) ;; *) return 1 ;; esac
+    done
 }
 
 failed() {
@@ -50,6 +60,7 @@ install() {  # installs with uv where it is installed; with pip otherwise, or wh
 set_up() {
     local base dependencies
     base=$(base_python) || return 2
+    extra=$(printf '%s\n' $extra $(installed) | sort -u | xargs)  # what is there stays
     rm -f "$root/.venv/.stamp"
     : > "$log"
     if ! "$python" -m pip --version > /dev/null 2>&1; then
@@ -59,7 +70,8 @@ set_up() {
     dependencies=$("$python" - "$root/pyproject.toml" "$extra" <<'END'
 import sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
-print("\n".join(project["dependencies"] + (project["optional-dependencies"][sys.argv[2]] if sys.argv[2] else [])))
+extras = [project["optional-dependencies"][name] for name in sys.argv[2].split()]
+print("\n".join(sum(extras, project["dependencies"])))
 END
     ) || return 2
     # shellcheck disable=SC2086
@@ -68,12 +80,12 @@ END
     echo "Set-up is done." >&2
 }
 
-if ! stamp_is "$extra" && ! stamp_is test; then
+if ! is_set_up; then
     exec 9> "$root/.venv.lock"
     if command -v flock > /dev/null; then
         flock -n 9 || { echo "Waiting for another set-up of .venv ..." >&2; flock 9; }  # two calls at once set up once
     fi
-    if ! stamp_is "$extra" && ! stamp_is test; then
+    if ! is_set_up; then
         trap 'echo "error: set-up interrupted; try again: the same call continues" >&2; exit 130' INT TERM
         set_up || exit 2
         trap - INT TERM

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # The six figures, cell by cell
+# # The seven figures, cell by cell
 #
 # Each case runs what has no record yet under the profile, then shows its table and figure, measured beside published.
 # A hollow bar did not pass the gate, a cross is a size that failed. The last cells judge the paper's claims. The same
@@ -9,18 +9,32 @@
 
 # %% [markdown]
 # Profiles: `demo` (minutes, on a CPU), `quick` (one GPU), `paper` (the published sizes), `fit` (scaled to
-# this machine). `MACHINE = "v100-vm"` gives the runs the memories of the published machine.
+# this machine); `None` is `quick` where there is a GPU, else `demo`. `MACHINE = "v100-vm"` gives the runs the memories
+# of the published machine.
 
 # %% tags=["parameters"]
 import sys
 from pathlib import Path
 
 ROOT = Path.cwd() if Path("harness").is_dir() else Path.cwd().parent
-PROFILE, MACHINE, RESULTS = "demo", None, ROOT / "results"
+PROFILE, MACHINE, RESULTS = None, None, ROOT / "results"
 
 # %%
 sys.path.insert(0, str(ROOT))
-from harness.report.notebook import show_case, show_claims
+from harness.report.notebook import clean_up, show_case, show_claims, show_minutes, show_neighbors
+
+# %% [markdown]
+# ## Before you start: who else is on the device, and how long each case takes from here
+
+# %%
+show_neighbors()
+show_minutes(PROFILE, MACHINE, RESULTS)
+
+# %% [markdown]
+# ## One run of yours, as in a terminal
+
+# %% tags=["skip-execution"]
+# !bash "{ROOT}/run.sh" -m stronghold -l 4 -h 256 -b 2 --results "{RESULTS}"
 
 # %% [markdown]
 # ## Case 1, Figure 6a: the largest size that each method trains
@@ -75,3 +89,9 @@ show_claims(RESULTS)
 
 # %%
 show_claims(RESULTS, against="published")
+
+# %% [markdown]
+# ## Clean up: what killed runs left; records stay
+
+# %%
+clean_up(RESULTS)

@@ -97,6 +97,15 @@ def test_changed_pins_are_installed(copy: Path) -> None:
     assert done.returncode == 0 and done.stderr.startswith("Installing ")
 
 
+def test_an_extra_is_added_and_stays(copy: Path) -> None:
+    """As ./run.sh notebook adds Jupyter, here a small package: the next call lacks nothing."""
+    pins = copy / "pyproject.toml"
+    pins.write_text(re.sub(r"^notebook = .*", 'notebook = ["json5==0.17.3"]', pins.read_text(), flags=re.MULTILINE))
+    assert subprocess.run(["bash", "-c", '. "$0/venv.sh" notebook', str(copy)], capture_output=True).returncode == 0
+    assert subprocess.run([str(copy / ".venv/bin/python"), "-c", "import json5, click"]).returncode == 0
+    assert call(copy).stderr == ""
+
+
 def test_two_calls_at_once_set_up_once(copy: Path) -> None:
     change_pins(copy)
     words = [str(copy / "run.sh"), "--help"]

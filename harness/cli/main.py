@@ -1,7 +1,7 @@
 """The door: finds the verb, and turns every error of the user into one line and an exit code.
 
 Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle), pipeline_verbs.py (varuna), advise.py, doctor.py, check_method.py, and image in
+report, bundle, notebook), pipeline_verbs.py (varuna), advise.py, doctor.py, check_method.py, and image in
 harness/places/docker_image.py.
 """
 

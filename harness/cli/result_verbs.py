@@ -1,10 +1,12 @@
-"""The verbs that read results (fairness, verify, compare, report, bundle), and import, which adds records of logs."""
+"""The verbs that read results (fairness, verify, compare, report, bundle, notebook), and import, which adds records of
+logs."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import click
 from harness.cli import options
 from harness.cli.exit_codes import CHECK_FAILED
 from harness.cli.options import FILE, check_writable
+from harness.core.method import ROOT
 from harness.core.record import read_all
 
 
@@ -122,4 +125,16 @@ def bundle(results: Path, out: Path | None) -> None:
     print(write(results, out))
 
 
-VERBS = (fairness, import_, verify, compare, report, bundle)
+@click.command()
+@click.option("--no-browser", is_flag=True, help="Serve it and print the address, for a machine without a screen.")
+@click.option("--ip", default="localhost", help="Address that it listens on; 0.0.0.0 in a container.")
+def notebook(no_browser: bool, ip: str) -> None:
+    """Open the figures and claims cell by cell, in Jupyter, which it first installs into .venv."""
+    jupyter = ROOT / ".venv/bin/jupyter-lab"
+    if not jupyter.exists() and subprocess.run(["bash", "-c", '. "$0/venv.sh" notebook', ROOT]).returncode:
+        raise ValueError("Jupyter was not installed, see .venv.log; try again, or open notebooks/ae.ipynb elsewhere")
+    words = [f"--ServerApp.ip={ip}", *["--no-browser"] * no_browser, *["--allow-root"] * (os.getuid() == 0)]
+    os.execv(jupyter, [str(jupyter), str(ROOT / "notebooks/ae.ipynb"), *words])
+
+
+VERBS = (fairness, import_, verify, compare, report, bundle, notebook)

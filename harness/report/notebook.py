@@ -3,17 +3,22 @@ notebooks/*.py (jupytext's percent format), without outputs."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+from harness.core.job import gib
 from harness.core.method import ROOT
+from harness.devices import machine
 from harness.evidence import collect, verify
 from harness.figures import case
 from harness.report import tables
+from harness.run import scratch
 
 FOLDER = ROOT / "notebooks"
+DRAWN = ("figures", "report", "traces", "probes")  # beside the records
 
 
-def show_case(number: int, profile: str, machine: str | None, results: Path) -> None:
+def show_case(number: int, profile: str | None, machine: str | None, results: Path) -> None:
     """Run what has no record yet for one figure, then show its table, with the published numbers, and the figure."""
     from IPython.display import Image, display
 
@@ -22,6 +27,35 @@ def show_case(number: int, profile: str, machine: str | None, results: Path) -> 
     stem = case.stem(number, case.profile_of(profile, machine).name, out)
     display(tables.texts(tables.row_table("", case.read_csv(Path(f"{stem}.csv"))[0], [])).style.hide(axis="index"))
     display(Image(f"{stem}.png"))
+
+
+def show_neighbors() -> None:
+    """Who else is on the GPU, or that there is none."""
+    gpu = machine.gpu()
+    if not gpu:
+        print(f"no GPU here: runs are on the CPU or on sim, load average {machine.surroundings('cpu')['load_average']}")
+        return
+    others = machine.surroundings("cuda").get("foreign_processes", [])
+    print(f"{gpu['gpu']}: {gib(machine.gpu_free_bytes() or 0)} of {gib(gpu['gpu_bytes'])} are free")
+    for other in others:
+        print(f"process {other['pid']} has {gib(other['device_bytes'] or 0)}: times measured beside it are its, too")
+
+
+def show_minutes(profile: str | None, machine: str | None, results: Path) -> None:
+    """A line a case: what its runs still take, at a rough rate."""
+    used = case.profile_of(profile, machine)
+    for number in case.numbers():
+        print(f"case {number}: {collect.closing_line(collect.Campaign([number], used, results).points(), used)}")
+
+
+def clean_up(results: Path, everything: bool = False) -> None:
+    """Remove what killed runs left behind; `everything`: also what was measured and drawn into this folder."""
+    scratch.remove_left()
+    made = [*results.glob("log_*"), *(results / name for name in DRAWN)] if everything else []
+    for path in made:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    kept = len(list(results.glob("log_*.json")))
+    print(f"{kept} records in {results}" + ("" if everything else "; clean_up(RESULTS, everything=True) removes them"))
 
 
 def show_claims(results: Path, against: str | None = None, machine: str | None = None) -> None:
