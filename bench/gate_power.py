@@ -3,9 +3,10 @@
 Each of the 42 faults of bench/faults/planted.py trains 4 layers x 64 for 20 steps at the published rate and at the
 probe's, in each dtype, as honest runs do that round otherwise: other threads, micro-batches, sums of products,
 attention, loops of AdamW, and every method that is exact by design and runs here. The gate judges each as on a CPU, as
-on CUDA (its tolerances), and, where a method promises them, by bits. About 8 minutes on two cores.
+on CUDA (its tolerances), and, where a method promises them, by bits. About 8 minutes on two cores. `--with` holds out:
+it tries the gate at other sizes than those its limits were set by.
 
-    .venv/bin/python -m bench.gate_power [--out results/gate-power.json]
+    .venv/bin/python -m bench.gate_power [--out results/gate-power.json] [--with seq_len=256 --with batch_size=1]
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.core.whole_file import write_whole
-from harness.jobs import gate, probe
+from harness.jobs import gate, probe, probe_runs
 from harness.jobs.probe import Probe, Trial
 
 SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)
@@ -107,27 +108,35 @@ class Case(NamedTuple):
 
     method: str
     options: dict[str, Any]
-    changes: dict[str, Any]  # of SIZE
+    changes: dict[str, Any]  # of the size
     dtype: str
     seed: int
     fault: str = ""
+    size: Workload = SIZE
 
-    def job(self, learning_rate: float, dtype: str = "") -> Job:
-        changes = {**self.changes, "dtype": dtype or self.dtype, "seed": self.seed, "learning_rate": learning_rate}
-        return Job(self.method, dataclasses.replace(SIZE, **changes), self.options, steps=probe.STEPS, warmup=0)
+    def job(self) -> Job:
+        """The run itself, at the published rate."""
+        return self._job(dataclasses.replace(self.size, dtype=self.dtype))
+
+    def probe(self, dtype: str) -> Job:
+        return self._job(probe_runs.workload(self.size, dtype))
+
+    def _job(self, size: Workload) -> Job:
+        size = dataclasses.replace(size, **self.changes, seed=self.seed)
+        return Job(self.method, size, self.options, steps=probe.STEPS, warmup=0)
 
     def reference(self) -> Case:
         return self._replace(method=method.reference(), options={}, changes={})
 
     def split(self) -> Case:
-        return self.reference()._replace(changes={"micro_batches": SIZE.batch_size})
+        batch_size = probe_runs.workload(self.size, self.dtype).batch_size
+        return self.reference()._replace(changes={"micro_batches": batch_size})
 
     def jobs(self) -> Iterator[Job]:
-        """All that a verdict takes."""
-        published = Workload().learning_rate
-        yield from (each.job(published) for each in (self, self.reference()))
+        """All that a verdict takes. Raises ValueError if this size cannot be trained so."""
+        yield from (self.job(), self.reference().job())
         for dtype in {self.dtype, "fp32"}:
-            yield from (each.job(probe.LEARNING_RATE, dtype) for each in (self, self.reference(), self.split()))
+            yield from (each.probe(dtype) for each in (self, self.reference(), self.split()))
 
 
 class Outcome(NamedTuple):
@@ -140,19 +149,27 @@ class Outcome(NamedTuple):
         return said in RIGHT[self.case.fault]
 
 
-def fault_cases(dtype: str, faults: Iterable[str] = RIGHT) -> list[Case]:
+def fault_cases(
+    dtype: str, faults: Iterable[str] = RIGHT, size: Workload = SIZE, seeds: Sequence[int] = SEEDS
+) -> list[Case]:
     """Of the faults that this dtype can have."""
     return [
-        Case("planted", {"fault": fault}, {}, dtype, SEEDS[0], fault)
+        Case("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size)
         for fault in faults
         if (dtype, fault) != ("fp32", "no fp32 master")
     ]
 
 
-def honest_cases(dtype: str) -> list[Case]:
-    found = [Case(*how, dtype, seed) for how in HONEST for seed in SEEDS]
-    found += [Case(name, {}, {}, dtype, SEEDS[0]) for name in ENGINES]
+def honest_cases(dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS) -> list[Case]:
+    found = [Case(*how, dtype, seed, size=size) for how in HONEST for seed in seeds]
+    found += [Case(name, {}, {}, dtype, seeds[0], size=size) for name in ENGINES]
     return [case for case in found if dtype != "fp16" or method.load(case.method, FOLDERS).scales_loss]
+
+
+def is_trainable(case: Case) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(list(case.jobs()))
+    return False
 
 
 def train(job: Job) -> Record:
@@ -167,20 +184,19 @@ def train(job: Job) -> Record:
 def outcome(case: Case, records: dict[str, Record]) -> Outcome:
     """The verdicts on a case by the records of its jobs."""
 
-    def record(each: Case, learning_rate: float = probe.LEARNING_RATE, dtype: str = "") -> Record:
-        return records[each.job(learning_rate, dtype).key()]
+    def record(each: Case, dtype: str) -> Record:
+        return records[each.probe(dtype).key()]
 
-    published = Workload().learning_rate
     trials = []
     for dtype in dict.fromkeys(("fp32", case.dtype)):
-        others = [record(case.split(), dtype=dtype)]
-        others += [record(case.reference(), dtype="fp32")] if dtype != "fp32" else []
-        trials.append(Trial(record(case, dtype=dtype), record(case.reference(), dtype=dtype), tuple(others)))
+        others = [record(case.split(), dtype)]
+        others += [record(case.reference(), "fp32")] if dtype != "fp32" else []
+        trials.append(Trial(record(case, dtype), record(case.reference(), dtype), tuple(others)))
     verdicts = {}
     for way in WAYS:
         as_judged: dict[str, Any] = {"device": "cuda" if way == "cuda" else "cpu", "bit_exact": way == "bits"}
         tried = Probe(tuple(trial._replace(record=_as(trial.record, **as_judged)) for trial in trials))
-        ours, theirs = (_as(record(each, published), **as_judged) for each in (case, case.reference()))
+        ours, theirs = (_as(records[each.job().key()], **as_judged) for each in (case, case.reference()))
         verdicts[way] = gate.judge(ours, theirs, probe=None if way == "without the probe" else tried)
     return Outcome(case, verdicts)
 
@@ -247,21 +263,34 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/gate-power.json"))
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
-def main(out: Path, cores: int) -> None:
+@click.option("--with", "changes", multiple=True, metavar="NAME=NUMBER", help="Of the workload, such as seq_len=256.")
+@click.option("--seeds", default=",".join(map(str, SEEDS)), help="The first one's are the faults.")
+@click.option("--dtypes", default=",".join(DTYPES))
+def main(out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: str) -> None:
     """Train all, judge all, print the table, write the figures."""
     started = time.monotonic()
-    cases = [case for dtype in DTYPES for case in (*fault_cases(dtype), *honest_cases(dtype))]
+    size = dataclasses.replace(SIZE, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)})
+    chosen: dict[str, Any] = {"size": size, "seeds": [int(seed) for seed in seeds.split(",")]}
+    cases = [
+        case
+        for dtype in dtypes.split(",")
+        for case in (*fault_cases(dtype, **chosen), *honest_cases(dtype, **chosen))
+        if is_trainable(case)
+    ]
     records = train_all((job for case in cases for job in case.jobs()), cores)
     ended = {key: record for key, record in records.items() if record.status != "ok"}
     for record in ended.values():
         print(f"left out: {record.job.method}, {record.job.workload.dtype}: {record.status}: {record.reason}")
     cases = [case for case in cases if not any(job.key() in ended for job in case.jobs())]
-    promised = {
-        _name(case) for case in cases if records[case.job(probe.LEARNING_RATE).key()].bit_exact and not case.changes
-    }
+    promised = {_name(case) for case in cases if records[case.probe(case.dtype).key()].bit_exact and not case.changes}
     found = figures([outcome(case, records) for case in cases], promised)
     seconds = round(time.monotonic() - started)
-    write_whole(out, json.dumps({"figures": found, "seconds": seconds, "cores": cores}, indent=1))
+    write_whole(
+        out,
+        json.dumps(
+            {"figures": found, "workload": dataclasses.asdict(size), "seconds": seconds, "cores": cores}, indent=1
+        ),
+    )
     print(table(found))
     for dtype, ways in found.items():
         for way, row in ways.items():

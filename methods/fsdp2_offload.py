@@ -108,8 +108,9 @@ class Fsdp2Offload:
                     dist.all_reduce(mean)
                 yield scale.step(mean, norm, is_skipped=is_skipped)
             whole: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
+            columns = ((name, p.detach(), optimizer.state[p]) for name, p in parameters)
             states = (
-                TensorState(name, *map(whole, (p.detach(), optimizer.state[p]["exp_avg"]))) for name, p in parameters
+                TensorState(name, *map(whole, (p, state["exp_avg"], state["exp_avg_sq"]))) for name, p, state in columns
             )
             return Trained([state for state in states if rank == 0])  # gathered by all ranks, for the first
         finally:

@@ -185,7 +185,7 @@ def _states(workload: Workload, model, optimizer) -> list[TensorState]:
     found = []
     for main, name in _main_weights(model):
         ours, state = our_name(name), moments[main]
-        pair = (main.detach(), state["exp_avg"])
-        ordered = (reordered(ours, tensor, workload.num_heads, to_megatron=False) for tensor in pair)
+        whole = (main.detach(), state["exp_avg"], state["exp_avg_sq"])
+        ordered = (reordered(ours, tensor, workload.num_heads, to_megatron=False) for tensor in whole)
         found.append(TensorState(ours, *ordered))
     return found

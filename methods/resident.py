@@ -68,8 +68,10 @@ class Resident:
                 with torch.no_grad():
                     torch._foreach_copy_(weights, masters)
             yield scale.step(loss, norm, is_skipped=is_skipped)
-        columns = zip(names, masters, strict=True)
-        return Trained([TensorState(name, p.detach(), optimizer.state[p].get("exp_avg")) for name, p in columns])
+        columns = [(name, p, optimizer.state[p]) for name, p in zip(names, masters, strict=True)]
+        return Trained([
+            TensorState(name, p.detach(), state.get("exp_avg"), state.get("exp_avg_sq")) for name, p, state in columns
+        ])  # fmt: skip
 
 
 def _backward(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:

@@ -117,7 +117,9 @@ class Loop:
                 self.copy_to_weights()
             yield self.scale.step(loss, norm, is_skipped=is_skipped)
         state = self.optimizer.state
-        return Trained([TensorState(name, p.detach(), state[p].get("exp_avg")) for name, p in self.masters.items()])
+        return Trained([
+            TensorState(name, p.detach(), *map(state[p].get, MOMENTS)) for name, p in self.masters.items()
+        ])  # fmt: skip
 
     def batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return inputs, targets

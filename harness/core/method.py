@@ -41,11 +41,13 @@ class Step(NamedTuple):
 
 
 class TensorState(NamedTuple):
-    """A parameter after training: fp32 weight (the master's, in mixed precision) and first moment, shaped alike."""
+    """A parameter after training: fp32 weight (the master's, in mixed precision), first and second moment, shaped
+    alike. Of the second moment the signs do not count."""
 
     name: str
     weight: torch.Tensor
     exp_avg: torch.Tensor | None = None
+    exp_avg_sq: torch.Tensor | None = None
 
 
 class OtherModel(NamedTuple):

@@ -19,8 +19,9 @@ class Tensor(TypedDict, total=False):
     size: float
     sketch: list[float] | None
     exp_avg: float | None
+    exp_avg_sq: float | None
     sha256: str
-    left_out: str  # of moved, sketch and exp_avg: what only rounding moves
+    left_out: str  # of moved, sketch and both moments: what only rounding moves
 
 
 class Other(TypedDict):

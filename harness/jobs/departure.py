@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
 
 from harness.core.record import Record
 
@@ -24,6 +25,7 @@ GRADIENT = "the gradients, or the norm of them, are not the reference's"
 UPDATE = "the first update, or when it takes effect, is not the reference's"
 LATER = "the update of step {} or the batch of step {} is not the reference's"
 OUTSTANDING = 3.0  # times as far off as the others: where a fault of an update lies
+Moment = Literal["exp_avg", "exp_avg_sq"]
 
 
 class Limits(NamedTuple):
@@ -31,16 +33,14 @@ class Limits(NamedTuple):
 
     losses: Sequence[float]
     norms: Sequence[float]
-    distances: dict[str, float]
-    median_distance: float
-    moments: dict[str, float]
-    median_moment: float
+    tensors: dict[str, dict[str, float]]  # by what of a tensor is compared, and its name
+    medians: dict[str, float]
 
     def times(self, factor: float) -> Limits:
         return Limits(
             [factor * each for each in self.losses], [factor * each for each in self.norms],
-            {name: factor * each for name, each in self.distances.items()}, factor * self.median_distance,
-            {name: factor * each for name, each in self.moments.items()}, factor * self.median_moment,
+            {part: {name: factor * each for name, each in own.items()} for part, own in self.tensors.items()},
+            {part: factor * each for part, each in self.medians.items()},
         )  # fmt: skip
 
 
@@ -67,13 +67,10 @@ def floor(reference: Record, others: Iterable[Record]) -> Limits:
     num = len(reference.losses)
     losses = [differences(other.losses[:steps], reference.losses) for other, steps in shared]
     norms = [differences(other.grad_norms[:steps], reference.grad_norms) for other, steps in shared]
-    far, grown = distances(others[0], reference), moment_differences(others[0], reference)
-    median, median_grown = (max(LEAST, _median(each.values())) for each in (far, grown))
-    return Limits(
-        _largest_so_far(losses, num), _largest_so_far(norms, num),
-        {name: max(median, each) for name, each in far.items()}, median,
-        {name: max(median_grown, each) for name, each in grown.items()}, median_grown,
-    )  # fmt: skip
+    far = {part: compare(others[0], reference) for part, (_, _, compare) in PARTS.items()}
+    medians = {part: max(LEAST, _median(found.values())) for part, found in far.items()}
+    tensors = {part: {name: max(medians[part], each) for name, each in found.items()} for part, found in far.items()}
+    return Limits(_largest_so_far(losses, num), _largest_so_far(norms, num), tensors, medians)
 
 
 def departure(record: Record, reference: Record, limits: Limits) -> Departure | None:
@@ -122,13 +119,8 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
     """The final tensor, or the median of them, that is beyond its limit."""
     if comparable_steps(record, reference) < len(reference.losses):
         return None
-    grown = moment_differences(record, reference)
-    for reason, text, found, allowed, median_allowed in (
-        ("weights", "ends {:.1e} of its way from the reference's",
-         distances(record, reference), limits.distances, limits.median_distance),
-        ("gradient-scale", "has a first moment {:.1e} off the reference's",
-         grown, limits.moments, limits.median_moment),
-    ):  # fmt: skip
+    for part, (reason, text, compare) in PARTS.items():
+        found, allowed = compare(record, reference), limits.tensors[part]
         beyond = {name: each / allowed[name] for name, each in found.items() if name in allowed}
         if not beyond:
             continue
@@ -136,9 +128,9 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
         if not beyond[worst] <= 1:
             said = text.format(found[worst])
             return Departure(reason, f"losses agree, but {worst} {said} ({allowed[worst]:.1e} allowed)")
-        if not (median := _median(found.values())) <= median_allowed:
+        if not (median := _median(found.values())) <= limits.medians[part]:
             said = text.format(median)
-            return Departure(reason, f"losses agree, but the median tensor {said} ({median_allowed:.1e} allowed)")
+            return Departure(reason, f"losses agree, but the median tensor {said} ({limits.medians[part]:.1e} allowed)")
     return None
 
 
@@ -169,21 +161,31 @@ def distances(record: Record, reference: Record) -> dict[str, float]:
     return found
 
 
-def moment_differences(record: Record, reference: Record) -> dict[str, float]:
-    """Relative, of each tensor's first moment, by their sizes; where the method returns none at all, empty."""
-    if not has_moments(record):
+def moment_differences(record: Record, reference: Record, moment: Moment) -> dict[str, float]:
+    """Relative, of each tensor's, by their sizes; where the method returns none at all, empty."""
+    if not has_moments(record, moment):
         return {}
     found = {}
     for name, theirs in reference.tensors.items():
-        ours, other = record.tensors.get(name, theirs), theirs.get("exp_avg")
+        ours, other = record.tensors.get(name, theirs), theirs.get(moment)
         if other and ours.get("left_out") == theirs.get("left_out"):
-            moment = ours.get("exp_avg")
-            found[name] = math.inf if moment is None else abs(moment / other - 1)
+            size = ours.get(moment)
+            found[name] = math.inf if size is None else abs(size / other - 1)
     return found
 
 
-def has_moments(record: Record) -> bool:
-    return any(tensor.get("exp_avg") is not None for tensor in record.tensors.values())
+def has_moments(record: Record, moment: Moment) -> bool:
+    return any(tensor.get(moment) is not None for tensor in record.tensors.values())
+
+
+# What of a tensor is compared: the reason and the text of a departure, and how.
+PARTS: dict[str, tuple[str, str, Callable[[Record, Record], dict[str, float]]]] = {
+    "way": ("weights", "ends {:.1e} of its way from the reference's", distances),
+    "exp_avg": ("gradient-scale", "has a first moment {:.1e} off the reference's",
+                partial(moment_differences, moment="exp_avg")),
+    "exp_avg_sq": ("gradient-scale", "has a second moment {:.1e} off the reference's",
+                   partial(moment_differences, moment="exp_avg_sq")),
+}  # fmt: skip
 
 
 def outstanding(record: Record, reference: Record) -> str:

@@ -2,7 +2,7 @@
 
 Own conditions first: all steps ran, all losses are finite, every tensor changed. Then the comparison: losses and
 gradient norms step by step, and for each tensor the share that changed, the distance moved, where it ended and the size
-of its first moment. A method that promises bit-equality is held to it on a CPU; elsewhere the tolerances below apply.
+of its moments. A method that promises bit-equality is held to it on a CPU; elsewhere the tolerances below apply.
 At last the probe (probe.py), which trains at a rate at which faults show. The first departure names the reason of a
 failure, the probe's before the run's own.
 """
@@ -36,8 +36,8 @@ NORM_TOLERANCE = {
 }  # fmt: skip
 # How far a tensor moved, relative to the reference's.
 SIZE_TOLERANCE = 0.1
-# How large its first moment is. In bf16 the gradient of a norm's bias before attention is a sum that nearly cancels: a
-# ratio of 0.88 was seen where losses agree to 4e-5.
+# How large its first moment is; the second, a square, may differ twice as much. In bf16 the gradient of a norm's bias
+# before attention is a sum that nearly cancels: a ratio of 0.88 was seen where losses agree to 4e-5.
 MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3, "fp16": 0.1}
 # The same over the median tensor: cancellation concerns few of them.
 MEDIAN_TOLERANCE = 0.05
@@ -59,6 +59,7 @@ SMALLEST_STEP = 2**-24
 SMALLEST_DECAY = 2**-25
 # Reasons that are as certain as a probe's: they name what is missing.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
+MOMENTS: dict[str, departure.Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
 # Share of a tensor's elements that changed, relative to the reference's.
 CHANGED_TOLERANCE = 0.1
 SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
@@ -114,9 +115,9 @@ def _own_conditions(record: Record) -> Gate | None:
     if not record.tensors:
         return _failed("missing", "the method returned no trained tensors")
     for name, tensor in record.tensors.items():
-        numbers = (tensor["moved"], tensor.get("exp_avg"), *(tensor.get("sketch") or ()))
+        numbers = (tensor["moved"], tensor.get("exp_avg"), tensor.get("exp_avg_sq"), *(tensor.get("sketch") or ()))
         if not all(number is None or math.isfinite(float(number)) for number in numbers):
-            return _failed("not-finite", f"{name} or its first moment is not finite after the last step")
+            return _failed("not-finite", f"{name} or a moment of it is not finite after the last step")
     last_rate = record.job.workload.learning_rate_at(record.job.steps)
     unchanged = [
         name
@@ -169,11 +170,12 @@ def _limits(record: Record, reference: Record) -> Limits:
     where = _kernels(record)
     steps, names = len(reference.losses), list(reference.tensors)
     unsettled = max(1.0, math.sqrt(SETTLED_STEPS / steps))
-    return Limits(
-        [LOSS_TOLERANCE[where]] * steps, [NORM_TOLERANCE[where]] * steps,
-        dict.fromkeys(names, unsettled * DISTANCE_TOLERANCE[where]), unsettled * MEDIAN_DISTANCE_TOLERANCE,
-        dict.fromkeys(names, MOMENT_TOLERANCE[where[1]]), MEDIAN_TOLERANCE,
-    )  # fmt: skip
+    moment = MOMENT_TOLERANCE[where[1]]
+    each = {"way": unsettled * DISTANCE_TOLERANCE[where], "exp_avg": moment, "exp_avg_sq": 2 * moment}
+    medians = {"way": unsettled * MEDIAN_DISTANCE_TOLERANCE, "exp_avg": MEDIAN_TOLERANCE,
+               "exp_avg_sq": 2 * MEDIAN_TOLERANCE}  # fmt: skip
+    tensors = {part: dict.fromkeys(names, limit) for part, limit in each.items()}
+    return Limits([LOSS_TOLERANCE[where]] * steps, [NORM_TOLERANCE[where]] * steps, tensors, medians)
 
 
 def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequence[Record]) -> Gate:
@@ -262,11 +264,11 @@ def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
         tested.append(trial.dtype)
         if (num := departure.comparable_steps(trial.record, trial.reference)) < probing.STEPS:
             untested.append(f"{trial.dtype} was tested up to step {num}, before its loss scale changes")
-    moments = "" if departure.has_moments(record) else "first moments were not tested: the method returns none"
-    untested += [moments] if moments else []
+    has = {name: departure.has_moments(record, moment) for name, moment in MOMENTS.items()}
+    untested += [f"{name} were not tested: the method returns none" for name in has if not has[name]]
     if tested:
-        weights = "weights" if moments else "weights and first moments"
-        rests = f"probe: {probing.STEPS} steps in {' and '.join(tested)}, losses, norms, {weights}"
+        parts = ["losses", "norms", "weights", *(["both moments"] if all(has.values()) else [n for n in has if has[n]])]
+        rests = f"probe: {probing.STEPS} steps in {' and '.join(tested)}, {', '.join(parts)}"
         return dataclasses.replace(verdict, text="; ".join([verdict.text, rests, *untested]), evidence=evidence)
     if record.job.workload.learning_rate_at(record.job.steps) * WEIGHT_DECAY < SMALLEST_DECAY:
         untested.append("decay was not tested")

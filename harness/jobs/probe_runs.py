@@ -45,7 +45,7 @@ def probe(job: Job, number: int, runs: Runs) -> Probe:
 
 def _trial(job: Job, dtype: str, number: int, runs: Runs) -> Trial | str:
     """The records of a trial, or why there is none."""
-    changed = dataclasses.replace(job, workload=_workload(job.workload, dtype), steps=STEPS, warmup=0, trace=None)
+    changed = dataclasses.replace(job, workload=workload(job.workload, dtype), steps=STEPS, warmup=0, trace=None)
     if job.device == "sim":  # a slow link says nothing about training
         changed = dataclasses.replace(changed, budget=dataclasses.replace(job.budget, link_bytes_per_second=None))
     most = min(job.workload.num_layers, runs.fits(runs.reference_of(changed)))
@@ -74,7 +74,7 @@ def _trial(job: Job, dtype: str, number: int, runs: Runs) -> Trial | str:
     return Trial(record, theirs, tuple(others))
 
 
-def _workload(load: Workload, dtype: str) -> Workload:
+def workload(load: Workload, dtype: str) -> Workload:
     """At the probe's rate. Without dropout, which no two methods draw alike, and with a second sample where there is
     one: what it is cut into measures rounding."""
     batch_size = max(2, load.batch_size)

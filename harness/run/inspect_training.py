@@ -41,7 +41,7 @@ class Kernels(TorchDispatchMode):
 
 
 def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
-    """Each tensor against its seeded start: share of elements changed, distance moved, size of the first moment."""
+    """Each tensor against its seeded start: share of elements changed, distance moved, sizes of both moments."""
     cores = len(os.sched_getaffinity(0))
     torch.get_num_threads()  # before the threads overwrite it, as in harness/devices/streams.py
     room = threading.Semaphore(cores + 1)  # some tensors are made on demand: one a core, and the next
@@ -67,18 +67,23 @@ def look(state: TensorState, workload: Workload) -> dict[str, Any]:
         without_noise(state.name, change, start, weight.numel())
         moved = math.hypot(moved, norm(change))
         parts += sums(change)
-    exp_avg = state.exp_avg
-    if exp_avg is not None and state.name.endswith(KEYS_IN):
-        exp_avg = without_noise(state.name, exp_avg.detach().reshape(-1).clone(), 0, weight.numel())
     return {
         "changed": changed / weight.numel(),
         "moved": moved,
         "size": size,
         "sketch": sketch(parts),
-        "exp_avg": None if exp_avg is None else norm(exp_avg),
+        "exp_avg": moment_size(state.name, state.exp_avg),
+        "exp_avg_sq": moment_size(state.name, state.exp_avg_sq),
         "sha256": digest.hexdigest()[:16],
         **({"left_out": "keys"} if state.name.endswith(KEYS_IN) else {}),
     }
+
+
+def moment_size(name: str, moment: torch.Tensor | None) -> float | None:
+    if moment is None:
+        return None
+    is_noisy = name.endswith(KEYS_IN)
+    return norm(without_noise(name, moment.detach().reshape(-1).clone(), 0, moment.numel()) if is_noisy else moment)
 
 
 def without_noise(name: str, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:

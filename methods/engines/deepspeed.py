@@ -253,5 +253,5 @@ def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
     with needed:
         for name, parameter in engine.module.named_parameters():
             weight = safe_get_full_fp32_param(parameter)
-            exp_avg = safe_get_full_optimizer_state(parameter, "exp_avg")
-            yield TensorState(name, weight.clone(), exp_avg.clone())
+            moments = [safe_get_full_optimizer_state(parameter, each).clone() for each in ("exp_avg", "exp_avg_sq")]
+            yield TensorState(name, weight.clone(), *moments)

@@ -160,15 +160,16 @@ class GptPipeline:
                 continue
             if self.rank == source:
                 master = self.masters.by_name[name]
-                moment = self.optimizer.state[master].get("exp_avg", torch.zeros_like(master))
-                pair = [master.detach().cpu(), moment.cpu()]
+                state = self.optimizer.state[master]
+                moments = [state.get(each, torch.zeros_like(master)) for each in ("exp_avg", "exp_avg_sq")]
+                whole = [tensor.detach().cpu() for tensor in (master, *moments)]
             else:
-                pair = [torch.empty(shape) for _ in range(2)]
+                whole = [torch.empty(shape) for _ in range(3)]
             if source:
-                for tensor in pair:
+                for tensor in whole:
                     dist.send(tensor, 0) if self.rank else dist.recv(tensor, source)
             if self.rank == 0:
-                found.append(TensorState(name, *pair))
+                found.append(TensorState(name, *whole))
         return found
 
     def close(self) -> None:

@@ -76,7 +76,8 @@ def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState
     """The trained tensors, in this order of names."""
     states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
     weights = {name: shard.at_home(name) for shard in shards for name in shard.own}
-    return [TensorState(name, states[name].get(MASTER, weights[name]), states[name]["exp_avg"]) for name in ordered]
+    moments = {name: (state["exp_avg"], state["exp_avg_sq"]) for name, state in states.items()}
+    return [TensorState(name, states[name].get(MASTER, weights[name]), *moments[name]) for name in ordered]
 
 
 def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool) -> Iterator[tuple[Tensor, Tensor]]:

@@ -210,9 +210,9 @@ class LayerState:
 
     def tensors(self) -> Iterator[TensorState]:
         state = self.current if self.shelf is None else self.state_of(self.shelf.read())
-        masters = self.layout.views(master_of(state))
-        for name, weight, exp_avg in zip(self.layout.names, masters, self.layout.views(state.exp_avg), strict=True):
-            yield TensorState(self.prefix + name, weight, exp_avg)
+        columns = map(self.layout.views, (master_of(state), state.exp_avg, state.exp_avg_sq))
+        for name, *tensors in zip(self.layout.names, *columns, strict=True):
+            yield TensorState(self.prefix + name, *tensors)
 
 
 def master_of(state: State) -> Tensor:

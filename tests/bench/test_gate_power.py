@@ -83,7 +83,7 @@ def test_honest_rounding_passes_and_says_what_that_rests_on() -> None:
     for way in ("cpu", "cuda"):
         verdict = outcome_of(case).verdicts[way]
         assert verdict.verdict == "tolerance"
-        assert verdict.text.endswith(f"; probe: {STEPS} steps in fp32, losses, norms, weights and first moments")
+        assert verdict.text.endswith(f"; probe: {STEPS} steps in fp32, losses, norms, weights, both moments")
 
 
 @pytest.mark.heavy

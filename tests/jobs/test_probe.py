@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,8 @@ def probed(events: list[dict]) -> list[tuple[str, int, int, str]]:
 
 
 def tensor(**changes) -> dict:
-    return {"changed": 1.0, "moved": 1.0, "size": 1.0, "sketch": [1.0, 0.0], "exp_avg": 1.0, "sha256": "a", **changes}
+    return {"changed": 1.0, "moved": 1.0, "size": 1.0, "sketch": [1.0, 0.0], "exp_avg": 1.0, "exp_avg_sq": 1.0,
+            "sha256": "a", **changes}  # fmt: skip
 
 
 def trained(losses: list[float], norms: list[float] | None = None, **changes) -> Record:
@@ -79,16 +81,23 @@ def test_a_tensor_s_floor_is_the_median_tensor_s_at_least() -> None:
     reference = trained(BASE, tensors={name: tensor(size=0.0) for name in names})
     ends = {"a": 1.0, "b": 1.01, "c": 1.5}
     split = trained(BASE, tensors={name: tensor(size=0.0, sketch=[end, 0.0]) for name, end in ends.items()})
-    assert departure.floor(reference, [split]).distances == pytest.approx({"a": 0.01, "b": 0.01, "c": 0.5})
+    assert departure.floor(reference, [split]).tensors["way"] == pytest.approx({"a": 0.01, "b": 0.01, "c": 0.5})
 
 
-def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is_said() -> None:
+@pytest.mark.parametrize(("moment", "name"), [("exp_avg", "first"), ("exp_avg_sq", "second")])
+def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is_said(moment: Any, name: str) -> None:
     names = ("a", "b")
     reference = trained(BASE, tensors=dict.fromkeys(names, tensor()))
-    some = trained(BASE, tensors={"a": tensor(), "b": tensor(exp_avg=None)})
-    assert departure.moment_differences(some, reference) == {"a": 0.0, "b": math.inf}
-    none = trained(BASE, tensors=dict.fromkeys(names, tensor(exp_avg=None)))
-    assert "first moments were not tested" in gate.judge(none, reference, probe=Probe(untested="no probe")).text
+    some = trained(BASE, tensors={"a": tensor(), "b": tensor(**{moment: None})})
+    assert departure.moment_differences(some, reference, moment) == {"a": 0.0, "b": math.inf}
+    none = trained(BASE, tensors=dict.fromkeys(names, tensor(**{moment: None})))
+    assert f"{name} moments were not tested" in gate.judge(none, reference, probe=Probe(untested="no probe")).text
+
+
+def test_a_second_moment_off_by_more_than_rounding_is_a_departure_where_all_else_agrees() -> None:
+    wrong = trained(BASE, tensors={"layers.0.fc1.weight": tensor(exp_avg_sq=1.1)})
+    found = departure.departure(wrong, trained(BASE), LIMITS)
+    assert found is not None and found.reason == "gradient-scale" and "second moment 1.0e-01 off" in found.seen
 
 
 def test_steps_that_fp16_skipped_otherwise_are_not_compared() -> None:

@@ -37,8 +37,9 @@ def difference(result: Result, reference: Result) -> str:
     if ours.keys() != theirs.keys():
         return f"tensors: {sorted(ours.keys() ^ theirs.keys())}"
     for name in theirs:
-        for kind in ("weight", "exp_avg"):
-            if not torch.equal(getattr(ours[name], kind), getattr(theirs[name], kind)):
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            pair = [getattr(each[name], kind) for each in (ours, theirs)]
+            if not torch.equal(*((tensor.abs() for tensor in pair) if kind == "exp_avg_sq" else pair)):
                 return f"{kind} of {name}"
     return ""
 
