@@ -45,15 +45,17 @@ class PlannedRun:
     missing: int  # runs still to make
     is_guess: bool = False  # at a size that a search will still find
     num_claims: int = 0  # that name its method
+    probe_seconds: float = 0.0  # of its method's probe, with the first of its runs
     is_taken: bool = True  # False: left out for time
 
     @property
     def seconds(self) -> float:
-        """The missing runs, and a reference for each model, which repeats share."""
+        """The missing runs, a reference for each model, which repeats share, and a probe of the method."""
         job, run = self.job, run_seconds(self.job, self.plan)
         num_models = int(job.options.get("num_models", 1))
         references = self.missing if self.is_search else min(1, self.missing)
-        return (self.missing + references) * run + references * (num_models - 1) * PROCESS_SECONDS[job.device]
+        others = references * (num_models - 1) * PROCESS_SECONDS[job.device]
+        return (self.missing + references) * run + others + self.probe_seconds
 
     def to_dict(self) -> dict[str, str]:
         """A row of the plan's table."""
@@ -114,6 +116,8 @@ class Campaign:
             for job in module.jobs(self.used, {**known, **guessed}):
                 if job not in certain:
                     self._add(found, number, job, records, is_guess=True)
+        for point in {point.job.method: point for point in reversed(found) if point.missing}.values():
+            point.probe_seconds = self.sweep.probe_seconds(point.job, run_seconds(point.job, point.plan))
         for point in sorted(found, key=lambda point: (-point.num_claims, point.seconds)):
             point.is_taken = point.seconds <= seconds
             seconds -= point.seconds if point.is_taken else 0.0

@@ -71,4 +71,6 @@ def _minutes(job: Job, folders: tuple[Path, ...]) -> str:
     if shortfall:
         return ""
     rates = machine.rank_budget(job).rates
-    return f"about {estimate.text(2 * estimate.run_seconds(resolved, plan, rates))}, the reference included"
+    run = estimate.run_seconds(resolved, plan, rates)
+    probe = estimate.probe_seconds(resolved, run, method.load(job.method, folders))
+    return f"about {estimate.text(2 * run + probe)}, reference and probe included"

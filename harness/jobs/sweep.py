@@ -180,12 +180,23 @@ class Sweep:
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
 
     def _foreseen(self, job: Job, plan: Plan) -> dict[str, Any]:
-        """Seconds of the job, with those of a reference that is still to run, and if there is such a one."""
+        """Seconds of the job, with those of a reference and a probe that are still to run, and if there is such a
+        reference."""
         other = self._reference(job)
         is_own = other.method == job.method and other.device == job.device
         runs = 1 if is_own or self._known(self.key(resolve(other, self.folders)[0])) else 2
         rates = machine.rank_budget(job).rates
-        return {"foreseen_seconds": runs * estimate.run_seconds(job, plan, rates), "has_reference": runs == 2}
+        run = estimate.run_seconds(job, plan, rates)
+        return {"foreseen_seconds": runs * run + self.probe_seconds(job, run), "has_reference": runs == 2}
+
+    def probe_seconds(self, job: Job, run: float) -> float:
+        """Of a probe that the job's verdict still takes, by the seconds of a run; 0 once its method was probed."""
+        there = (job.method, job.workload.dtype, job.device)
+        for record in self.records.values():
+            known = (record.job.method, record.job.workload.dtype, record.job.device)
+            if known == there and record.gate.evidence.get("probe"):
+                return 0.0
+        return estimate.probe_seconds(job, run, method.load(job.method, self.folders)) if self.has_probes else 0.0
 
     def _launch(self, job: Job, key: str) -> Path:
         self.measured_now.add(key)

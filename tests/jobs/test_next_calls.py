@@ -11,6 +11,7 @@ import pytest
 
 from harness.cli import job_verbs
 from harness.cli.job_options import make_jobs
+from harness.core import method
 from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.rates import Rates
 from harness.core.record import read_all
@@ -95,6 +96,21 @@ def test_an_estimate_is_steps_times_arithmetic_beside_what_a_process_takes(monke
     known = Rates(device_flops_per_second=1e12)
     assert estimate.run_seconds(job, plan, known) == pytest.approx(6 + 20 * job.workload.flops_per_step / 1e12)
     assert [estimate.text(seconds) for seconds in (40, 720, 19080)] == ["40 seconds", "12 minutes", "5.3 hours"]
+
+
+def test_a_probe_takes_as_many_trainings_of_4_layers_as_its_dtype_and_promises_ask_for() -> None:
+    """Of a run of 104 s, 4 of them a process's start: 8 layers, 20 steps. Half the layers are half of 100 s, less the
+    head's part."""
+    load = Workload(num_layers=8)
+    share = load.at_depth(4).flops_per_step / load.flops_per_step
+    for name, dtype, device, num_runs in (
+        ("l2l", "fp32", "cpu", 2), ("l2l", "bf16", "cpu", 2), ("l2l", "fp32", "cuda", 3), ("l2l", "bf16", "cuda", 6),
+        ("megatron-lm", "fp32", "cpu", 3), ("megatron-lm", "bf16", "cpu", 6), ("resident", "fp32", "cpu", 0),
+    ):  # fmt: skip
+        job = Job(name, replace(load, dtype=dtype), device=device, steps=20)
+        start = estimate.PROCESS_SECONDS[device]
+        expected = num_runs * (start + 100 * share)
+        assert estimate.probe_seconds(job, start + 100, method.load(name)) == pytest.approx(expected)
 
 
 def events(seconds: float) -> list[dict[str, Any]]:
