@@ -1,19 +1,23 @@
-"""AutoConfig judged by reality: all configurations of the ranks here measured beside what a profile predicts.
+"""AutoConfig judged by reality: all configurations of the ranks here measured beside what profiles predict.
 
-    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m bench.auto_config [--rounds 5]
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 4 -m bench.auto_config [--rounds 8]
 
-Rounds of all configurations, so that a busy while of the machine hits each of them. Configurations whose replicas and
-stages leave a rank idle are not measured.
+Each round takes a profile, and then steps of all configurations, so that a busy while of the machine hits all alike: a
+prediction is held against the steps of its own round, a configuration against the best one of the same rounds.
+Configurations whose replicas and stages leave a rank idle are not measured.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
+import scipy.stats
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,45 +48,77 @@ def get_batch(size: int, device: Any = None) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "labels": input_ids.roll(1, 1)}
 
 
+def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Of values of the same rounds: the geometric mean, and its 95 % t-interval."""
+    logs = [math.log(one / other) for one, other in zip(these, others, strict=True)]
+    middle = statistics.mean(logs)
+    half = scipy.stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / len(logs) ** 0.5
+    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
+
+
+def report(rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], measured: Sequence[list[float]]) -> None:
+    """`rows`: stages, replicas and micro-batch; of each its seconds by round."""
+    middles = [statistics.median(seconds) for seconds in measured]
+    best = min(range(len(rows)), key=lambda number: middles[number])
+    print("| stages x replicas | chunk | predicted s | measured s | predicted / measured | over the best, 95 % |")
+    print("|---|---|---|---|---|---|")
+    for number in sorted(range(len(rows)), key=lambda number: middles[number]):
+        stages, replicas, chunk = rows[number]
+        foretold, *_ = ratio(predicted[number], measured[number])
+        over, low, high = ratio(measured[number], measured[best])
+        told = "" if number == best else f"{over - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
+        seconds = f"{statistics.median(predicted[number]):.3f} | {middles[number]:.3f}"
+        print(f"| {stages} x {replicas} | {chunk} | {seconds} | {foretold:.2f} | {told} |")
+    middle = [[statistics.median(seconds)] * len(seconds) for seconds in predicted]
+    for what, given in (("each round's own profile", predicted), ("all profiles", middle)):
+        chosen = [min(range(len(rows)), key=at.__getitem__) for at in map(list, zip(*given, strict=True))]
+        over, low, high = ratio([measured[number][turn] for turn, number in enumerate(chosen)], measured[best])
+        names = sorted({rows[number] for number in chosen})
+        print(f"chosen by {what}: {names}, {over - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%}) over the best")
+
+
 @click.command()
-@click.option("--batch-size", default=16)
-@click.option("--rounds", default=5)
-@click.option("--steps", default=4, help="Of a configuration in a round; the first one does not count.")
+@click.option("--batch-size", default=12)
+@click.option("--rounds", default=6)
+@click.option("--steps", default=10, help="Of each configuration in a round, taken in turns.")
 def main(batch_size: int, rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
     profiler = Profiler(Model())
     profiler.initialize(get_batch)
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = [size for size in (1, 2, 4, 8, 16) if size <= batch_size]
-        profile = profiler.profile_all(get_batch, sizes, out_folder=folder)
-        profile.write(folder)  # each rank's own folder
-        config = AutoConfig(profiler.world_size, profiler.world_size, batch_size, folder)
-    rows = [row for row in config.table() if row.num_stages * row.num_replicas == profiler.world_size]
-    models, found = [], [[] for _ in rows]
-    for row in rows:
-        model = Varuna(Model(), row.stage_to_rank_map, get_batch, batch_size, row.chunk_size, cuts=row.cuts)
-        model.set_optimizer(torch.optim.AdamW(model.parameters()))
-        models.append(model)
+    sizes = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
+    world_size, models = profiler.world_size, dict[tuple[int, ...], Varuna]()
+    predicted: dict[tuple[int, ...], list[float]] = {}
+    measured: dict[tuple[int, ...], list[float]] = {}
     for _ in range(rounds):
-        for row, model, seconds in zip(rows, models, found, strict=True):
-            inputs = get_batch(batch_size // row.num_replicas)
-            for step in range(steps):
+        with tempfile.TemporaryDirectory() as folder:
+            profile = profiler.profile_all(get_batch, sizes, out_folder=folder)
+            table = AutoConfig(world_size, world_size, batch_size, profile).table()
+        for row in table:
+            key = (row.num_stages, row.num_replicas, row.chunk_size)
+            if row.num_stages * row.num_replicas == world_size:
+                predicted.setdefault(key, []).append(row.step_seconds)
+        if not models:
+            for row in table:
+                if (key := (row.num_stages, row.num_replicas, row.chunk_size)) in predicted:
+                    model = Varuna(Model(), row.stage_to_rank_map, get_batch, batch_size, row.chunk_size, cuts=row.cuts)
+                    model.set_optimizer(torch.optim.AdamW(model.parameters()))
+                    models[key] = model
+        seconds: dict[tuple[int, ...], list[float]] = {key: [] for key in models}
+        for step in range(steps + 1):
+            for key, model in models.items():
+                inputs = get_batch(batch_size // key[1])
                 dist.barrier()
                 began = time.perf_counter()
                 model.step(inputs)
                 model.optimizer.step()
                 dist.barrier()
                 if step:
-                    seconds.append(time.perf_counter() - began)
+                    seconds[key].append(time.perf_counter() - began)
+        for key, each in seconds.items():
+            measured.setdefault(key, []).append(statistics.median(each))
     if profiler.rank == 0:
-        measured = [statistics.median(seconds) for seconds in found]
-        print("| stages | replicas | chunk size | predicted s | measured s | predicted / measured | over the best |")
-        print("|---|---|---|---|---|---|---|")
-        for row, seconds in zip(rows, measured, strict=True):
-            shape = f"{row.num_stages} | {row.num_replicas} | {row.chunk_size}"
-            ratio, over = row.step_seconds / seconds, seconds / min(measured) - 1
-            print(f"| {shape} | {row.step_seconds:.3f} | {seconds:.3f} | {ratio:.2f} | {over:.1%} |")
-        print(f"chosen: {config.get_min()}")
+        keys = [*models]
+        report(keys, [predicted[key] for key in keys], [measured[key] for key in keys])
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ LOOKS = {"varuna": ("#B8860B", "o"), "1f1b": ("#B0413E", "s"), "gpipe": ("#54689
 TRACE = {"morphs": ("morphs to the machines that are there", "#B8860B"),
          "restarts": ("restarts from its last hourly checkpoint", "#B0413E")}  # fmt: skip
 SMALL_PRINT = (
-    "schedules: 9 stages, 64 micro-batches, messages with a jitter of 0.3, mean of 3 seeds; foretold: by FLOPs at one"
-    " rate, that of the first configuration (stages x micro-batch)\ntrace: synthetic, seeded; 355 M parameters on up to"
-    " 12 machines of one V100, batch 256; a change costs 15 s by morphing, else 300 s and the work since the checkpoint"
+    "schedules: 9 stages, 64 micro-batches, messages with a jitter of 0.3, mean of 3 seeds; foretold: by a profile"
+    " (stages x micro-batch)\ntrace: synthetic, seeded; 355 M parameters on up to 12 machines of one V100, batch"
+    " 256; a change costs {} by morphing, else 300 s, assumed, and the work since the checkpoint"
 )
 
 
@@ -31,7 +32,9 @@ def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
         _morphs(third, of("loss"), of("workers"))
         _trace(fourth, of("trace_speed"), of("mean_speed"), of("machines"))
         measured = [row for row in rows if row.metric == "step_seconds" and row.origin == "run"]
-        plot.small_print(made, f"{plot.caption(measured, [], note)}\n{SMALL_PRINT}")
+        pauses = [row.value for row in of("pause_seconds") if row.value]
+        pause = f"{statistics.median(pauses):.1f} s, measured beside it," if pauses else "15 s, assumed,"
+        plot.small_print(made, f"{plot.caption(measured, [], note)}\n{SMALL_PRINT.format(pause)}")
         made.subplots_adjust(left=0.085, right=0.93, top=0.95, bottom=0.175, wspace=0.27, hspace=0.35)
     return made
 
@@ -50,7 +53,7 @@ def _schedules(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
 
 
 def _foretold(axes: plot.Axes, rows: Sequence[FigureRow], note: str) -> None:
-    plot.title(axes, f"measured, {note}; foretold by the event core")
+    plot.title(axes, f"measured, {note}; foretold by a profile")
     points = [(row.x or 0.0, row.value or 0.0, row.group) for row in rows]
     most = 1.15 * max((max(point[:2]) for point in points), default=1.0)
     axes.plot([0, most], [0, most], ":", color=plot.EDGE, linewidth=0.8)
@@ -66,7 +69,7 @@ def _morphs(axes: plot.Axes, losses: Sequence[FigureRow], workers: Sequence[Figu
     if not losses:
         axes.set(xticks=[], yticks=[])
         look: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "fontsize": 7, "color": plot.EDGE}
-        axes.text(0.5, 0.5, "No morphed job here: results/morphs.", **look)
+        axes.text(0.5, 0.5, "No morphed job here: ./run.sh case 7 makes one.", **look)
         return
     for name, line, width in (("undisturbed", "-", 2.4), ("morphed", "-", 0.8)):
         points = [(row.x or 0.0, row.value or 0.0) for row in losses if row.series == name]

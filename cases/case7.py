@@ -1,21 +1,24 @@
 """Varuna: pipelines on networks with jitter, and on machines that come and go.
 
-Measured: each number of stages with each micro-batch of two ranks, beside what the event core foretells by FLOPs at one
-rate, that of the first configuration; and a job that morphed, over one that nothing disturbed, where the folder
-results/morphs has both (as of `./run.sh varuna launch --folder`). Simulated under a virtual clock: the three schedules
-under jitter, and samples per second through a trace of machines that was drawn.
+Measured: each number of stages with each micro-batch of two ranks, beside what AutoConfig foretells by a profile of the
+same model; and a job that morphed from two workers to one and back, over one that nothing disturbed. Profile and jobs
+are in results/case7_PROFILE, and measured again where that is removed. Simulated under a virtual clock: the three
+schedules under jitter, and samples per second through a trace of machines that was drawn.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import itertools
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from cases import _case7_figure
+from cases import _case7_figure, _morphs
+from harness.core.child_process import ask
 from harness.core.job import Budget, Job, Workload
-from harness.core.method import ROOT
 from harness.core.named_models import load
 from harness.core.rates import Rates
 from harness.core.record import Record
@@ -24,8 +27,9 @@ from harness.figures.point import FigureRow
 from harness.figures.profile import Profile
 from harness.simulation import machine_trace, pipelines
 from methods.pipeline.auto_config import AutoConfig
-from methods.pipeline.gpt_profile import by_flops, stage_passes
-from methods.pipeline.schedule import SCHEDULES, SLOTS, step_seconds
+from methods.pipeline.gpt_profile import by_flops
+from methods.pipeline.launch.folder import read_lines
+from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 METRIC = "step_seconds"
 METHODS = ("varuna",)
@@ -37,11 +41,12 @@ STAGES, MICRO_BATCHES, JITTER = 9, 64, 0.3
 SENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLAIMED_SEND = 0.5
 SEEDS = 3
-MORPHS = ROOT / "results" / "morphs"  # with a folder `morphed` and a folder `undisturbed`
+# The job that morphs, and the one that does not: steps, and after which of them a worker leaves, and comes back.
+STEPS, CHANGES = 40, (_morphs.Change(8, 1), _morphs.Change(16, 2))
 # The trace: 355 M parameters on up to 12 machines of one V100 each, batch 256.
 MODEL, MACHINES, BATCH, HOURS, THERE_HOURS, SEED = "varuna-355m", 12, 256, 60.0, 24.0, 7
 V100, V100_BYTES, NETWORK = Rates(30e12), 16 * 2**30, 1.25e9
-PAUSE_SECONDS = {True: 15.0, False: 300.0}  # from a change of machines until steps go on, by morphing and by restart
+MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # from a change of machines until steps go on, where it is not measured
 SIMULATED = FigureRow(
     METRIC, METHODS[0], 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
 )  # fmt: skip
@@ -63,36 +68,74 @@ def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
     ]  # fmt: skip
 
 
+def measure(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
+    """The profile, and both jobs, where they are not there yet."""
+    folder = _folder(used, results)
+    try:
+        if not (folder / "profile").exists():
+            report({"event": "build", "text": "case 7: a profile"})
+            job, *_ = jobs(used, {})
+            ask("methods.pipeline.measure_gpt", {
+                "workload": asdict(job.workload), "sizes": RUNS[used.kind], "num_ranks": RANKS[job.device],
+                "folder": str(folder / "profile"), "device": job.device,
+            })  # fmt: skip
+        for name, schedule in (("undisturbed", _morphs.Schedule(1, 1)), ("morphed", _morphs.Schedule(2, 2, CHANGES))):
+            if len(_steps(folder, name)) < STEPS:
+                report({"event": "build", "text": f"case 7: the job {name}"})
+                shutil.rmtree(folder / name, ignore_errors=True)
+                _morphs.play(folder / name, schedule, STEPS)
+    except (ValueError, TimeoutError) as error:
+        report({"event": "warning", "text": f"case 7: {error}"})
+
+
+def _folder(used: Profile, results: Path) -> Path:
+    return results.resolve() / f"case7_{used.name}"
+
+
+def _steps(folder: Path, name: str) -> list[dict[str, Any]]:
+    return read_lines(folder / name / "job" / "steps.jsonl")
+
+
 def table(records: Sequence[Record], used: Profile) -> list[FigureRow]:
-    """What was measured, what was foretold, and the schedules' steps as the claim has them."""
-    measured = []
-    for job in jobs(used, {}):
-        for row in case.rows(METRIC, [job], records):
-            measured.append((job, replace(row, group=f"{job.options['num_stages']} x {job.options['chunk_size']}")))
-    if not measured:
-        return []
-    claimed = [replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,))]
-    return [*(row for _, row in measured), *_foretold(measured), *claimed, *_losses(MORPHS)]
+    """What was measured, and the schedules' steps as the claim has them."""
+    measured = [
+        replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
+        for job in jobs(used, {}) for row in case.rows(METRIC, [job], records)
+    ]  # fmt: skip
+    return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))] if measured else []
 
 
-def _foretold(measured: Sequence[tuple[Job, FigureRow]]) -> Iterator[FigureRow]:
-    """By FLOPs at the rate at which the first configuration takes what it took."""
-    seconds = [_at_unit_rate(job) for job, _ in measured]
-    first = measured[0][1].value
-    for (_, row), each in zip(measured, seconds, strict=True):
-        if first and row.value:
-            yield replace(SIMULATED, metric="foretold_seconds", value=first * each / seconds[0], x=row.value,
-                          group=row.group, machine=row.machine)  # fmt: skip
+def _group(num_stages: int, chunk_size: int) -> str:
+    return f"{num_stages} x {chunk_size}"
 
 
-def _at_unit_rate(job: Job) -> float:
-    stages, chunk, ranks = (int(job.options[name]) for name in ("num_stages", "chunk_size", "world_size"))
-    passes = stage_passes(job.workload, stages, chunk, Rates(1.0))
-    return step_seconds("varuna", [(passes, job.workload.batch_size * stages // ranks // chunk, 0.0)])[0]
+def beside(rows: Sequence[FigureRow], used: Profile, results: Path) -> list[FigureRow]:
+    """Of what measure() left: steps foretold by the profile, each step of both jobs, and the pauses between them."""
+    folder, found = _folder(used, results), list[FigureRow]()
+    measured = {row.group: row for row in rows if row.origin == "run" and row.value}
+    if (folder / "profile").exists():
+        job, *_ = jobs(used, {})
+        num_ranks = RANKS[job.device]
+        for row in AutoConfig(num_ranks, num_ranks, job.workload.batch_size, folder / "profile").table():
+            if (one := measured.get(_group(row.num_stages, row.chunk_size))) and row.num_ranks == num_ranks:
+                found.append(replace(SIMULATED, metric="foretold_seconds", value=row.step_seconds, x=one.value,
+                                     group=one.group, machine=one.machine))  # fmt: skip
+    imported = replace(SIMULATED, origin="imported", clock="")
+    for name in ("undisturbed", "morphed"):
+        steps = _steps(folder, name)
+        for step in steps:
+            for metric, value in (("loss", step["loss"]), ("workers", step["num_workers"])):
+                found.append(replace(imported, metric=metric, value=float(value), x=float(step["step"]), series=name))
+        for before, after in itertools.pairwise(steps):
+            if before["round"] != after["round"]:
+                found.append(replace(imported, metric="pause_seconds", value=after["time"] - before["time"],
+                                     x=float(after["step"]), series=name))  # fmt: skip
+    return found
 
 
 def simulated(rows: Sequence[FigureRow]) -> list[FigureRow]:
-    return [*_schedules(SENDS), *_trace()]
+    pauses = [row.value for row in rows if row.metric == "pause_seconds" and row.value]
+    return [*_schedules(SENDS), *_trace(statistics.median(pauses) if pauses else MORPH_SECONDS)]
 
 
 def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:
@@ -105,7 +148,7 @@ def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:
             yield replace(SIMULATED, metric="schedule_seconds", value=sum(runs) / SEEDS, x=send_seconds, series=name)
 
 
-def _trace() -> Iterator[FigureRow]:
+def _trace(morph_seconds: float) -> Iterator[FigureRow]:
     """Samples per second of each span, by morphing and by restart; and the machines beneath."""
     workload = Workload(**load(MODEL).sizes, batch_size=1)
     profile = by_flops(workload, V100, (1, 2, 4), V100_BYTES, NETWORK)
@@ -119,27 +162,16 @@ def _trace() -> Iterator[FigureRow]:
     trace = machine_trace.synthetic(HOURS, MACHINES, THERE_HOURS, SEED)
     for change in trace:
         yield replace(SIMULATED, metric="machines", value=float(change.num_machines), x=change.seconds / 3600)
-    for name, tells in (("morphs", True), ("restarts", False)):
+    for name, tells, pause_seconds in (("morphs", True, morph_seconds), ("restarts", False, RESTART_SECONDS)):
         spans = machine_trace.through(
             trace, HOURS * machine_trace.HOUR, speed, checkpoint_seconds=machine_trace.HOUR,
-            pause_seconds=PAUSE_SECONDS[tells], tells=tells,
+            pause_seconds=pause_seconds, tells=tells,
         )  # fmt: skip
         for span in spans:
             yield replace(SIMULATED, metric="trace_speed", value=span.samples_per_second, x=span.start / 3600,
                           series=name)  # fmt: skip
         mean = machine_trace.samples(spans) / (HOURS * machine_trace.HOUR)
         yield replace(SIMULATED, metric="mean_speed", value=mean, series=name)
-
-
-def _losses(folder: Path) -> Iterator[FigureRow]:
-    """Each step's loss and number of workers."""
-    for name in ("undisturbed", "morphed"):
-        path = folder / name / "steps.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            step = json.loads(line)
-            for metric, value in (("loss", step["loss"]), ("workers", step["num_workers"])):
-                yield replace(SIMULATED, metric=metric, value=float(value), x=float(step["step"]), series=name,
-                              origin="imported", clock="")  # fmt: skip
 
 
 def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:

@@ -215,7 +215,9 @@ def main(
         return make(numbers, used, results, out, as_json, math.inf if seconds is None else seconds, probe=probe)
     for each in numbers:
         is_of_profile = profile or machine or (not where and case.any_of(each, used, records))
-        _write(each, used if is_of_profile else None, records, out, only, is_one=len(numbers) == 1, where=where)
+        _write(
+            each, used if is_of_profile else None, records, results, out, only, is_one=len(numbers) == 1, where=where
+        )
     return []
 
 
@@ -226,9 +228,11 @@ def make(
     """Measure what the cases lack, of these methods (default: all), write their tables and draw them."""
     with reporter(as_json) as report:
         finished = _measure(Campaign(numbers, used, results, report, methods, probe), seconds, as_json)
+        for each in numbers:
+            getattr(case.load(each), "measure", lambda *_: None)(used, results, report)
     records = list(read_all(results)[0].values())
     for each in numbers:
-        _write(each, used, records, out, None, is_one=len(numbers) == 1)
+        _write(each, used, records, results, out, None, is_one=len(numbers) == 1)
     return finished
 
 
@@ -246,7 +250,7 @@ def _measure(campaign: Campaign, seconds: float, as_json: bool) -> list[Record]:
 
 
 def _write(
-    number: int, used: Profile | None, records: list[Record], out: Path, only: str | None, is_one: bool,
+    number: int, used: Profile | None, records: list[Record], results: Path, out: Path, only: str | None, is_one: bool,
     where: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write the table and the figure of a case, of a profile or of any records. Of several cases, one without records
@@ -254,7 +258,7 @@ def _write(
     try:
         path = Path(f"{case.stem(number, used.name if used else any_runs.NAME, out)}.csv")
         if only != "draw":
-            rows = case.table(number, used, records) if used else any_runs.table(number, records, where)
+            rows = case.table(number, used, records, results) if used else any_runs.table(number, records, where)
             path = case.write_rows(number, used.name if used else any_runs.NAME, rows, out)
         made = [] if only == "extract" else case.draw(number, path)
     except ValueError as error:

@@ -10,6 +10,8 @@ largest trained depths of the searched methods, as far as known. It may have
     AXIS                    the column in which its rows differ
     pick(rows)              of the rows of any runs those that its figure shows (harness/figures/any_runs.py)
     profiles(used)          the profiles of its jobs, where they are of others than `used` alone
+    measure(used, results, report)  what its figure shows beside runs, measured where it is not there yet
+    beside(rows, used, results)     rows of that
     simulated(rows)         rows beside the measured ones, made of them by arithmetic
 Cases without a number are no figures of the papers and no part of `all`: main() does everything, and reports call
 profiles(), shown(), table(), extract() and draw().
@@ -283,20 +285,23 @@ def stem(number: int, name: str, out: Path) -> Path:
     return out / f"case{number}_{name}"
 
 
-def table(number: int, used: Profile, records: Sequence[Record]) -> list[FigureRow]:
-    """Our rows of a case. Raises ValueError where there are none, or where they would mix machines or windows."""
+def table(number: int, used: Profile, records: Sequence[Record], results: Path | None = None) -> list[FigureRow]:
+    """Our rows of a case; `results`: the folder that the records are in. Raises ValueError where there are none, or
+    where they would mix machines or windows."""
     module, found = load(number), measured(number, used, records)
     if not found:
         raise ValueError(f"no record of profile {used.name} here: ./run.sh case {number} --profile {used.kind} runs it")
     windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
     if len(windows) > 1 and getattr(module, "AXIS", "") != "window_size":
         raise ValueError(f"expected one window in case {number}, got {', '.join(map(str, sorted(windows)))}")
+    if results and hasattr(module, "beside"):
+        found = [*found, *module.beside(found, used, results)]
     return [*found, *getattr(module, "simulated", lambda rows: [])(found)]
 
 
-def extract(number: int, used: Profile, records: Sequence[Record], out: Path) -> Path:
+def extract(number: int, used: Profile, records: Sequence[Record], out: Path, results: Path | None = None) -> Path:
     """Write the CSV of a case: ours, then the published. Raises ValueError where there is nothing of ours."""
-    return write_rows(number, used.name, table(number, used, records), out)
+    return write_rows(number, used.name, table(number, used, records, results), out)
 
 
 def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:

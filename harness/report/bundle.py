@@ -94,8 +94,8 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     for name in machines or (None,):
         part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""
         chosen = verify.of_one_machine(records, name if part else None)
-        for used, number, _ in page.tables(chosen):
-            case.draw(number, case.extract(number, used, chosen, stage / "figures" / part))
+        for used, number, _ in page.tables(chosen, results):
+            case.draw(number, case.extract(number, used, chosen, stage / "figures" / part, results))
         for profile, other, shown in page.traces(chosen, stage):
             case.load(other).extract(shown, profile, stage / "figures" / part)
             case.load(other).draw(shown, profile, stage / "figures" / part)

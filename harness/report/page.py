@@ -132,7 +132,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[Section]:
     """Every figure of these records, case by case. Raises ValueError where none is of the wanted profile."""
     records = [entry.record for entry in entries]
-    there, traced = list(tables(records)), list(traces(records, results))
+    there, traced = list(tables(records, results)), list(traces(records, results))
     names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _, _ in traced)))
     if wanted is not None and wanted not in names:
         raise ValueError(f"expected a profile, one of {', '.join(names)}; got {wanted!r}")
@@ -160,12 +160,12 @@ def _section(name: int | str, profile: str, made: plot.Figure, caption: str, tab
     return Section(str(name), profile, title, svg, caption, table)
 
 
-def tables(records: Sequence[Record]) -> Iterator[tuple[Profile, int, list[FigureRow]]]:
+def tables(records: Sequence[Record], results: Path) -> Iterator[tuple[Profile, int, list[FigureRow]]]:
     """Our rows, for every profile and case of these records."""
     for used in _profiles(records):
         for number in case.numbers():
             with contextlib.suppress(ValueError):  # no record of this case
-                yield used, number, case.table(number, used, records)
+                yield used, number, case.table(number, used, records, results)
 
 
 def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, str, list[Any]]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,13 @@ class Row:
     send_seconds: float
     sum_seconds: float
     update_seconds: float
+    crowding: float = 1.0  # times as long as alone a pass takes while all of a machine's ranks compute
+    eased: float = 0.0  # less crowding while none does
     step_seconds: float = nan  # in a table
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_stages * self.num_replicas
 
     @property
     def stage_to_rank_map(self) -> str:
@@ -80,7 +86,11 @@ def predict(rows: Sequence[Row]) -> list[float]:
         *half, seconds = (next(found) for _ in some)
         if half:
             seconds += (seconds - half[0]) / (some[1] - some[0]) * (row.num_micro_batches - some[1])
-        predicted.append(max(seconds + row.sum_seconds + row.update_seconds, row.least_seconds))
+        # Ranks that wait leave their share of the cores to the others.
+        busy = row.num_micro_batches * sum(sum(passes.values()) for passes in row.passes) / row.num_stages
+        seconds = max(seconds, row.crowding * seconds - row.eased * (seconds - busy))
+        seconds += row.sum_seconds + row.update_seconds * max(1.0, row.crowding)
+        predicted.append(max(seconds, row.least_seconds))
     return predicted
 
 
@@ -98,7 +108,7 @@ class AutoConfig:
         for name, value in numbers.items():
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
-        self.num_gpus, self.batch_size = num_gpus, batch_size
+        self.num_gpus, self.gpus_per_vm, self.batch_size = num_gpus, gpus_per_vm, batch_size
         self.profile = profile_folder if isinstance(profile_folder, Profile) else read(profile_folder)
         self.capacity = gpu_memory_capacity or self.profile.device_bytes
         messages = self.profile.messages
@@ -168,12 +178,14 @@ class AutoConfig:
             + max(inputs + _graph_bytes(costs[stage]), min(BUCKET_BYTES, num_bytes))
             for stage, count, inputs, num_bytes in zip(stages, counts, received, summed, strict=True)
         ]
+        served, here = self.profile.num_served or inf, min(self.gpus_per_vm, len(stages) * num_replicas)
         sends = [_at(self._messages, costs[cut].activation_bytes) + costs[cut].copy_seconds for cut in cuts]
         return Row(
             len(stages), num_replicas, size, num_micro_batches, max(needs),
             self.capacity is None or max(needs) <= self.capacity, tuple(cuts), tuple(passes), max(sends, default=0.0),
             self._sum_seconds(max(summed), num_replicas),
             max(sum(section.update_seconds for section in self.profile.sections[stage]) for stage in stages),
+            self.profile.crowding + (here - self.profile.num_ranks) / served, here / served,
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:

@@ -61,6 +61,8 @@ class CutGpt(nn.Module):
 def measure(order: dict[str, Any]) -> None:
     """As one rank."""
     workload = Workload(**order["workload"])
+    if order.get("device") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the first question for one
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order["num_ranks"]))
 
     def get_batch(size: int) -> dict[str, Tensor]:

@@ -69,6 +69,11 @@ class Profile:
     sections: list[Section]  # the model's parts between neighboring CutPoints
     messages: list[Message]  # none if one rank measured
     sums: list[Sum]
+    # Passes are as of a rank that has a core. While `num_ranks` of a machine's ranks computed at once they took
+    # `crowding` times as long; its cores serve `num_served`. None: each rank has a device of its own.
+    crowding: float = 1.0
+    num_ranks: int = 1
+    num_served: float | None = None
 
     def __post_init__(self) -> None:
         if not self.sections:

@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +88,7 @@ class Profiler:
         self._updates: dict[int, list[float]] = defaultdict(list)
         self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._too_large: set[tuple[int, int]] = set()
+        self._crowded = self._alone = 0.0
         # In rounds of all sections and sizes, so that a busy while of the machine hits each of them.
         for _ in range(RUNS + 1):
             for first in range(0, len(self.sections), self.world_size):
@@ -110,7 +111,7 @@ class Profiler:
             self.fp16,
             torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None,
             [Section(each, updates.get(number, 0.0), costs.get(number, [])) for number, each in enumerate(num_params)],
-            messages, sums,
+            messages, sums, *self._crowding(),
         )  # fmt: skip
         if self.rank == 0:
             profile.write(out_folder)
@@ -161,22 +162,30 @@ class Profiler:
 
     def _timed(self, module: nn.Module, values: Values) -> list[float]:
         """Seconds of a forward pass, of the copy of what it sends, of a recompute and of a backward pass."""
-        seconds = []
-
-        def timed(work: Callable[..., Any], *arguments: Any) -> Any:
-            self._synchronize()
-            began = time.perf_counter()
-            found = work(*arguments)
-            self._synchronize()
-            seconds.append(time.perf_counter() - began)
-            return found
-
         with torch.no_grad():
-            found = timed(module, *values.received, *values.inputs)
-            timed(self._copies, [] if values.grads is None else found)
-        found = timed(module, *values.received, *values.inputs)
-        timed(_backward, found, values.grads)
-        return seconds
+            found, forward = self._clocked(module, *values.received, *values.inputs)
+            _, copy = self._clocked(self._copies, [] if values.grads is None else found)
+        found, recompute = self._clocked(module, *values.received, *values.inputs)
+        _, backward = self._clocked(_backward, found, values.grads)
+        return [forward, copy, recompute, backward]
+
+    def _clocked(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+        """What it returns, and its seconds, without those in which a CPU's rank waited for a core."""
+        self._synchronize()
+        began, waited = time.perf_counter(), self._waited_seconds()
+        found = work(*arguments)
+        self._synchronize()
+        seconds, waited = time.perf_counter() - began, self._waited_seconds() - waited
+        self._crowded += seconds
+        self._alone += seconds - waited
+        return found, seconds - waited
+
+    def _waited_seconds(self) -> float:
+        """Of this thread, able to run; 0.0 on a device of its own, and where the system does not tell."""
+        with suppress(OSError, IndexError):
+            if self.device.type == "cpu":
+                return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return 0.0
 
     def _update_seconds(self, module: nn.Module) -> float:
         """The optimizer's step after its first, which makes its state. The model stays as it is."""
@@ -187,11 +196,7 @@ class Profiler:
         for copy in copies:
             copy.grad = torch.ones_like(copy)
         optimizer.step()
-        self._synchronize()
-        began = time.perf_counter()
-        optimizer.step()
-        self._synchronize()
-        return time.perf_counter() - began
+        return self._clocked(optimizer.step)[1]
 
     def _copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
@@ -226,6 +231,13 @@ class Profiler:
         if self.world_size > 1:
             dist.all_gather_object(found, own)
         return found
+
+    def _crowding(self) -> tuple[float, int, float | None]:
+        """As the profile has it; the number of ranks is that of rank 0's machine."""
+        hosts = self._gathered(socket.gethostname())
+        crowded, alone = (sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True))
+        num_served = len(os.sched_getaffinity(0)) / torch.get_num_threads() if self.device.type == "cpu" else None
+        return crowded / alone, hosts.count(hosts[0]), num_served
 
     def _messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
         """Half of a round trip to the next rank; first the even ranks with the odd ones above them, then the others."""

@@ -10,7 +10,9 @@ import pytest
 from cases import case7
 from harness.core import method
 from harness.figures import profile
+from harness.figures.point import FigureRow
 from harness.simulation.machine_trace import Change, samples, synthetic, through
+from methods.pipeline.profile import Profile, Section, SectionCost
 from tests.figures.test_case import DEMO, FACTS, METHODS, record
 
 
@@ -24,22 +26,46 @@ def test_every_stages_and_micro_batches_that_fit_are_run(used: profile.Profile, 
         assert any(each.is_of(job) for each in case7.profiles(used))
 
 
-def test_the_first_configuration_sets_the_rate_and_the_second_is_foretold() -> None:
-    """Two replicas of one stage take 2 s: as many FLOPs as two stages, which have a bubble."""
-    records = [record(job, 2.0) for job in case7.jobs(DEMO, {})]
-    rows = case7.table(records, DEMO)
-    foretold = {row.group: row.value for row in rows if row.metric == "foretold_seconds"}
-    assert foretold["1 x 1"] == pytest.approx(2.0) and 2.0 < (foretold["2 x 1"] or 0.0) < 4.0
+def left_by_measuring(results: Path) -> list[FigureRow]:
+    """Of a profile by hand, one section of 1 s a pass, and of jobs whose record says what a launcher's does."""
+    folder = results / "case7_demo"
+    cost = SectionCost(1, 1.0, 1.0, 1.0, 0.0, 0, 0, 0)
+    Profile(False, None, [Section(1, 0.5, [cost])] * 2, [], []).write(folder / "profile")
+    for name in ("undisturbed", "morphed"):
+        (folder / name / "job").mkdir(parents=True)
+        steps = [{"step": step, "loss": 5.0 - step, "num_workers": 4 - step, "round": step, "time": 3.0 * step}
+                 for step in (1, 2)]  # fmt: skip
+        (folder / name / "job" / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
+    rows = case7.table([record(job, 2.0) for job in case7.jobs(DEMO, {})], DEMO)
+    return [*rows, *case7.beside(rows, DEMO, results)]
+
+
+def test_steps_are_foretold_by_the_profile_beside_the_measured_ones(tmp_path: Path) -> None:
+    """By hand: two of four samples on each of two replicas of one stage, with two sections; then the updates of both.
+    Over two stages: four samples, 2 s each on the upper one, which begins after 1 s and ends 1 s before the lower one's
+    last backward pass; then one update."""
+    rows = left_by_measuring(tmp_path)
+    foretold = {row.group: (row.x, row.value) for row in rows if row.metric == "foretold_seconds"}
+    assert foretold["1 x 1"] == (2.0, 2 * 4.0 + 1.0)
     claimed = {row.series: row.value for row in rows if row.origin == "simulated" and row.metric == case7.METRIC}
     assert claimed["varuna"] and 1.15 < (claimed["1f1b"] or 0.0) / claimed["varuna"] < 1.35
 
 
-def test_the_losses_of_a_morphed_job_are_read_from_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "morphed").mkdir()
-    steps = [{"step": step, "loss": 5.0 - step, "num_workers": 4 - step} for step in (1, 2)]
-    (tmp_path / "morphed" / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
-    found = {(row.metric, row.x): row.value for row in case7._losses(tmp_path)}
-    assert found == {("loss", 1.0): 4.0, ("workers", 1.0): 3.0, ("loss", 2.0): 3.0, ("workers", 2.0): 2.0}
+def test_losses_and_pauses_are_those_of_the_jobs(tmp_path: Path) -> None:
+    found = {(row.metric, row.x): row.value for row in left_by_measuring(tmp_path) if row.series == "morphed"}
+    assert found == {
+        ("loss", 1.0): 4.0, ("workers", 1.0): 3.0, ("loss", 2.0): 3.0, ("workers", 2.0): 2.0,
+        ("pause_seconds", 2.0): 3.0,
+    }  # fmt: skip
+
+
+def test_the_trace_takes_the_pause_that_was_measured(tmp_path: Path) -> None:
+    """The longer each change holds a job up, the fewer samples."""
+    speeds = {}
+    for rows in ([], left_by_measuring(tmp_path)):
+        mean = {row.series: row.value for row in case7.simulated(rows) if row.metric == "mean_speed"}
+        speeds[len(rows) > 0] = mean
+    assert speeds[True]["morphs"] > speeds[False]["morphs"] and speeds[True]["restarts"] == speeds[False]["restarts"]
 
 
 def test_a_trace_by_hand() -> None:
@@ -62,9 +88,8 @@ def test_a_drawn_trace_stays_within_its_machines() -> None:
     assert 6 < sum(there) / len(there) < 12
 
 
-def test_the_figure_has_its_four_panels() -> None:
-    records = [record(job, 2.0) for job in case7.jobs(DEMO, {})]
-    rows = case7.table(records, DEMO)
+def test_the_figure_has_its_four_panels(tmp_path: Path) -> None:
+    rows = left_by_measuring(tmp_path)
     made = case7.figure([*rows, *case7.simulated(rows)], "demo")
     titles = [axes.get_title(loc="left") for axes in made.axes if axes.get_title(loc="left")]
     assert len(titles) == 4 and sum("simulated" in title for title in titles) == 2

@@ -17,14 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, judge_folder, play, random_schedule, undisturbed
+from bench.morphs import random_schedule
+from cases._morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, play, undisturbed
 from harness.core.child_process import child_environment
 from harness.core.method import ROOT
 from methods.pipeline import link
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.launch.choose import Choice, Spread
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
-from methods.pipeline.launch.judge import judge
+from methods.pipeline.launch.judge import judge, judge_folder
 from methods.pipeline.launch.machines import Line, command, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.user_pipeline import Varuna
