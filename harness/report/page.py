@@ -160,7 +160,7 @@ def _section(name: int | str, profile: str, made: plot.Figure, caption: str, tab
     return Section(str(name), profile, title, svg, caption, table)
 
 
-def tables(records: Sequence[Record], results: Path) -> Iterator[tuple[Profile, int, list[FigureRow]]]:
+def tables(records: Sequence[Record], results: Path | None = None) -> Iterator[tuple[Profile, int, list[FigureRow]]]:
     """Our rows, for every profile and case of these records."""
     for used in _profiles(records):
         for number in case.numbers():
