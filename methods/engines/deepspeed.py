@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import re
 import socket
 import sys
 import warnings
@@ -166,13 +167,46 @@ def build(kernel: str) -> None:
         builder = get_accelerator().create_op_builder(KERNELS[kernel][0])
         if not builder.is_compatible(verbose=True):
             raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
-        flags = builder.cxx_args
-        # Without debug symbols, and with less of torch's headers: 11 instead of 28 seconds a file.
-        builder.cxx_args = lambda: [flag for flag in flags() if flag != "-g"]
-        header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"
+        header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"  # less of torch's headers
         os.environ["CPATH"] = os.pathsep.join(filter(None, [str(header.parents[1]), os.environ.get("CPATH")]))
-        builder.load(verbose=True)
+        with _compiled_as_one_file():
+            builder.load(verbose=True)
         (EXTENSIONS / f"{kernel}.built").write_text(versions())
+
+
+@contextmanager
+def _compiled_as_one_file() -> Iterator[None]:
+    """torch compiles an extension's sources as one, without debug symbols: torch's headers are most of a file's
+    compilation. Those of `common`, which take none of them and repeat each other's constants, stay apart."""
+    from torch.utils import cpp_extension
+
+    load = cpp_extension.load
+
+    def load_one(
+        name: str, sources: list[str], extra_cflags: list[str], extra_include_paths: list[str], **rest: Any
+    ) -> Any:
+        apart = [source for source in sources if Path(source).parent.name == "common"]
+        whole, seen = EXTENSIONS / f"{name}.cpp", set[Path]()
+        texts = [_inlined(Path(source), extra_include_paths, seen) for source in sources if source not in apart]
+        whole.write_text("".join(texts))
+        flags = [flag for flag in extra_cflags if flag != "-g"]
+        return load(name, [str(whole), *apart], flags, extra_include_paths=extra_include_paths, **rest)
+
+    with mock.patch.object(cpp_extension, "load", load_one):
+        yield
+
+
+def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
+    """The file's text with those it includes from its own folder and these, each once: many have no include guard."""
+    seen.add(file)
+
+    def included(match: re.Match[str]) -> str:
+        paths = [Path(folder, match[1]).resolve() for folder in (str(file.parent), *folders)]
+        for path in filter(Path.exists, paths):
+            return "" if path in seen else _inlined(path, folders, seen)
+        return match[0]
+
+    return re.sub(r'^#include [<"](.+)[>"]', included, file.read_text(), flags=re.MULTILINE) + "\n"
 
 
 def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam: str, reentrant: bool) -> Any:
