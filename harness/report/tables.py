@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ LOOKS = {
 }  # fmt: skip
 TENSORS, FAILED = "tensors", "failed"
 LOG = "imported log"
-MOST_SIZES = 8  # of a table that fits a screen
+MOST_SIZES = 6  # of a table that fits a screen
 
 
 @dataclass(frozen=True)
@@ -224,17 +224,13 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
 def claims_by_figure(
     here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
 ) -> list[DataFrame]:
-    """A table for each case, verdict by verdict; `tally` in its attrs counts them."""
-    found = []
-    for case in sorted({finding.claim.case for finding in here}):
-        own = [finding for finding in here if finding.claim.case == case]
-        own.sort(key=lambda finding: verify.VERDICTS.index(finding.verdict))
-        made = claim_table(own, published, entries)
-        counts = Counter(finding.verdict for finding in own)
-        made.attrs |= {
-            "caption": f"Claims of case {case}", "tally": ", ".join(f"{n} {word}" for word, n in counts.items()),
-        }  # fmt: skip
-        found.append(made)
+    """A table for each case and each verdict there, in the order of `verify`."""
+    told, found = claim_table(here, published, entries), []
+    for case, verdict in itertools.product(sorted({finding.claim.case for finding in here}), verify.VERDICTS):
+        own = told[[(finding.claim.case, finding.verdict) == (case, verdict) for finding in here]]
+        if len(own):
+            own.attrs = {"caption": f"Claims of case {case}: {verdict}", "case": case, "verdict": verdict}
+            found.append(own)
     return found
 
 
@@ -255,8 +251,10 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
 def _did(entry: Entry) -> Cell:
     record, verdict = entry.record, entry.verdict
     speed, peak = record.samples_per_second, record.peaks.get("device_allocated") or record.host_peak_bytes
-    told = [] if speed is None else [f"{speed:.4g}/s"]
-    return Cell(" ".join([*told, gib(peak)] if peak else told), speed, verdict.look, (entry.number,), verdict.text)
+    told = [gib(peak)] if peak else []
+    if speed is None:
+        return Cell(verdict.text, None, verdict.look, (entry.number,), ", ".join(told))
+    return Cell(f"{speed:.4g}/s", speed, verdict.look, (entry.number,), ", ".join([*told, record.gate.verdict]))
 
 
 def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
@@ -284,7 +282,8 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
             "would help": row["change"] or "",
             "predictions off by": off_text(row),
         })  # fmt: skip
-    return table(f"A step of {size}, on {advice.place.about}", rows)
+    made = table(f"A step of {size}, on {advice.place.about}", rows)
+    return made[[name for name in made if any(cell.text or cell.links for cell in made[name])]]
 
 
 def why(finding: Finding) -> str:

@@ -95,6 +95,10 @@ class Page(HTMLParser):
         elif "pre" in self._open:
             self.pres[-1] += data
 
+    def head(self, caption: str) -> list[str]:
+        """Columns of the first table whose caption begins so."""
+        return next(rows[0] for each, rows in self.tables.items() if each.startswith(caption))
+
     def column(self, caption: str, name: str) -> list[str]:
         head, *rows = self.tables[caption]
         return [row[head.index(name)].strip() for row in rows]
@@ -197,6 +201,13 @@ def test_a_method_has_a_row_and_a_size_a_column(page: Page) -> None:
     assert any("FAILED THE GATE" in cell and "/s" not in cell for cell in rows[1])
 
 
+def test_claims_of_a_case_are_folded_by_verdict(page: Page) -> None:
+    captions = [caption for caption in page.tables if caption.startswith(CLAIMS)]
+    assert len(captions) > len({caption.partition(":")[0] for caption in captions})
+    for caption in captions:
+        assert set(page.column(caption, "here")) == {caption.partition(": ")[2]}
+
+
 def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_break(written: Path) -> None:
     text = (written.parent / "review.md").read_text()
     rows = [re.split(r"(?<!\\)\|", line) for line in text.splitlines() if line.startswith("|")]
@@ -261,11 +272,9 @@ def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
 def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
     page, review = report.write(write(tmp_path, LOG))
     log = dataclasses.replace(LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda")
-    assert "imported logs" not in Page(page.read_text()).tables[CLAIMS + "1"][0]  # of a size that nothing is said of
+    assert "imported logs" not in Page(page.read_text()).head(CLAIMS + "1:")  # of a size that nothing is said of
     page, review = report.write(write(tmp_path, log))
-    assert (
-        "imported logs" in Page(page.read_text()).tables[CLAIMS + "1"][0] and "By imported logs:" in review.read_text()
-    )
+    assert "imported logs" in Page(page.read_text()).head(CLAIMS + "1:") and "By imported logs:" in review.read_text()
 
 
 def test_what_was_foretold_stands_beside_what_was_measured(page: Page, tmp_path: Path) -> None:
