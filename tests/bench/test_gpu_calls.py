@@ -52,7 +52,7 @@ def steps(request: pytest.FixtureRequest, tmp_path: Path) -> list[Step]:
 
 def test_the_door_takes_every_command(steps: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = [one.command[3:] for one in steps if one.command[1:3] == ("-m", "harness")]
-    assert len(verbs) > 20
+    assert len(verbs) >= 20
     for verb, *rest in verbs:
         command: Any = door.commands[verb]
         while isinstance(command, click.Group):
