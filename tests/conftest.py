@@ -17,7 +17,7 @@ from harness.core import method
 from harness.core.job import Job
 from harness.core.record import new_stem
 from harness.devices import cgroup, machine, sim
-from tests.support import covering, packages
+from tests.support import covering, forks, packages
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -83,6 +83,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return path
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps train in forks of a process that has torch: for tests of methods, not of the process of a worker."""
+    monkeypatch.setattr("harness.jobs.sweep.launch", forks.launch)
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,7 @@ def test_json_is_one_object_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path) -> None:
+def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path, forked: None) -> None:
     done = run(
         "sweep", "-m", "l2l,stronghold", "-w", "1,2", *SMALL, "-l", "1:3:2", "--json", "--results", str(tmp_path)
     )
@@ -143,7 +143,7 @@ def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path) -> No
     ]
 
 
-def test_a_results_folder_elsewhere_is_made(tmp_path: Path) -> None:
+def test_a_results_folder_elsewhere_is_made(tmp_path: Path, forked: None) -> None:
     assert run("-m", "resident", *SMALL, "--results", str(tmp_path / "a" / "b")).returncode == 0
     assert len(list((tmp_path / "a" / "b").glob("*.json"))) == 1
 

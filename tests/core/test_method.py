@@ -73,7 +73,7 @@ def test_keeps_the_contract_on_paper(
     "check", [pytest.param(name, marks=[pytest.mark.heavy] * ("bf16" in name)) for name in method_contract.BY_TRAINING]
 )
 def test_keeps_the_contract_in_training(
-    method_name: str, check: str, folders: tuple[Path, ...], shared_results: Path, quick: None
+    method_name: str, check: str, folders: tuple[Path, ...], shared_results: Path, quick: None, forked: None
 ) -> None:
     keep(method_contract.BY_TRAINING[check], method_name, folders, shared_results)
 
@@ -116,13 +116,13 @@ def test_what_is_no_methods_file_is_refused() -> None:
 
 
 @pytest.mark.heavy
-def test_the_method_on_the_page_passes_every_check(tmp_path: Path) -> None:
+def test_the_method_on_the_page_passes_every_check(tmp_path: Path, forked: None) -> None:
     code, lines = checked(tmp_path)
     assert code == 0 and [line.split()[0] for line in lines] == ["passed"] * 7
 
 
 @pytest.mark.heavy
-def test_a_rate_that_is_not_set_fails_the_training_checks(tmp_path: Path) -> None:
+def test_a_rate_that_is_not_set_fails_the_training_checks(tmp_path: Path, forked: None) -> None:
     code, lines = checked(tmp_path, "workload.learning_rate_at(step)", "0.01")
     failed = [line for line in lines if line.startswith("failed")]
     assert code == 1 and ["it trains as" in line for line in failed] == [True, True]
@@ -156,7 +156,7 @@ def test_a_method_that_does_not_clip_is_run_without_clipping_alone(tmp_path: Pat
 
 
 @pytest.mark.heavy
-def test_the_contract_runs_a_method_that_does_not_clip_as_it_is(tmp_path: Path) -> None:
+def test_the_contract_runs_a_method_that_does_not_clip_as_it_is(tmp_path: Path, forked: None) -> None:
     code, lines = checked(tmp_path, ONE_FILE, unclipped(ONE_FILE))
     assert code == 0 and [line.split()[0] for line in lines] == ["passed"] * 7
 
@@ -166,7 +166,9 @@ def test_a_method_is_one_file_in_any_folder(added: Path) -> None:
     assert method.load("plain-loop", (added,)).label == "My method"
 
 
-def test_the_method_on_the_page_runs_by_its_files_name_and_passes_the_gate(added: Path, tmp_path: Path) -> None:
+def test_the_method_on_the_page_runs_by_its_files_name_and_passes_the_gate(
+    added: Path, tmp_path: Path, forked: None
+) -> None:
     """At a rate that shows a wrong optimizer."""
     sizes = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4 --lr 0.1".split()
     done = run("-m", "plain-loop", *sizes, "--methods", str(added), "--results", str(tmp_path / "out"))

@@ -16,7 +16,7 @@ from tests.support import on_sim
 from tests.support.on_sim import MIB, call, digest
 from tests.support.training import tiny, train
 
-pytestmark = pytest.mark.usefixtures("compiled_sim")
+pytestmark = pytest.mark.usefixtures("compiled_sim", "forked")
 
 SMALL = Workload(num_layers=3, hidden_size=64, num_heads=4, seq_len=32, batch_size=2, vocab_size=512)
 METHODS: dict[str, dict[str, Any]] = {

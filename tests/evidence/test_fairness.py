@@ -12,13 +12,16 @@ from harness.devices import machine
 from harness.evidence import fairness
 from harness.jobs.sweep import Sweep
 from methods.offload import adamw_kernel
+from tests.support import forks
 from tests.support.tiny import TINY
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
     jobs = [Job(name, TINY, steps=4, warmup=2) for name in ("fsdp2-offload", "l2l")]
-    return Sweep(tmp_path_factory.mktemp("fairness")).run(jobs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("harness.jobs.sweep.launch", forks.launch)
+        return Sweep(tmp_path_factory.mktemp("fairness")).run(jobs)
 
 
 def test_a_row_names_who_implements_the_method_and_which_version(records: list[Record]) -> None:

@@ -44,7 +44,7 @@ def test_a_job_that_cannot_fit_is_a_result_with_calls_that_can(tmp_path: Path) -
 
 
 @pytest.mark.heavy
-def test_the_calls_train(tmp_path: Path, compiled_sim: None) -> None:
+def test_the_calls_train(tmp_path: Path, compiled_sim: None, forked: None) -> None:
     for call, _ in next_calls(jobs_of(f"./run.sh {DEEP}")[0]):
         done = run(*shlex.split(call)[1:], "--results", tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

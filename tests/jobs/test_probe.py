@@ -186,7 +186,7 @@ def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, 
 
 @pytest.mark.probe
 @pytest.mark.heavy
-def test_the_door_probes_unless_told_not_to(tmp_path: Path) -> None:
+def test_the_door_probes_unless_told_not_to(tmp_path: Path, forked: None) -> None:
     words = [*WORDS[:1], "l2l", *WORDS[2:], "--device", "cpu", "--results", tmp_path]
     without = cli.run(*words, "--no-probe")
     assert without.returncode == 0 and "; the probe was left out; decay was not tested" in without.stdout

@@ -124,7 +124,7 @@ def test_a_placement_that_does_not_fit_is_what_to_leave_out_where_others_do(plac
 
 
 @pytest.mark.heavy
-def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path) -> None:
+def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path, forked: None) -> None:
     workload = dataclasses.replace(TINY, num_layers=12)
     needed = resolve(Job("resident", dataclasses.replace(TINY, num_layers=4)))[1].device_bytes
     job = Job("stronghold", workload, {"window_size": 2}, Budget(device_bytes=needed + 1000), steps=4, warmup=1)

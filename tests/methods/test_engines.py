@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,8 +16,9 @@ from harness.core.method import ROOT, Unavailable, create
 from harness.core.record import Record
 from harness.devices import machine
 from harness.jobs.sweep import Sweep, resolve
+from harness.run.prepare import prepare
 from methods.engines import deepspeed, deepspeed_config
-from tests.support import cli
+from tests.support import cli, engine_runs, forks
 
 # Large enough that parameters really leave memory: at 4 layers x 256 the wrong gradients below do not show.
 LARGE = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=64, batch_size=2, vocab_size=8192)
@@ -31,53 +32,6 @@ ENGINES = {
     "fsdp2-offload": "torch.distributed.fsdp",
 }
 
-# Trains five steps and prints, for each tensor, how far it ends from resident's, relative to how far that moved.
-DISTANCES = """
-import json, sys, torch
-from harness.core import data, method
-from harness.core.gpt import initial
-from harness.core.job import Workload
-
-workload = Workload(**json.loads(sys.argv[2]))
-tokens = torch.from_numpy(data.batches(workload, 5))
-
-def trained(name):
-    batches = [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
-    training = method.create(name, {}).train(workload, iter(batches), "cpu")
-    try:
-        while True:
-            next(training)
-    except StopIteration as end:
-        return {state.name: state.weight.clone() for state in end.value.tensors}
-
-theirs, ours = trained("resident"), trained(sys.argv[1])
-norm = torch.linalg.vector_norm
-distances = {name: (norm(ours[name] - weight) / norm(weight - initial(name, weight.shape, workload))).item()
-             for name, weight in theirs.items()}
-print("RESULT", json.dumps([distances, sorted(sys.modules)]))
-"""
-
-# Trains a step and prints how often each tensor's values were drawn, and by how many threads.
-DRAWN = """
-import collections, json, sys, threading
-from harness.core import gpt, method
-from harness.core.job import Workload
-from harness.simulation.batches import token_batches
-
-workload = Workload(**json.loads(sys.argv[2]))
-drawn, threads, drawing = collections.Counter(), set(), gpt._drawing
-
-def counted(name, *args):
-    drawn[name] += 1
-    threads.add(threading.get_ident())
-    return drawing(name, *args)
-
-gpt._drawing = counted
-for step in method.create(sys.argv[1], {}).train(workload, token_batches(workload, 1), "cpu"):
-    pass
-print("RESULT", json.dumps([drawn, len(threads)]))
-"""
-
 pytestmark = pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
 
 
@@ -90,11 +44,7 @@ def run(results: Path, name: str, workload: Workload, **options) -> Record:
 @pytest.mark.parametrize("name", ENGINES)
 def test_weights_end_where_residents_do_and_the_library_is_the_real_one(name: str) -> None:
     """Five steps; a relative distance of 1e-3 is far above rounding (1e-5 seen) and far below a lost update (1)."""
-    fields = json.dumps(SMALL.__dict__)
-    done = subprocess.run([sys.executable, "-c", DISTANCES, name, fields], cwd=ROOT, capture_output=True, text=True)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
-    assert line, done.stderr[-2000:]
-    distances, modules = json.loads(line.removeprefix("RESULT"))
+    distances, modules = forks.call(engine_runs.distances, name, SMALL)
     assert max(distances.values()) < 1e-3, sorted(distances.items(), key=lambda item: -item[1])[:3]
     assert ENGINES[name] in modules
 
@@ -103,11 +53,7 @@ def test_weights_end_where_residents_do_and_the_library_is_the_real_one(name: st
 @pytest.mark.parametrize("name", [*ENGINES, "resident", "stronghold", "l2l", "varuna"])
 @pytest.mark.cover(0)
 def test_every_starting_value_is_drawn_once_by_several_threads(name: str, dtype: str) -> None:
-    fields = json.dumps({**SMALL.__dict__, "dtype": dtype})
-    done = subprocess.run([sys.executable, "-c", DRAWN, name, fields], cwd=ROOT, capture_output=True, text=True)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
-    assert line, done.stderr[-2000:]
-    drawn, num_threads = json.loads(line.removeprefix("RESULT"))
+    drawn, num_threads = forks.call(engine_runs.drawn, name, dataclasses.replace(SMALL, dtype=dtype))
     assert set(drawn.values()) == {1} and len(drawn) == 3 + 12 * SMALL.num_layers + 1
     assert num_threads > 1
 
@@ -116,56 +62,63 @@ def test_every_starting_value_is_drawn_once_by_several_threads(name: str, dtype:
 def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another compiler would make ninja compile anew; one that cannot compile would end the run."""
     job = Job("zero-offload", SMALL, {"adam": "deepspeed"}, steps=4, warmup=1)
-    Sweep(tmp_path).run([job])  # builds the kernel where it is missing
+    prepare(job, tmp_path, (), lambda event: None)  # builds the kernel where it is missing
     monkeypatch.setenv("CXX", "/bin/false")
-    record = Sweep(tmp_path, rerun=True).run([job])[0]
+    record = Sweep(tmp_path).run([job])[0]
     assert record.gate.passed, record.reason
     assert record.description["optimizer"] == "DeepSpeedCPUAdam"
 
 
 @pytest.mark.heavy
-def test_the_gate_catches_zenflows_start(shared_results: Path) -> None:
+def test_the_gate_catches_zenflows_start(shared_results: Path, forked: None) -> None:
     assert run(shared_results, "zenflow", LARGE).gate.reason == "forward"
 
 
 @pytest.mark.heavy
 def test_the_gate_catches_the_wrong_gradients_of_nvme_without_reentrant_recompute(
-    shared_results: Path, libaio: None
+    shared_results: Path, libaio: None, forked: None
 ) -> None:
     wrong = run(shared_results, "zero-infinity-nvme", LARGE, reentrant=False)
     assert wrong.gate.verdict == "failed", wrong.gate.text
     assert run(shared_results, "zero-infinity-nvme", LARGE).gate.passed
 
 
-@pytest.mark.heavy
-def test_nvme_holds_the_model_in_files_meanwhile_and_leaves_none(tmp_path: Path, libaio: None) -> None:
-    folder = tmp_path / "disk"
+@pytest.fixture(scope="module")
+def on_disk(shared_results: Path, libaio: None) -> tuple[Record, set[str], list[Path]]:
+    """A record, names of files that were seen on the disk during training, and what lies there afterwards."""
+    folder = shared_results / "disk"
     folder.mkdir()
     seen: set[str] = set()
 
     def look(event: dict) -> None:
         seen.update(path.name for path in folder.rglob("*.swp"))
 
-    job = resolve(Job("zero-infinity-nvme", LARGE, {"disk": str(folder)}, steps=4, warmup=1))[0]
-    record = Sweep(tmp_path, report=look).run([job])[0]
-    assert record.status == "ok", record.reason
-    assert any("exp_avg" in name for name in seen) and len(seen) > 10
-    assert list(folder.iterdir()) == []
+    job = resolve(Job("zero-infinity-nvme", LARGE, {"disk": str(folder), "pipelined": False}, steps=5, warmup=1))[0]
+    return Sweep(shared_results, report=look).run([job])[0], seen, list(folder.iterdir())
 
 
 @pytest.mark.heavy
-def test_what_a_killed_run_left_on_the_disk_goes_with_the_next(tmp_path: Path, libaio: None) -> None:
+def test_nvme_holds_the_model_in_files_meanwhile_and_leaves_none(on_disk: tuple) -> None:
+    record, seen, left = on_disk
+    assert record.status == "ok", record.reason
+    assert any("exp_avg" in name for name in seen) and len(seen) > 10
+    assert left == []
+
+
+@pytest.mark.heavy
+def test_what_a_killed_run_left_on_the_disk_goes_with_the_next(
+    tmp_path: Path, shared_results: Path, libaio: None
+) -> None:
     left = tmp_path / "harness-nvme-999999999"
     left.mkdir()
-    run(tmp_path, "zero-infinity-nvme", SMALL, disk=str(tmp_path))
+    run(shared_results, "zero-infinity-nvme", SMALL, disk=str(tmp_path))
     assert not left.exists()
 
 
 @pytest.mark.heavy
-def test_nvme_needs_less_host_memory_than_zero_infinity(shared_results: Path, libaio: None) -> None:
-    on_disk = run(shared_results, "zero-infinity-nvme", LARGE, pipelined=False)
+def test_nvme_needs_less_host_memory_than_zero_infinity(on_disk: tuple, shared_results: Path) -> None:
     on_host = run(shared_results, "zero-infinity", LARGE)
-    assert on_disk.host_peak_bytes < on_host.host_peak_bytes
+    assert on_disk[0].host_peak_bytes < on_host.host_peak_bytes
 
 
 def test_no_folder_for_nvme_is_one_line_and_exit_2(tmp_path: Path) -> None:
@@ -248,36 +201,11 @@ def test_only_a_gpu_locks_pages(monkeypatch: pytest.MonkeyPatch, device: str, ex
     assert machine.budget(Budget(), device).page_locks is expected
 
 
-READS = """
-import sys, weakref
-import torch
-import torch.distributed as dist
-from harness.core import data, method
-from harness.core.job import Workload
-
-workload = Workload(2, 64, 4, 32, 2, vocab_size=512)
-(batch,) = torch.from_numpy(data.batches(workload, 1))
-pair = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-training = method.create(sys.argv[1], {}).train(workload, iter([pair]), "cpu")
-try:
-    while True:
-        next(training)
-except StopIteration as end:
-    tensors = iter(end.value.tensors)
-gone = weakref.ref(next(tensors).weight)
-next(tensors)
-held, is_open = gone() is not None, dist.is_initialized()
-rest = sum(1 for _ in tensors)
-print("RESULT", held, is_open, rest, dist.is_initialized())
-"""
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["zero-offload", "zero-infinity"])
 def test_trained_tensors_are_made_one_by_one_while_the_engine_lives(name: str) -> None:
-    """28 tensors: 2 layers of 12, and 4 of the ends."""
-    done = subprocess.run([sys.executable, "-c", READS, name], cwd=ROOT, capture_output=True, text=True)
-    assert "RESULT False True 26 False" in done.stdout, done.stderr[-2000:]
+    """40 tensors: 3 layers of 12, and 4 of the ends."""
+    assert forks.call(engine_runs.read_one_by_one, name, SMALL) == [False, True, 38, False]
 
 
 STEPS_ELSEWHERE = """

@@ -273,7 +273,7 @@ def test_the_gate_names_where_scales_part(at_the_edge: None) -> None:
 
 @pytest.mark.heavy
 def test_every_method_that_has_a_loss_scale_skips_what_the_reference_skips(
-    method_name: str, folders: tuple[Path, ...], shared_results: Path
+    method_name: str, folders: tuple[Path, ...], shared_results: Path, forked: None
 ) -> None:
     """At the scale that all begin with, so few tokens have larger gradients than fp16 holds."""
     asked = Job(method_name, tiny(dtype="fp16", seq_len=4, batch_size=1, learning_rate=0.1), steps=10, warmup=2)

@@ -103,7 +103,7 @@ def test_the_disk_is_read_before_an_update_and_written_after_it(traced: tuple[Pa
 
 
 @pytest.mark.heavy
-def test_a_traced_job_has_the_key_and_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
+def test_a_traced_job_has_the_key_and_the_losses_of_one_that_is_not(tmp_path: Path, forked: None) -> None:
     job = resolve(Job("stronghold", WORKLOAD, steps=3, warmup=1))[0]
     other = resolve(Job("stronghold", WORKLOAD, steps=3, warmup=1, trace=str(tmp_path / "trace.json")))[0]
     assert job.key() == other.key() and "trace" not in job.to_dict()

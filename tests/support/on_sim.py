@@ -8,10 +8,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
-import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -20,19 +18,16 @@ from harness.core import method
 from harness.core.job import Budget
 from harness.devices import sim
 from harness.simulation.batches import token_batches
+from tests.support import forks
 from tests.support.training import Result, tiny
 from tests.support.training import train as train_anywhere
 
 MIB = 2**20
-# New processes are forked from one that has imported all this and started no thread.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload([__name__])
 
 
 def call(function: Callable[..., Any], *args: Any, **budgets: Any) -> Any:
     """Start sim with these budgets in a new process and call the function there."""
-    with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
-        return pool.submit(_start_and_call, function, args, budgets).result()
+    return forks.call(_start_and_call, function, args, budgets)
 
 
 def _start_and_call(function: Callable[..., Any], args: Any, budgets: dict[str, Any]) -> Any:

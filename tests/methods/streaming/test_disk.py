@@ -204,7 +204,7 @@ def test_no_room_for_results_is_one_line_and_exit_4(small_disk: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp_path: Path) -> None:
+def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp_path: Path, forked: None) -> None:
     """Through the door, on the device sim, whose host has two thirds of what weights, gradients and states take."""
     layer_params = Workload(hidden_size=128, num_heads=4).layer_params
     host_kib = 16 * 12 * layer_params * 2 // 3 // 1024
