@@ -17,7 +17,7 @@ from harness.core import method
 from harness.core.job import Job
 from harness.core.record import new_stem
 from harness.devices import cgroup, machine, sim
-from tests.support import covering, forks, packages
+from tests.support import covering, forks, longest_first, packages
 
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,11 +40,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the heavy tests out unless --all or an expression of -m asks for them."""
     covering.mark(items)
-    if config.getoption("--all") or config.getoption("-m"):
-        return
-    heavy = [item for item in items if item.get_closest_marker("heavy")]
-    config.hook.pytest_deselected(items=heavy)
-    items[:] = [item for item in items if not item.get_closest_marker("heavy")]
+    if not (config.getoption("--all") or config.getoption("-m")):
+        heavy = [item for item in items if item.get_closest_marker("heavy")]
+        config.hook.pytest_deselected(items=heavy)
+        items[:] = [item for item in items if not item.get_closest_marker("heavy")]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = longest_first.order(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
