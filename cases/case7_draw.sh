@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Draws case 7 from the CSV of case6_extract.sh; options --profile, --results and --out as for the case.
+# Draws case 7 from the CSV of case7_extract.sh; options --profile, --results and --out as for the case.
 exec "$(dirname "${BASH_SOURCE[0]}")/../run.sh" case 7 --draw "$@"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from harness.jobs.sweep import Sweep, resolve
 from harness.places.docker import PYTHON
 from harness.places.place import order
 from harness.places.slurm import Slurm, State, named, options_of
+from methods.pipeline.launch.folder import read_lines
 from tests.run.test_ranks import MEETING, SHARDED, processes, wait_for_steps
 from tests.support import cli, tiny
 from tests.support.packages import still_running
@@ -116,6 +120,41 @@ def test_a_pipelines_ranks_on_two_nodes_train_as_the_reference_does_and_go_on_fr
     assert done.returncode == 0 and "gate passed (tolerance)" in done.stdout, done.stderr + done.stdout
     record = next(each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume"))
     assert record.schedule["resumed_steps"] == 4 and record.machine["nodes"] == "n[1-2]"
+
+
+def test_a_launched_job_that_slurm_takes_away_goes_on_where_it_was(place: Slurm, tmp_path: Path) -> None:
+    """By the script of docs/pipelines.md, on two nodes: no step is lost, none is done twice."""
+    num_steps, folder = 40, tmp_path / "job"
+    (tmp_path / "pace").write_text("0.2")
+    words = [sys.executable, "-m", "methods.varuna.run", "--machine-list", tmp_path / "list", "--folder", folder]
+    words += ["--batch-size", 4, "--nstages", 2, "--chunk-size", 2, ROOT / "cases" / "_paced_gpt.py"]
+    words += ["--steps", num_steps, "--blocks", 2, "--width", 32, "--tokens", 16]
+    (tmp_path / "script").write_text(
+        f"#!/bin/bash\n#SBATCH --requeue --nodes=2 --partition=tests --output={tmp_path}/output --open-mode=append\n"
+        f'scontrol show hostnames "$SLURM_JOB_NODELIST" > {tmp_path}/list\n'
+        f"export PACE_FILE={tmp_path}/pace OMP_NUM_THREADS=1\nexec {shlex.join(map(str, words))}\n"
+    )
+    found = subprocess.run(["sbatch", "--parsable", tmp_path / "script"], capture_output=True, text=True, check=True)
+
+    def until(is_there: Callable[[], bool]) -> None:
+        deadline = time.time() + 240
+        while not is_there():
+            assert time.time() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.2)
+
+    until(lambda: len(read_lines(folder / "steps.jsonl")) >= 5)
+    subprocess.run(["scontrol", "requeue", found.stdout.strip()], check=True)
+    until(lambda: any(line["event"] == "interrupted" for line in read_lines(folder / "events.jsonl")))
+    (tmp_path / "pace").write_text("0")
+    until(lambda: subprocess.run(["squeue", "-h", "-o", "%T"], capture_output=True, text=True).stdout == "PENDING\n")
+    at_once = ["scontrol", "update", f"JobId={found.stdout.strip()}", "StartTime=now"]  # else in two minutes
+    subprocess.run(at_once, check=True)
+    until(lambda: any(line["event"] == "done" for line in read_lines(folder / "events.jsonl")))
+    steps, events = read_lines(folder / "steps.jsonl"), read_lines(folder / "events.jsonl")
+    assert [line["step"] for line in steps] == [*range(1, num_steps + 1)] and not (folder / "lost_steps.jsonl").exists()
+    rounds = [line for line in events if line["event"] == "round"]
+    first = [line["step"] for line in steps if line["round"] == 1]
+    assert [line["machines"] for line in rounds] == [["n1", "n2"]] * 2 and rounds[1]["resume_step"] == first[-1]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

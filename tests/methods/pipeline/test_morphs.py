@@ -8,7 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,14 +242,16 @@ def test_an_example_trains(
 # ---- Whole jobs
 
 
-def launch(folder: Path, script: str, *words: str, machines: int = 1, limit: float = 60) -> tuple[int, str]:
+def launch(
+    folder: Path, script: str, *words: str, script_words: Sequence[str] = (), machines: int = 1, limit: float = 120
+) -> tuple[int, str]:
     """A script's exit code, and what the launcher said."""
     folder.mkdir(exist_ok=True)
     (folder / "list").write_text("127.0.0.1\n" * machines)
     (folder / "script.py").write_text(script)
     call = [sys.executable, "-m", "harness", "varuna", "launch", "--machine-list", str(folder / "list"), "--folder",
             str(folder / "job"), "--batch-size", "4", "--nstages", "1", "--chunk-size", "1"]  # fmt: skip
-    call += [*words, "script.py"]
+    call += [*words, "script.py", *script_words]
     done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=limit, env=child_environment())
     return done.returncode, done.stdout + done.stderr
 
@@ -280,6 +282,31 @@ def test_a_script_that_is_silent_ends(tmp_path: Path) -> None:
     code, told = launch(tmp_path, "import time\ntime.sleep(60)", "--stall-minutes", "0.05")
     assert code == 6 and "error: no progress for 3 s: rank 0" in told
     assert not left_of(tmp_path)
+
+
+SLOW_SCRIPT = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import own_gpt
+
+class Block(own_gpt.Block):
+    def forward(self, x):
+        time.sleep(0.05 * (os.environ["RANK"] == "1" and not x.is_meta))
+        return super().forward(x)
+
+own_gpt.Block = Block
+own_gpt.main()
+"""
+
+
+@pytest.mark.heavy
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    """Of two replicas one sleeps in its passes, while the other one waits for it in the sum."""
+    words = ("--steps=12", "--blocks=2", "--width=32", "--tokens=16")
+    code, told = launch(tmp_path, SLOW_SCRIPT, script_words=words, machines=2)
+    assert code == 0, told
+    [line] = (tmp_path / "job" / "slow_machines.txt").read_text().splitlines()
+    assert line.startswith("127.0.0.1 rank 1: ") and line.endswith(" above the median of stage 0")
 
 
 def left_of(folder: Path) -> list[int]:
