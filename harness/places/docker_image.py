@@ -1,4 +1,4 @@
-"""The verb `image`: build the image that --on docker runs jobs in, and open a shell in it."""
+"""The verb `image`: build the image that --on docker runs jobs in, save and load it, and open a shell in it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from typing import IO
 import click
 
 from harness.core.method import ROOT, Unavailable
+from harness.core.whole_file import check_replaceable
 from harness.places.docker import Docker, default_image, engine, told
 
-PINS = ("venv.sh", "pyproject.toml", "constraints.txt")
-PARTS = (
-    *PINS, "run.sh", "test.sh", "machines.yaml", "models.yaml", "README.md", "ARTIFACT.md", "CONTRIBUTING.md",
-    "CITATION.cff", "docs", "harness", "methods", "cases", "claims", "bench", "tests", "notebooks",
-)  # fmt: skip
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's build.")
 name_option = click.option(
     "--image", "name", metavar="NAME", help="Its name; default: of its pins, as --on docker asks."
@@ -30,7 +26,7 @@ name_option = click.option(
 def image(context: click.Context) -> None:
     """The image that --on docker runs jobs in."""
     if context.invoked_subcommand is None:
-        raise ValueError("expected image build or image shell, got image; try ./run.sh image build")
+        raise ValueError("expected image build, save, load or shell, got image; try ./run.sh image build")
 
 
 @image.command()
@@ -51,7 +47,7 @@ def build(device: str, name: str | None, base: str | None, wheelhouse: Path | No
         context.seek(0)
         try:
             lines = client.api.build(
-                fileobj=context, custom_context=True, dockerfile="Dockerfile", tag=name, rm=True, decode=True,
+                fileobj=context, custom_context=True, dockerfile="docker/Dockerfile", tag=name, rm=True, decode=True,
                 buildargs=values | ({"BASE": base} if base else {}), network_mode="host",
             )  # fmt: skip
             for line in lines:
@@ -67,16 +63,48 @@ def build(device: str, name: str | None, base: str | None, wheelhouse: Path | No
 
 
 def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
-    """Write the tar that docker/Dockerfile copies from: pins, wheels, and the project's own files."""
+    """Write what `docker build -f docker/Dockerfile .` sends: the checkout by .dockerignore; and the wheels."""
+    from docker.utils.build import exclude_paths
+
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and line[0] != "#"]
     with tarfile.open(fileobj=context, mode="w") as archive:
-        archive.add(ROOT / "docker" / "Dockerfile", "Dockerfile")
-        for name in PINS:
-            archive.add(ROOT / name, name)
-        for name in PARTS:
-            if (ROOT / name).exists():
-                archive.add(ROOT / name, f"project/{name}", filter=_plain)
+        for name in sorted(exclude_paths(ROOT, patterns)):
+            archive.add(ROOT / name, name, recursive=False, filter=_plain)
         if wheelhouse:
-            archive.add(wheelhouse, "wheelhouse")
+            archive.add(wheelhouse, "wheelhouse", filter=_plain)
+
+
+@image.command()
+@device_option
+@name_option
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+def save(device: str, name: str | None, file: Path) -> None:
+    """Write it to a file (tar), to load on machines that build none."""
+    name = name or default_image(device)
+    made = Docker(name).image
+    check_replaceable(file)
+    part = file.with_name(f".{file.name}.part")
+    try:
+        with open(part, "wb") as out:
+            out.writelines(made.save(named=name))
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+    print(f"{name}: {file.stat().st_size / 1e9:.2f} GB; on another machine: ./run.sh image load {file.name}")
+
+
+@image.command()
+@click.argument("file", type=click.File("rb"))
+def load(file: IO[bytes]) -> None:
+    """Load what `image save` wrote."""
+    from docker.errors import APIError, ImageLoadError
+
+    try:
+        (made,) = engine().images.load(file)
+    except (APIError, ImageLoadError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"expected a file of ./run.sh image save, got {file.name}: {text}") from error
+    print(f"loaded {', '.join(made.tags)}")
 
 
 @image.command()
@@ -95,10 +123,8 @@ def shell(device: str, name: str | None) -> None:
         raise Unavailable("image shell needs docker's own command beside its engine") from error
 
 
-def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Leave out caches and environments, and the owner of a file."""
-    if Path(item.name).name in ("__pycache__", ".venv"):
-        return None
-    item.uid = item.gid = 1000
+def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Leave out the owner of a file, as docker's own command does."""
+    item.uid = item.gid = 0
     item.uname = item.gname = ""
     return item

@@ -22,6 +22,9 @@ from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, i
 from tests.support.packages import need, still_running
 from tests.support.tiny import SIZES, TINY, WORDS, write_compiling, write_ending
 
+# Files with their sums, but for what the image makes beside them.
+LIST = "find . -type f ! -path './.venv*' ! -path './results/*' | sort | xargs sha256sum"
+
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
 
 
@@ -45,6 +48,35 @@ def test_the_image_alone_trains_without_network_and_without_root(engine: str) ->
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0 and "gate passed (exact)" in done.stdout, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "1000"
+
+
+def test_dockers_own_build_sends_a_plain_checkout_as_image_build_does(engine: str) -> None:
+    """By its first stage, which holds what was sent: the same files as in the image."""
+    project = Path(engine.removeprefix("unix://")).parent / "project"
+    words = ["build", "-q", "-f", "docker/Dockerfile", "--target", "checkout", "--build-arg", f"BASE={BASE}", "."]
+    environment = {**os.environ, "DOCKER_BUILDKIT": "0"}
+    done = subprocess.run(docker(engine, *words), cwd=project, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sent, there = (
+        subprocess.run(
+            docker(engine, "run", "--rm", "--network", "none", image, "sh", "-c", f"cd {folder} && {LIST}"),
+            capture_output=True, text=True,
+        ).stdout.splitlines()
+        for image, folder in ((done.stdout.strip(), "/checkout"), (IMAGE, "/harness"))
+    )  # fmt: skip
+    assert sent == there and {"./examples/own_gpt.py", "./notebooks/ae.ipynb"} <= {line.split()[1] for line in sent}
+
+
+def test_an_image_goes_by_a_file_to_another_engine(engine: str, tmp_path: Path) -> None:
+    file = tmp_path / "image.tar"
+    assert cli.run("image", "save", file, "--image", BASE).returncode == 0
+    subprocess.run(docker(engine, "rmi", "--no-prune", BASE), check=True, stdout=subprocess.DEVNULL)
+    done = cli.run("image", "load", file)
+    assert (done.returncode, done.stdout) == (0, f"loaded {BASE}\n")
+    file.write_text("nothing")
+    done = cli.run("image", "load", file)
+    assert done.returncode == 2 and "expected a file of ./run.sh image save" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_the_same_job_here_and_in_a_container_trains_to_the_same_bits(engine: str, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def make_image(folder: Path) -> None:
         shutil.move(unfinished, base)
     subprocess.run(docker(address, "import", str(base), BASE), check=True, stdout=subprocess.DEVNULL)
     project = folder / "project"
-    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "tests"))
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".[!d]*", "__pycache__", "results", "tests"))
     pins = project / "pyproject.toml"
     needed = re.sub(rf'^ +"({"|".join(LEFT_OUT)})==.*\n', "", pins.read_text(), flags=re.MULTILINE)
     pins.write_text(needed)
