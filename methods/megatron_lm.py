@@ -25,6 +25,7 @@ class MegatronLM:
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
     can_rehearse = True
     scales_loss = True
+    drops_alike = False
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         params, size = workload.num_params, workload.weight_bytes

@@ -90,6 +90,7 @@ class Method(Protocol):
     log_dialect: ClassVar[str] = "megatron"  # or deepspeed, of its published logs (harness/core/log_lines.py)
     build_seconds: ClassVar[int] = 0  # of build(), about
     clips: ClassVar[bool] = True  # False: it trains with --clip 0 alone
+    drops_alike: ClassVar[bool] = True  # False: with dropout it drops other elements than the reference
     scales_loss: ClassVar[bool] = False  # trains in fp16, by the rule of methods/shared/loss_scale.py
 
     # Of "copies" and "updates" on the host, those that run beside the device's compute; a plan with step_seconds of its

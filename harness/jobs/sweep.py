@@ -252,7 +252,14 @@ class Sweep:
         depth = record.job.workload.num_layers
         if judged_by.status.startswith("oom") and depth > 1:  # it fitted on paper only
             return self._judge_by_twin(whole, number, other, most=depth // 2)
-        return self._with_probe(whole, number, lambda probe: gate.judge(record, judged_by, probe=probe))
+        undropped = None
+        if record.job.workload.dropout and not method.load(record.job.method, self.folders).drops_alike:
+            load = dataclasses.replace(other.workload, dropout=0.0)
+            without = resolve(dataclasses.replace(other, workload=load), self.folders)[0]
+            undropped = self.records[self._measure(without, {"role": "reference"})]
+        return self._with_probe(
+            whole, number, lambda probe: gate.judge(record, judged_by, probe=probe, undropped=undropped)
+        )
 
     def _reference(self, job: Job) -> Job:
         """The job whose training this one's is compared with."""

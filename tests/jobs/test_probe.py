@@ -100,6 +100,15 @@ def test_a_second_moment_off_by_more_than_rounding_is_a_departure_where_all_else
     assert found is not None and found.reason == "gradient-scale" and "second moment 1.0e-01 off" in found.seen
 
 
+@pytest.mark.parametrize(("factor", "verdict"), [(1.05, "tolerance"), (1.07, "failed")])
+def test_what_drops_other_elements_may_differ_by_six_times_what_dropout_changes(factor: float, verdict: str) -> None:
+    """Dropout changes a loss by 1 % here."""
+    reference, undropped = trained(BASE), trained([loss / 1.01 for loss in BASE])
+    found = gate.judge(trained([loss * factor for loss in BASE]), reference, undropped=undropped)
+    assert found.verdict == verdict
+    assert ("which elements are dropped was not compared" in found.text) is found.passed
+
+
 def test_steps_that_fp16_skipped_otherwise_are_not_compared() -> None:
     skipping = trained([2.0, 1.9, 1.5, 1.4], loss_scales=[8.0, 8.0, 8.0, 4.0], skipped_steps=[3])
     steady = trained(BASE, loss_scales=[8.0] * 4)
