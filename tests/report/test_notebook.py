@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbclient
 import nbformat
+import pynvml
+import pytest
 
+from harness.devices import machine
+from harness.figures import case
 from harness.report import notebook
+from tests.support.fake_gpu import FakeGpu
 
 SOURCE = notebook.FOLDER / "ae.py"
 
@@ -35,3 +42,36 @@ def test_a_source_becomes_cells_with_their_text_and_tags() -> None:
     assert [cell["cell_type"] for cell in cells] == ["markdown", "code"]
     assert ["".join(cell["source"]) for cell in cells] == ["# A\n\nb", "x = 1\n\ny = 2"]
     assert cells[1]["metadata"] == {"tags": ["t"]} and cells[1]["outputs"] == []
+
+
+def test_each_case_is_foretold_in_a_line(tmp_path: Path, capsys) -> None:
+    notebook.show_minutes("demo", None, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"case {number}" for number in case.numbers()]
+    assert all(re.search(r"to measure, about \d+ minutes", line) for line in lines)
+
+
+def test_without_a_gpu_the_load_is_told(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(machine, "gpu", dict)
+    notebook.show_neighbors()
+    assert re.fullmatch(r"no GPU here: .*, load average [\d.]+\n", capsys.readouterr().out)
+
+
+def test_other_processes_on_the_gpu_are_named(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    FakeGpu(80 * 2**30, 2**30, 2**29).install_nvml(monkeypatch)
+    other = SimpleNamespace(pid=7, usedGpuMemory=3 * 2**30)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: [other])
+    notebook.show_neighbors()
+    told = capsys.readouterr().out.splitlines()
+    assert "79.0 GiB of 79.0 GiB are free" in told[0] and told[1].startswith("process 7 has 3.0 GiB")
+
+
+def test_a_clean_up_keeps_what_was_measured_unless_it_is_to_go(tmp_path: Path) -> None:
+    made = {"log_l2l.json", "log_l2l.txt", "figures/case1_demo.png", "report/index.html"}
+    for name in (*made, "mine.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    notebook.clean_up(tmp_path)
+    assert all((tmp_path / name).exists() for name in made)
+    notebook.clean_up(tmp_path, everything=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
