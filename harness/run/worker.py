@@ -88,6 +88,8 @@ class Run:
         self.measured["phase_seconds"] = {"process": time.time() - psutil.Process().create_time()}
         self.phase, self._since = "start", time.perf_counter()
         self._waiting: list[Step] = []  # loss and norm on their way to the host
+        self._num_taken = 0  # batches
+        self._ahead: set[int] = set()  # batches taken beyond the step that is yielded
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -128,6 +130,7 @@ class Run:
                 if trace:
                     trace.is_on = step >= trace.first_step
                 self.enter(f"step {step}")
+                self._num_taken = step
                 yield batch
             self.enter("drain")
             budgets.lift(job)  # the inspection's memory is not the training's
@@ -139,6 +142,8 @@ class Run:
             training.close()
         self.clock.synchronize()
         self._collect(wait=True)
+        if wrong := self._contradiction(trained):
+            raise ValueError(wrong)
         if trace:
             trace.write(self.clock.marks, self.emit)
         self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
@@ -164,6 +169,7 @@ class Run:
                     self.measured["kernels"] = sorted(kernels.names)
                 else:
                     step = next(training)
+                self._ahead.add(self._num_taken - len(self.clock.marks))
                 self._waiting.append(step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm)))
                 if len(self.clock.marks) == self.job.warmup:
                     self.clock.synchronize()
@@ -171,6 +177,21 @@ class Run:
                 self._collect(wait=False)
         except StopIteration as end:
             return end.value or Trained([])
+
+    def _contradiction(self, trained: Trained) -> str:
+        """What the method tells that would make another throughput of the same training; empty if nothing does."""
+        schedule, num_models = trained.schedule, 1 + len(trained.others)
+        if (told := schedule.get("num_models", num_models)) != num_models:
+            return f"expected num_models {num_models} in the schedule, one more than `others`, got {told}"
+        if (told := schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
+            return f"expected resumed_steps 0 without the option resume, got {told}"
+        # Of several models the faster ones may be a step ahead of the slowest.
+        if not self._ahead <= {0, *([1] if trained.others else [])}:
+            return (
+                "expected each step to be yielded before the next batch is taken, since its time ends there, got up to "
+                f"{max(self._ahead)} batches taken beyond a step; try a yield at the end of the loop over batches"
+            )
+        return ""
 
     def _collect(self, wait: bool) -> None:
         """Take in the steps whose losses have arrived, without making the device wait."""

@@ -1,0 +1,59 @@
+"""What a method may tell of its own time: nothing that would make another throughput of the same training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.core.job import Job
+from harness.run import worker
+from tests.support.tiny import TINY
+
+TELLS = """
+from dataclasses import dataclass
+
+import torch
+
+from harness.core.job import Plan
+from harness.core.method import OtherModel, Step, Trained
+
+
+@dataclass(frozen=True)
+class Tells:
+    how: str = "each"
+
+    def plan(self, workload, budget):
+        return Plan({})
+
+    def train(self, workload, batches, device):
+        waiting = []
+        for _ in batches:
+            waiting.append(Step(torch.tensor(1.0)))
+            if len(waiting) == {"pairs": 2, "at the end": 9}.get(self.how, 1):
+                yield from waiting
+                waiting = []
+        yield from waiting
+        return Trained([], schedule=SCHEDULES.get(self.how, {}))
+
+
+SCHEDULES = {"models": {"num_models": 1000}, "none": {"num_models": 0}, "resumed": {"resumed_steps": 3}}
+"""
+
+
+@pytest.mark.parametrize(
+    "how, refused",
+    [
+        ("each", ""),
+        ("at the end", "got up to 3 batches taken beyond a step"),
+        ("pairs", "got up to 1 batches taken beyond a step"),
+        ("models", "expected num_models 1 in the schedule, one more than `others`, got 1000"),
+        ("none", "expected num_models 1 in the schedule, one more than `others`, got 0"),
+        ("resumed", "expected resumed_steps 0 without the option resume, got 3"),
+    ],
+)
+def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refused: str) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    job = Job("tells", TINY, {"how": how}, steps=4, warmup=1)
+    record = worker.run(job, "key", (tmp_path,), lambda event: None)
+    assert (record.status, refused in record.reason) == ("crash" if refused else "ok", True), record.reason
