@@ -178,7 +178,22 @@ class Record:
         fields = {name: value for name, value in data.items() if name != "schema_version"}
         if isinstance(verdict := fields.get("gate"), dict):  # the speed is derived anew
             fields["gate"] = {name: value for name, value in verdict.items() if name != SPEED}
-        return checked(Record, fields)
+        record = checked(Record, fields)
+        if wrong := record._contradiction():
+            raise ValueError(wrong)
+        return record
+
+    def _contradiction(self) -> str:
+        """What no run can have measured, in one line; empty if there is nothing of the kind."""
+        num_models, intervals = 1 + len(self.others), -(-self.job.steps // self.interval_steps)
+        if (told := self.schedule.get("num_models", num_models)) != num_models:
+            return f"expected num_models {num_models}, one more than `others`, got {told}"
+        if len(self.step_seconds) > intervals:
+            return f"expected at most {intervals} step_seconds, got {len(self.step_seconds)}"
+        for seconds in self.step_seconds:
+            if seconds is not None and not 0 < seconds < math.inf:
+                return f"expected step_seconds above 0 and finite, got {seconds}"
+        return ""
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(self.to_dict(), indent=1, allow_nan=False))

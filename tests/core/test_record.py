@@ -77,6 +77,21 @@ def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> N
     assert len(complaints) == 1 and "log_bad.json" in complaints[0]
 
 
+@pytest.mark.parametrize(
+    "told, complaint",
+    [
+        ({"step_seconds": [1.0] * 110}, "expected at most 4 step_seconds, got 110"),
+        ({"step_seconds": [1.0, 0.0]}, "expected step_seconds above 0 and finite, got 0.0"),
+        ({"step_seconds": [1.0, -2.0]}, "expected step_seconds above 0 and finite, got -2.0"),
+        ({"schedule": {"num_models": 1000}}, "expected num_models 1, one more than `others`, got 1000"),
+    ],
+)
+def test_what_no_run_can_have_measured_is_no_record(tmp_path: Path, told: dict, complaint: str) -> None:
+    path = tmp_path / "log_a.json"
+    dataclasses.replace(RECORD, **told).write(path)
+    assert read_all(tmp_path) == ({}, [f"{path} is not a record: {complaint}"])
+
+
 def test_names_follow_the_published_pattern_and_are_never_taken_twice(tmp_path: Path) -> None:
     names = [new_stem(tmp_path, JOB).name for _ in range(5)]
     pattern = r"log_some-method_l-16_hs-2048_bs-4_ws-4_\d{4}-\d\d-\d\d\.\d{10}"
