@@ -371,6 +371,10 @@ class Launcher:
         self._end(running)
         if running.is_stopping:
             return None
+        if not self.furthest:
+            return self._crashed(
+                "expected steps of training, got a script that ended without one; try model.step(inputs)"
+            )
         self._event("done")
         self.folder.keep(end="done")
         self.say(f"done after step {self.furthest}")
