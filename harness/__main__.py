@@ -1,5 +1,8 @@
 """python -m harness: what run.sh calls."""
 
-from harness.cli.main import main
+try:
+    from harness.cli.main import main
+except KeyboardInterrupt:  # Ctrl-C at once
+    raise SystemExit(130) from None
 
 main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable
@@ -16,8 +17,23 @@ from harness.core import method, named_models
 from harness.devices import named_machines
 
 MOST_NUMBERS = 10_000  # of one option
-FOLDER = click.Path(path_type=Path, file_okay=False)
-FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class Named(click.Path):
+    """A path: no empty word, which would be the folder of the call."""
+
+    def convert(self, value: Any, param: Any, context: Any) -> Any:
+        return super().convert(value, param, context) if str(value) else self.fail("expected a path, got nothing")
+
+
+class Finite(click.FloatRange):
+    def convert(self, value: Any, param: Any, context: Any) -> float:
+        number = super().convert(value, param, context)
+        return number if math.isfinite(number) else self.fail(f"expected a finite number, got {value}")
+
+
+FOLDER = Named(path_type=Path, file_okay=False)
+FILE = Named(path_type=Path, dir_okay=False)
 
 results = click.option(
     "--results", type=FOLDER, default=method.ROOT / "results", help="Folder of records, logs and figures."
@@ -59,7 +75,7 @@ added = together(
     click.option("--cases", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
                  callback=_registering(_lazily("harness.figures.case.add"), _lazily("harness.figures.case.forget")),
                  help="Add a folder of cases."),
-    click.option("--claims", type=click.Path(path_type=Path), multiple=True, expose_value=False,
+    click.option("--claims", type=Named(path_type=Path), multiple=True, expose_value=False,
                  callback=_registering(_lazily("harness.evidence.claims.choose"),
                                        _lazily("harness.evidence.claims.forget")),
                  help="File or folder of claims; default: claims/ of this project."),

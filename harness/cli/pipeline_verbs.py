@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from harness.cli import options
-from harness.cli.options import FILE, FOLDER, Bytes, Numbers, check_writable
+from harness.cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
 from harness.core.child_process import ask
 from harness.core.console import print_table
 from harness.core.job import Workload, gib
@@ -22,6 +22,8 @@ from methods.pipeline.profile import FILE as PROFILE_FILE
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 DOES_NOT_FIT = 4
+MOST_PASSES = 10**8  # of a schedule: some minutes
+SECONDS = Finite(0)
 LARGEST_CHUNK = 64  # samples of a micro-batch that rates foretell
 EXAMPLES = """\b
 Examples:
@@ -127,17 +129,15 @@ def configure(
 @click.option("--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Of a replica.")
 @click.option("--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Pipelines that share a batch.")
 @click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="One or several.")
-@click.option("--passes", type=(float, float, float), default=tuple(map(float, SLOTS.values())),
+@click.option("--passes", type=(SECONDS, SECONDS, SECONDS), default=tuple(map(float, SLOTS.values())),
               help="Seconds of a stage's forward pass, recompute and backward pass.")  # fmt: skip
-@click.option("--send", type=click.FloatRange(0), help="Seconds of a message between stages.  [default: 0]")
-@click.option("--long-send", type=click.FloatRange(0), help="Between stages on different machines.")
+@click.option("--send", type=SECONDS, help="Seconds of a message between stages.  [default: 0]")
+@click.option("--long-send", type=SECONDS, help="Between stages on different machines.")
 @click.option("--gpus-per-vm", type=click.IntRange(1), default=1, help="Stages of one machine.")
 @click.option("--sends-at-once", type=click.IntRange(1), default=4, help="Messages on a link in each direction.")
-@click.option(
-    "--sum", "sum_seconds", type=click.FloatRange(0), default=0.0, help="Seconds of the replicas' all-reduce."
-)
-@click.option("--jitter", type=click.FloatRange(0), default=0.0, help="Relative standard deviation of messages.")
-@click.option("--pass-jitter", type=click.FloatRange(0), default=0.0, help="Relative standard deviation of passes.")
+@click.option("--sum", "sum_seconds", type=SECONDS, default=0.0, help="Seconds of the replicas' all-reduce.")
+@click.option("--jitter", type=SECONDS, default=0.0, help="Relative standard deviation of messages.")
+@click.option("--pass-jitter", type=SECONDS, default=0.0, help="Relative standard deviation of passes.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of the jitter.")
 @gpt
 @click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples of a micro-batch of a GPT.")
@@ -153,6 +153,10 @@ def simulate(
     the published GPT at the rates of --machine."""
     from harness.simulation import pipelines
 
+    if num_stages * num_micro_batches > MOST_PASSES:
+        raise ValueError(
+            f"expected at most {MOST_PASSES} stages times micro-batches, got {num_stages} x {num_micro_batches}"
+        )
     seconds = [dict(zip(SLOTS, passes, strict=True))] * num_stages
     if words["num_layers"] is not None:
         seconds, per_message = _of_gpt(words, num_stages, chunk_size)

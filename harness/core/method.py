@@ -102,8 +102,9 @@ class Method(Protocol):
         ...
 
     def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
-        """Train on each (inputs, targets) batch, (B, T) token ids on the device; yield after each step; return when
-        every update is done. Batches may have a length. Raises Unavailable, or torch's OutOfMemoryError."""
+        """Train on each (inputs, targets) batch, (B, T) token ids on the device; yield each step before the next batch
+        is taken, for its time ends there; return when every update is done. Batches may have a length. Raises
+        Unavailable, or torch's OutOfMemoryError."""
         ...
 
     def missing(self, device: str) -> str | None:
@@ -192,7 +193,9 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(f"methods.{files[name].stem}")
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{files[name]} does not load: {told}") from error
     own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
@@ -216,7 +219,9 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
     hints = get_type_hints(cls)
     for option, value in options.items():
         if not isinstance(value, hints[option]):
-            raise ValueError(f"{name}'s option {option} takes {hints[option]}, not {value!r}")
+            kind = getattr(hints[option], "__name__", hints[option])
+            read = "" if isinstance(value, str) else " (none, true, false and numbers are read as such)"
+            raise ValueError(f"{name}'s option {option} takes {kind}, not {value!r}{read}")
     return cls(**options)
 
 

@@ -28,6 +28,15 @@ def write_whole(path: Path, data: str | bytes) -> None:
         raise
 
 
+def own_folder(folder: Path) -> Path:
+    """Make a folder that the harness itself names, if it is missing. Raises ValueError where a link has its name: what
+    is written there would lie elsewhere."""
+    if folder.is_symlink():
+        raise ValueError(f"{folder}: expected a folder, got a symbolic link; remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def check_replaceable(path: Path) -> None:
     """Raises ValueError where a device file, a link or a folder has this name: nobody means to replace these."""
     with contextlib.suppress(FileNotFoundError):

@@ -101,7 +101,9 @@ def load(number: int | str) -> Any:
         importlib.invalidate_caches()
     try:
         module = importlib.import_module(f"cases.{path.stem}")
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ValueError(f"{path} does not load: {' '.join(f'{type(error).__name__}: {error}'.split())}") from error
     if lacking := [name for name in ("METRIC", "METHODS", "SEARCHES", "RUNS", "jobs") if not hasattr(module, name)]:
         raise ValueError(f"{path} is no case: expected {', '.join(lacking)}; see CONTRIBUTING.md")

@@ -15,6 +15,7 @@ from harness.core import log_lines, method
 from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
+from harness.core.whole_file import own_folder
 from harness.devices import budgets, cuda_budget, machine
 from harness.jobs import estimate, gate, probe_runs
 from harness.jobs.probe import Probe
@@ -306,8 +307,7 @@ class Sweep:
 
     def _probe_runs(self) -> probe_runs.Runs:
         if self._probe_records is None:
-            folder = self.results / probe_runs.FOLDER
-            folder.mkdir(exist_ok=True)
+            folder = own_folder(self.results / probe_runs.FOLDER)
             self._probe_records = Sweep(folder, self.folders, self._report_probe, place=self.place, probe=False)
         records = self._probe_records
 

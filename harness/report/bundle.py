@@ -88,8 +88,12 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
             (stage / path.name).write_text(names.text(read_text(path)))
         except OSError as error:
             print(f"left out: {path}: {error.strerror}", file=sys.stderr)
-    for path in (results / "traces").glob("*.json"):
-        _put_trace(path, stage, names)
+    traces = results / "traces"
+    if traces.is_symlink():
+        print(f"left out: {traces}: expected a folder, got a symbolic link", file=sys.stderr)
+    else:
+        for path in traces.glob("*.json"):
+            _put_trace(path, stage, names)
     machines = sorted({machine_of(record) for record in records if record.origin == "run"})
     for name in machines or (None,):
         part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""

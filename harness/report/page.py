@@ -19,7 +19,7 @@ from pandas import DataFrame
 
 from harness.core import method
 from harness.core.record import Record, read_all
-from harness.core.whole_file import write_whole
+from harness.core.whole_file import own_folder, write_whole
 from harness.devices import named_machines
 from harness.evidence import fairness, verify
 from harness.evidence.judge import Finding
@@ -62,6 +62,8 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
         raise ValueError(f"--out names the page, {REVIEW} is written beside it: try --out {page.parent / PAGE}")
     told = gather(results, profile, machine)
     made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
+    if out is None:
+        own_folder(page.parent)
     page.parent.mkdir(parents=True, exist_ok=True)
     for section in told["sections"]:
         data = pages.texts(section.table).to_csv(index=False, lineterminator="\n")

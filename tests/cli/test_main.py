@@ -64,6 +64,7 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m l2l -l 2 --trace /proc/traces/trace.json", "try another folder with --trace"),
         ("-m l2l -l 2 --trace /dev/null", "/dev/null: expected the name of a new file or of one to replace"),
         ("bundle --results /tmp --out /dev/null", "/dev/null: expected the name of a new file or of one to replace"),
+        ("verify --results=", "expected a path, got nothing"),
         ("-m resident -l 1:1000000000", "expected at most 10000 numbers, got '1:1000000000'"),
         ("verify --results /nowhere/\x1b[2J", "no folder /nowhere/\\x1b[2J"),
         ("compare " + "x" * 300 + " l2l", "File name too long"),

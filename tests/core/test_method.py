@@ -207,6 +207,8 @@ def test_an_unknown_option_is_answered_with_those_there_are() -> None:
 def test_an_option_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(ValueError, match="window_size takes int"):
         method.create("stronghold", {"window_size": "three"})
+    with pytest.raises(ValueError, match=r"not None \(none, true, false and numbers are read as such\)"):
+        method.create("hydra", {"policy": None})
 
 
 @pytest.mark.parametrize("name", ["resident.py", "plain-loop.py"])
@@ -221,6 +223,10 @@ def test_a_file_that_does_not_load_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken_file.py").write_text("import no_such_module")
     with pytest.raises(ValueError, match=r"broken_file.py does not load: ModuleNotFoundError"):
         method.load("broken-file", (tmp_path,))
+    (tmp_path / "ends").mkdir()
+    (tmp_path / "ends" / "ends_all.py").write_text("raise BaseException('of its own')")
+    with pytest.raises(ValueError, match=r"ends_all.py does not load: BaseException: of its own"):
+        method.load("ends-all", (tmp_path / "ends",))
 
 
 def test_comments_do_not_change_a_methods_identity(tmp_path: Path) -> None:

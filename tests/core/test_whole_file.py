@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.whole_file import write_whole
+from harness.core.whole_file import own_folder, write_whole
 
 
 def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
@@ -20,6 +20,13 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{name}: expected the name of a new file or of one to replace"):
             write_whole(tmp_path / name, "new")
     assert (tmp_path / "kept").read_text() == "kept" and len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_folder_of_the_harness_own_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "probes").symlink_to("elsewhere")
+    with pytest.raises(ValueError, match="probes: expected a folder, got a symbolic link"):
+        own_folder(tmp_path / "probes")
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
