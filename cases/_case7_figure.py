@@ -14,8 +14,8 @@ TRACE = {"morphs": ("morphs to the machines that are there", "#B8860B"),
          "restarts": ("restarts from its last hourly checkpoint", "#B0413E")}  # fmt: skip
 SMALL_PRINT = (
     "schedules: 9 stages, 64 micro-batches, messages with a jitter of 0.3, mean of 3 seeds; foretold: by a profile"
-    " (stages x micro-batch)\ntrace: synthetic, seeded; 355 M parameters on up to 12 machines of one V100, batch"
-    " 256; a change costs {} by morphing, else 300 s, assumed, and the work since the checkpoint"
+    " (stages x micro-batch)\ntrace: synthetic, seeded; 355 M parameters on up to 12 machines of one V100, batch 256\n"
+    "a change costs {} where the job morphs, else 300 s (assumed) and the work since the checkpoint"
 )
 
 
@@ -33,9 +33,9 @@ def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
         _trace(fourth, of("trace_speed"), of("mean_speed"), of("machines"))
         measured = [row for row in rows if row.metric == "step_seconds" and row.origin == "run"]
         pauses = [row.value for row in of("pause_seconds") if row.value]
-        pause = f"{statistics.median(pauses):.1f} s, measured beside it," if pauses else "15 s, assumed,"
+        pause = f"{statistics.median(pauses):.1f} s (measured, panel beside)" if pauses else "15 s (assumed)"
         plot.small_print(made, f"{plot.caption(measured, [], note)}\n{SMALL_PRINT.format(pause)}")
-        made.subplots_adjust(left=0.085, right=0.93, top=0.95, bottom=0.175, wspace=0.27, hspace=0.35)
+        made.subplots_adjust(left=0.085, right=0.93, top=0.95, bottom=0.175, wspace=0.34, hspace=0.35)
     return made
 
 
@@ -75,7 +75,8 @@ def _morphs(axes: plot.Axes, losses: Sequence[FigureRow], workers: Sequence[Figu
         points = [(row.x or 0.0, row.value or 0.0) for row in losses if row.series == name]
         color = {"undisturbed": "#C9C9C9", "morphed": "#B8860B"}[name]
         axes.plot(*zip(*points, strict=True), line, color=color, linewidth=width, label=name)
-    axes.set(xlabel="step", ylabel="Loss")
+    low, high = min(row.value or 0.0 for row in losses), max(row.value or 0.0 for row in losses)
+    axes.set(xlabel="step", ylabel="Loss", ylim=(low - 0.5 * (high - low), high + 0.05 * (high - low)))
     axes.legend(loc="upper right")
     _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in workers if row.series == "morphed"], "workers")
 
@@ -99,5 +100,6 @@ def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str) 
     """A count on an axis of its own, in the lowest third."""
     other = axes.twinx()
     other.step(*zip(*points, strict=True), where="post", color=plot.EDGE, linewidth=0.7)
-    other.set(ylim=(0, 3.4 * max(value for _, value in points)), ylabel=text)
-    other.locator_params(axis="y", integer=True)
+    most = max(value for _, value in points)
+    other.set(ylim=(0, 3.4 * most), yticks=(0, most))
+    other.set_ylabel(text, loc="bottom")
