@@ -23,6 +23,7 @@ def show_case(number: int, profile: str | None, machine: str | None, results: Pa
     from IPython.display import Image, display
 
     out = results / "figures"
+    out.mkdir(parents=True, exist_ok=True)
     collect.main(str(number), profile, machine, None, None, results, out, None, as_json=False)
     stem = case.stem(number, case.profile_of(profile, machine).name, out)
     display(tables.texts(tables.row_table("", case.read_csv(Path(f"{stem}.csv"))[0], [])).style.hide(axis="index"))
