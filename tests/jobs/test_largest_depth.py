@@ -153,7 +153,7 @@ def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: s
 
 @pytest.mark.heavy
 def test_where_a_plan_was_too_hopeful_its_next_options_are_tried_before_a_depth_is_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
 ) -> None:
     """A budget of the very bytes that the plan with two resident layers asks for; training takes 64 KiB more."""
 
@@ -179,7 +179,9 @@ def test_sums_of_two_threads_round_alike_on_sim(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.heavy
-def test_layers_that_stay_on_the_device_let_stronghold_go_deeper_than_the_host_alone(tmp_path: Path) -> None:
+def test_layers_that_stay_on_the_device_let_stronghold_go_deeper_than_the_host_alone(
+    tmp_path: Path, forked: None
+) -> None:
     """The host of 64 MiB holds 21 layers of 16 bytes a parameter; two more stay on the device of 16 MiB."""
     found = {}
     for name in ("l2l", "stronghold"):
