@@ -194,6 +194,16 @@ def test_a_larger_ring_passes_on_more(tmp_path: Path) -> None:
     assert row.sum_seconds == pytest.approx(3.0)
 
 
+def test_ranks_that_share_a_core_take_the_sum_of_their_work(tmp_path: Path) -> None:
+    """Two ranks on one core, two sections: replicas of 2 + 4 s each never wait; stages of 2 x 4 and 2 x 3 s wait 4 s of
+    18 in a step of 9, in which the other one has the core. With a core each there is nothing to share."""
+    written = profile([cost(1)], [cost(1)])
+    for served, expected in ((1.0, {1: 12.0, 2: 14.0}), (2.0, {1: 6.0, 2: 9.0})):
+        shared = dataclasses.replace(written, crowding=2.0 / served, num_ranks=2, num_served=served)
+        rows = configured(tmp_path, shared, 2, 2).table()
+        assert {row.num_stages: row.step_seconds for row in rows} == expected
+
+
 # ---- Files and numbers that are none
 
 

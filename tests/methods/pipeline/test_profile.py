@@ -84,6 +84,7 @@ def test_seconds_are_those_of_the_section(two: Profile) -> None:
 
 def test_one_process_measures_neither_messages_nor_sums(two: Profile) -> None:
     assert (two.messages, two.sums) == ([], [])
+    assert two.num_ranks == 1 <= two.crowding
 
 
 @pytest.mark.parametrize("fp16", [False, True])
