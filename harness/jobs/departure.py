@@ -35,6 +35,7 @@ class Limits(NamedTuple):
     norms: Sequence[float]
     tensors: dict[str, dict[str, float]]  # by what of a tensor is compared, and its name
     medians: dict[str, float]
+    told: str = "{:.1e} allowed"
 
     def times(self, factor: float) -> Limits:
         return Limits(
@@ -87,13 +88,14 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
     for at in range(num):
         step = at + 1
         if at < len(losses) and not losses[at] <= limits.losses[at]:
-            told = _told("loss", step, record.losses[at], reference.losses[at], losses[at], limits.losses[at])
+            limit = limits.told.format(limits.losses[at])
+            told = _told("loss", step, record.losses[at], reference.losses[at], losses[at], limit)
             if step == 1:
                 return Departure("forward", f"{told}, before any update", FORWARD, step)
             return _of_update(step, told)
         if at < len(norms) and not norms[at] <= limits.norms[at]:
             ours, theirs = record.grad_norms[at], reference.grad_norms[at]
-            told = _told("gradient norm", step, ours, theirs, norms[at], limits.norms[at])
+            told = _told("gradient norm", step, ours, theirs, norms[at], limits.told.format(limits.norms[at]))
             # Wrong weights that do not show in the loss do not change the gradient much.
             if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
                 return Departure("gradient", f"{told}, where the loss still agrees", GRADIENT, step)
@@ -127,10 +129,11 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
         worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
         if not beyond[worst] <= 1:
             said = text.format(found[worst])
-            return Departure(reason, f"losses agree, but {worst} {said} ({allowed[worst]:.1e} allowed)")
+            return Departure(reason, f"losses agree, but {worst} {said} ({limits.told.format(allowed[worst])})")
         if not (median := _median(found.values())) <= limits.medians[part]:
             said = text.format(median)
-            return Departure(reason, f"losses agree, but the median tensor {said} ({limits.medians[part]:.1e} allowed)")
+            limit = limits.told.format(limits.medians[part])
+            return Departure(reason, f"losses agree, but the median tensor {said} ({limit})")
     return None
 
 
@@ -210,8 +213,8 @@ def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
     return [max([LEAST, *(value for each in series for value in each[:end])]) for end in ends]
 
 
-def _told(what: str, step: int, ours: float | None, theirs: float | None, difference: float, allowed: float) -> str:
-    how = f"relative {difference:.1e}, {allowed:.1e} allowed"
+def _told(what: str, step: int, ours: float | None, theirs: float | None, difference: float, limit: str) -> str:
+    how = f"relative {difference:.1e}, {limit}"
     return f"{what} {ours:.7g} instead of {theirs:.7g} at step {step} ({how})"
 
 

@@ -292,7 +292,9 @@ def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     untested += [f"{name} were not tested: the method returns none" for name in has if not has[name]]
     if tested:
         parts = ["losses", "norms", "weights", *(["both moments"] if all(has.values()) else [n for n in has if has[n]])]
-        rests = f"probe: {probing.STEPS} steps in {' and '.join(tested)}, {', '.join(parts)}"
+        of, depth = (each.job.workload.num_layers for each in (record, probe.trials[0].record))
+        depth_told = f" of {depth} of its {of} layers" if depth < of else ""
+        rests = f"probe: {probing.STEPS} steps{depth_told} in {' and '.join(tested)}, {', '.join(parts)}"
         return dataclasses.replace(verdict, text="; ".join([verdict.text, rests, *untested]), evidence=evidence)
     if record.job.workload.learning_rate_at(record.job.steps) * WEIGHT_DECAY < SMALLEST_DECAY:
         untested.append("decay was not tested")

@@ -50,7 +50,8 @@ def find(trial: Trial, is_held_to_bits: bool) -> Departure | None:
     if not others and not is_held_to_bits:
         return Departure("weights", "the probe ends at other bits, and there is no measure of rounding")
     floor = departure.floor(reference, others or [reference])
-    named = departure.departure(record, reference, floor.times(NAMING))
+    naming = floor.times(NAMING)._replace(told=f"{{:.1e}} is {NAMING:g} times what rounding does here")
+    named = departure.departure(record, reference, naming)
     if is_held_to_bits:
         return named or Departure("weights", "its bits are not the reference's, which it promises")
     found = departure.departure(record, reference, floor.times(ALLOWED[trial.dtype]))

@@ -142,7 +142,7 @@ def test_equal_bits_take_no_measure_of_rounding_and_the_next_size_takes_no_probe
     events: list[dict] = []
     record = Sweep(tmp_path, report=events.append).run([job(num_layers=5)])[0]
     assert probed(events) == [("l2l", 4, 1, "fp32"), ("resident", 4, 1, "fp32")]
-    assert record.gate.verdict == "exact" and "probe: 20 steps in fp32" in record.gate.text
+    assert record.gate.verdict == "exact" and "probe: 20 steps of 4 of its 5 layers in fp32" in record.gate.text
     events.clear()
     Sweep(tmp_path, report=events.append).run([job(num_layers=6)])
     assert probed(events) == []
@@ -171,6 +171,7 @@ def test_forgotten_decay_fails_by_the_probe_alone(tmp_path: Path, in_process: No
     assert Sweep(tmp_path, PLANTED, probe=False).run([forgotten])[0].gate.passed
     verdict = Sweep(tmp_path, PLANTED).run([forgotten])[0].gate
     assert (verdict.verdict, verdict.reason in ("update", "later")) == ("failed", True), verdict.text
+    assert "is 5 times what rounding does here" in verdict.text
 
 
 @pytest.mark.heavy
