@@ -22,7 +22,7 @@ base_python() {
 }
 
 pins() {
-    cat "$root/pyproject.toml" "$root/constraints.txt" | cksum
+    cat "$root/pyproject.toml" "$root/hashes.txt" | cksum
 }
 
 installed() {  # the extras that are installed by the present pins; fails where none of these is
@@ -46,15 +46,42 @@ failed() {
     return 2
 }
 
+# Writes .venv/locked.txt: the files that pip would install, by hashes that hashes.txt lists. Of the packages named in
+# HARNESS_UNHASHED, or of all, any file will do.
+lock() {
+    "$python" -m pip install --disable-pip-version-check --dry-run --ignore-installed \
+        --report "$root/.venv/report.json" \
+        -c <(sed 's/ *--hash.*//' "$root/hashes.txt") "$@" >> "$log" 2>&1 || failed "resolving packages" || return
+    "$python" - "$root" "${HARNESS_UNHASHED:-}" > "$root/.venv/locked.txt" <<'END'
+import json, pathlib, re, sys
+root, free, known = pathlib.Path(sys.argv[1]), sys.argv[2].split(), {}
+normal = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+for line in (root / "hashes.txt").read_text().splitlines():
+    known.setdefault(normal(re.split("[ =]", line)[0]), set()).update(re.findall("sha256:([0-9a-f]{64})", line))
+for item in json.loads((root / ".venv/report.json").read_text())["install"]:
+    name, version = normal(item["metadata"]["name"]), item["metadata"]["version"]
+    archive = item["download_info"].get("archive_info", {})
+    found = archive.get("hashes", {}).get("sha256") or archive.get("hash", "none").removeprefix("sha256=")
+    if found not in known.get(name, ()) and not {name, "all"} & set(free):
+        file = item["download_info"]["url"].rpartition("/")[2]
+        sys.exit(f"error: expected a file of {name} {version} that hashes.txt lists, got {file} of sha256 {found[:12]}...;"
+                 f" where you trust its maker, try HARNESS_UNHASHED={name} (names, or all)")
+    print(f"{name}=={version} --hash=sha256:{found}")
+END
+}
+
 install() {  # installs with uv where it is installed; with pip otherwise, or where uv fails (uv reads no pip.conf)
-    local count=$#
+    local count words=(--no-deps --require-hashes -r "$root/.venv/locked.txt")
+    echo "Resolving $# packages and their dependencies ..." >&2
+    lock "$@" || return 2
+    count=$(wc -l < "$root/.venv/locked.txt")
     if command -v uv > /dev/null; then
-        echo "Installing $count packages and their dependencies with uv ..." >&2
-        uv pip install --python "$python" -c "$root/constraints.txt" "$@" >> "$log" 2>&1 && return
+        echo "Installing $count packages with uv ..." >&2
+        uv pip install --python "$python" "${words[@]}" >> "$log" 2>&1 && return
         echo "uv failed (see $log)." >&2
     fi
-    echo "Installing $count packages and their dependencies with pip (minutes; 1.6 GB without CUDA) ..." >&2
-    "$python" -m pip install --disable-pip-version-check -c "$root/constraints.txt" "$@" >> "$log" 2>&1
+    echo "Installing $count packages with pip (minutes; 1.6 GB without CUDA) ..." >&2
+    "$python" -m pip install --disable-pip-version-check "${words[@]}" >> "$log" 2>&1 || failed "installing packages"
 }
 
 set_up() {
@@ -75,7 +102,7 @@ print("\n".join(sum(extras, project["dependencies"])))
 END
     ) || return 2
     # shellcheck disable=SC2086
-    install $dependencies || failed "installing packages" || return
+    install $dependencies || return
     echo "$(pins) $extra" > "$root/.venv/.stamp"
     echo "Set-up is done." >&2
 }

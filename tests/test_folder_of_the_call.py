@@ -22,14 +22,14 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / "harness").mkdir()
-    for name in ("run.sh", "venv.sh", "pyproject.toml", "constraints.txt"):
+    for name in ("run.sh", "venv.sh", "pyproject.toml", "hashes.txt"):
         shutil.copy(ROOT / name, folder)
     (folder / "harness/__init__.py").touch()  # else a harness elsewhere on PYTHONPATH, a package, would go first
     (folder / "harness/__main__.py").write_text("import click\nprint('ours')\n")
     python = folder / ".venv/bin/python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    pins = (folder / "pyproject.toml").read_bytes() + (folder / "constraints.txt").read_bytes()
+    pins = b"".join((folder / name).read_bytes() for name in ("pyproject.toml", "hashes.txt"))
     stamp = subprocess.run(["cksum"], input=pins, capture_output=True, check=True).stdout.decode().strip()
     (folder / ".venv/.stamp").write_text(f"{stamp} \n")
     return folder

@@ -28,7 +28,7 @@ exec {python} -m pip install "$@"
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fresh") / "project"
     folder.mkdir()
-    for name in ("run.sh", "venv.sh", "pyproject.toml", "constraints.txt"):
+    for name in ("run.sh", "venv.sh", "pyproject.toml", "hashes.txt"):
         shutil.copy(ROOT / name, folder)
     for name in ("harness", "methods", "cases"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -78,7 +78,7 @@ def test_an_interrupted_set_up_heals_itself_and_says_a_line_a_phase(copy: Path) 
     done = call(copy)
     assert done.returncode == 0 and "Methods" in done.stdout
     told = done.stderr.splitlines()
-    assert len(told) <= 3 and "with pip" in told[-2] and told[-1] == "Set-up is done.", done.stderr
+    assert len(told) <= 4 and "with pip" in told[-2] and told[-1] == "Set-up is done.", done.stderr
     assert "Successfully installed" in log.read_text()
 
 
@@ -94,7 +94,7 @@ def test_changed_pins_are_installed(copy: Path) -> None:
     call(copy)
     change_pins(copy)
     done = call(copy)
-    assert done.returncode == 0 and done.stderr.startswith("Installing ")
+    assert done.returncode == 0 and done.stderr.startswith("Resolving ")
 
 
 def test_an_extra_is_added_and_stays(copy: Path) -> None:
@@ -112,7 +112,7 @@ def test_two_calls_at_once_set_up_once(copy: Path) -> None:
     both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     told = sorted(each.communicate()[1] for each in both)
     assert [each.returncode for each in both] == [0, 0]
-    assert told[0].startswith("Installing ") and told[1] in ("", "Waiting for another set-up of .venv ...\n")
+    assert told[0].startswith("Resolving ") and told[1] in ("", "Waiting for another set-up of .venv ...\n")
 
 
 def test_uv_installs_the_same_pins_where_it_is_there(copy: Path, uv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,7 @@ def test_uv_installs_the_same_pins_where_it_is_there(copy: Path, uv: Path, monke
     done = call(copy)
     assert done.returncode == 0 and "with uv" in done.stderr and "with pip" not in done.stderr
     asked = uv.read_text()
-    assert asked.startswith(f"pip install --python {copy}/.venv/bin/python -c {copy}/constraints.txt ")
-    assert "click==" in asked
+    assert asked.startswith(f"pip install --python {copy}/.venv/bin/python --no-deps --require-hashes -r ")
 
 
 def test_pip_installs_what_uv_cannot(copy: Path, uv: Path) -> None:
@@ -130,6 +129,18 @@ def test_pip_installs_what_uv_cannot(copy: Path, uv: Path) -> None:
     done = call(copy)
     assert done.returncode == 0 and "uv failed" in done.stderr and "with pip" in done.stderr
     assert uv.exists() and "No solution found" in (copy / ".venv.log").read_text()
+
+
+def test_a_file_of_another_hash_is_refused_by_name_unless_it_is_let_in(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = (copy / "hashes.txt").read_text()
+    (copy / "hashes.txt").write_text(re.sub(r"(?m)^(click==\S+) .*", rf"\1 --hash=sha256:{'0' * 64}", listed))
+    done = call(copy)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: expected a file of click ")
+    monkeypatch.setenv("HARNESS_UNHASHED", "click")
+    assert call(copy).returncode == 0
+    (copy / "hashes.txt").write_text(listed)
 
 
 def test_a_failed_set_up_names_the_file_of_its_output_and_is_done_again(copy: Path) -> None:
