@@ -64,13 +64,14 @@ def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(add
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--cases /nowhere", "expected a folder of cases, got /nowhere; try --cases FOLDER"),
-        ("--claims /nowhere", "/nowhere is not a file of claims: "),
-        ("--methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
+        ("verify --cases /nowhere", "expected a folder of cases, got /nowhere; try --cases FOLDER"),
+        ("verify --claims /nowhere", "/nowhere is not a file of claims: "),
+        ("verify --methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
+        ("case 3 --methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> None:
-    done = run("verify", "--results", tmp_path, *words.split())
+    done = run(*words.split(), "--results", tmp_path)
     assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
 
 

@@ -63,6 +63,22 @@ def test_a_call_without_an_output_takes_no_file_for_one(tmp_path: Path) -> None:
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+def test_too_few_open_files_are_one_line(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "harness", *tiny.WORDS, "--results", str(tmp_path)]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    told = "error: too many open files: raise the limit, ulimit -n 256, and repeat the call\n"
+    assert (done.stderr, done.returncode) == (told, 2)
+
+
+def test_a_lock_that_somebody_made_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "harness-cpu.lock").mkdir()
+    done = cli.run(*tiny.WORDS, "--results", tmp_path / "results", HARNESS_LOCKS=str(tmp_path))
+    told = f"error: cannot use {tmp_path}/harness-cpu.lock: Is a directory; try another one\n"
+    assert (done.stderr, done.returncode) == (told, 2)
+
+
 RECORD = Record(Job("some", Workload()), "k", "ok", gate=Gate("exact"))
 
 
