@@ -142,7 +142,7 @@ def test_an_empty_folder_is_a_mistake(tmp_path: Path) -> None:
 
 def test_sweep_and_fairness_table_take_no_imported_record_for_their_own(tmp_path: Path) -> None:
     load = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
-    job = resolve(Job("resident", load, steps=4, warmup=1))[0]
+    job = resolve(Job("resident", load))[0]
     record = dataclasses.replace(one(tmp_path, name_of("m", 2, 64), megatron_lines(2, 64, [9.0, 8.0])), job=job)
     record = dataclasses.replace(record, key=Sweep(tmp_path).key(job))
     record.write(tmp_path / "log_resident.json")

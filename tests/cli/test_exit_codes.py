@@ -40,7 +40,7 @@ def test_a_call_that_trains_nothing_ends_in(code: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", ENDS)
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("forked")
 def test_a_run_ends_in(code: int, tmp_path: Path) -> None:
     assert end(tmp_path, f"of {code}") == code
 

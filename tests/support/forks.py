@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,9 +17,14 @@ PROCESSES.set_forkserver_preload(["tests.support.on_sim", "harness.run.inspect_t
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function in a new process; return, or raise, what it did."""
+    """Call the function in a new process, on this one's cores; return, or raise, what it did."""
     with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
-        return pool.submit(function, *arguments).result()
+        return pool.submit(_on_cores, os.sched_getaffinity(0), function, arguments).result()
+
+
+def _on_cores(cores: set[int], function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    os.sched_setaffinity(0, cores)  # the server may have been started on others
+    return function(*arguments)
 
 
 def launch(
