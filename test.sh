@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # The tests; sets up .venv if needed, with the test extra. Two test processes: most of a test is the start of a process.
+# A third one with --all, which waits a lot: for Slurm, containers and time limits.
 #   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: about 5 minutes; installs and starts nothing
 #   ./test.sh --all [PYTEST'S ARGUMENTS]   all of them: about half an hour
 set -u
+processes=2
 if [ "${1:-}" = --all ]; then
     cat >&2 <<'END'
 All tests. As root on Debian this installs docker.io, mmdebstrap, slurmctld, slurmd, slurm-client, slurmdbd, munge,
@@ -10,6 +12,7 @@ mariadb-server, runc, libaio-dev and chromium where they are missing; elsewhere 
 It starts a container engine and Slurm clusters of its own, and stops them; compiles DeepSpeed's kernels (minutes,
 once); sets up a second .venv in a temporary folder. Without: ./test.sh
 END
+    processes=3
 fi
 . "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh" test
-cd "$root" && exec "$python" -m pytest -n 2 --dist worksteal "$@"
+cd "$root" && exec "$python" -m pytest -n $processes --dist worksteal "$@"
