@@ -28,14 +28,20 @@ def load() -> Any:
 @functools.cache
 def _load(device_index: int) -> Any:
     import torch
+    from torch.utils import cpp_extension
 
     # As on the host, the compiler fuses no operations by itself.
     options: dict[str, Any] = {"cuda_include_dirs": [str(BODY.parent)], "nvcc_options": ["--fmad=false", "--std=c++17"]}
+    toolkit = cpp_extension.CUDA_HOME
+    # torch refuses to compile without a toolkit's headers, of which this source needs none.
+    cpp_extension.CUDA_HOME = toolkit or str(BODY.parent)
     try:
         return torch.cuda._compile_kernel(SOURCE.read_text(), "adamw", **options)  # type: ignore[attr-defined]
     except (AttributeError, OSError, RuntimeError) as error:
         warnings.warn(f"layers in two halves are updated by torch's kernels, slowly: {error}", stacklevel=2)
         return None
+    finally:
+        cpp_extension.CUDA_HOME = toolkit
 
 
 def run(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import cpp_extension
 
 from harness.core import native_build
 from methods.offload import adamw_cuda
@@ -70,6 +71,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def compile_kernel(text: str, name: str, *, cuda_include_dirs: list[str], nvcc_options: list[str]) -> Launched:
         assert text == adamw_cuda.SOURCE.read_text() and name == "adamw" and "--fmad=false" in nvcc_options
+        cpp_extension.include_paths("cuda")  # as torch does: raises OSError where there is no toolkit
         source, library = tmp_path / "shim.cpp", tmp_path / "shim.so"
         source.write_text(SHIM)
         folders = [f"-I{folder}" for folder in cuda_include_dirs]
@@ -82,6 +84,11 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     adamw_cuda._load.cache_clear()
     yield
     adamw_cuda._load.cache_clear()
+
+
+def test_the_kernel_needs_no_toolkit(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    assert adamw_cuda.load() is not None and cpp_extension.CUDA_HOME is None
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
