@@ -55,6 +55,7 @@ class Scale:
     headline: tuple[int, ...]  # depths of the second call; the last one is beyond what the device holds
     whole_depth: int  # the last one that it holds, of resident training in fp32
     beyond: tuple[int, ...]  # depths of the third call
+    probed: tuple[str, ...]  # methods that the third call puts to the gate's probe
     traced: int  # layers
     models: int  # layers of each of four models
     steps: tuple[str, ...]
@@ -67,8 +68,8 @@ def cuda(host_bytes: int) -> Scale:
     job = ("--device", "cuda", "--timeout", "400", "--host-memory", f"{min(90, host_bytes * 7 // 8 // GIB)}GiB")
     return Scale(
         device="cuda", layer=("-h", "2048", "-b", "4"), vocab=(), budget=(*job, "--device-memory", "32GiB"), whole=job,
-        dtypes=("fp32", "bf16"), headline=(16, 24, 32, 48), whole_depth=32, beyond=(78, 100), traced=8, models=24,
-        steps=("--steps", "8", "--warmup", "3"), seconds=400,
+        dtypes=("fp32", "bf16"), headline=(16, 24, 32, 48), whole_depth=32, beyond=(78, 100),
+        probed=("stronghold", *PEERS), traced=8, models=24, steps=("--steps", "8", "--warmup", "3"), seconds=400,
         tests="window or streamed or blocking or (stronghold and fp32 and 1.0) or (l2l and bf16 and 1.0)",
     )  # fmt: skip
 
@@ -77,7 +78,8 @@ DEMO_JOB = ("--device", "sim", "--timeout", "60", "--host-memory", "64MiB", "--d
 DEMO = Scale(
     device="cpu", layer=("-h", "64", "-b", "2", "--heads", "4", "--seq", "32"), vocab=("--vocab", "512"),
     budget=(*DEMO_JOB, "4MiB"), whole=(*DEMO_JOB, "16MiB"), dtypes=("fp32",), headline=(2,), whole_depth=2,
-    beyond=(6,), traced=2, models=2, steps=("--steps", "4", "--warmup", "1"), seconds=90, tests="window",
+    beyond=(6,), probed=("stronghold",), traced=2, models=2, steps=("--steps", "4", "--warmup", "1"), seconds=90,
+    tests="window",
 )  # fmt: skip
 
 
@@ -129,7 +131,7 @@ class Steps:
         return [self.points(dtype, depth) for dtype in self.scale.dtypes for depth in reversed(self.scale.headline)]
 
     def third(self) -> list[Step]:
-        """The largest depths, what a step does there, several models, and the largest sizes."""
+        """The largest depths, what a step does there, the headline's probes, several models, and the largest sizes."""
         scale, proven = self.scale, self.scale.headline[-1]
         points = [self.points(dtype, depth, proven) for dtype in scale.dtypes for depth in scale.beyond]
         four = ("hydra", scale.models, "bf16", "--models", "4")
@@ -138,6 +140,7 @@ class Steps:
             points[0],
             self.run("one step", "stronghold", scale.beyond[0], "fp32", trace="deep", seconds=300, needs=proven),
             *points[1:],
+            *(self.probes(dtype, depth) for dtype in scale.dtypes for depth in scale.headline),
             self.run("Hydra with four models", *four, seconds=240),
             self.run("Hydra without its double buffer", *four, "--double-buffer", "off", seconds=240),
             *(self.verb(f"the largest size of {name}", "search", "largest", "-m", name, *given, seconds=400)
@@ -147,11 +150,17 @@ class Steps:
 
     def points(self, dtype: str, depth: int, needs: int = 0) -> Step:
         """All methods that may fit, at a depth of the headline."""
-        names = ("stronghold", *(PEERS if depth <= self.scale.whole_depth else STREAMED))
-        title = f"all methods, {depth} layers, {dtype}"
-        return self._trains(
-            "sweep", title, ",".join(names), depth, dtype, (), self.scale.budget, self.scale.seconds, needs
-        )
+        title, names, scale = f"all methods, {depth} layers, {dtype}", ",".join(self.names(depth)), self.scale
+        return self._trains("sweep", title, names, depth, dtype, ("--no-probe",), scale.budget, scale.seconds, needs)
+
+    def probes(self, dtype: str, depth: int) -> Step:
+        """What points() measured there is judged again, by the gate's probe, too."""
+        title, scale = f"probes, {depth} layers, {dtype}", self.scale
+        names = ",".join(name for name in self.names(depth) if name in scale.probed)
+        return self._trains("sweep", title, names, depth, dtype, (), scale.budget, scale.seconds, depth)
+
+    def names(self, depth: int) -> tuple[str, ...]:
+        return ("stronghold", *(PEERS if depth <= self.scale.whole_depth else STREAMED))
 
     def run(
         self, title: str, name: str, depth: int, dtype: str, *words: str, trace: str = "",
@@ -159,15 +168,15 @@ class Steps:
     ) -> Step:  # fmt: skip
         traced = ("--trace", str(self.results / f"trace-{trace}.json")) if trace else ()
         given = budget or self.scale.budget
-        return self._trains("run", title, name, depth, dtype, (*words, *traced), given, seconds, needs)
+        asked = (*words, *traced, "--no-probe")
+        return self._trains("run", title, name, depth, dtype, asked, given, seconds, needs)
 
     def _trains(
         self, verb: str, title: str, names: str, depth: int, dtype: str, words: tuple[str, ...],
         budget: tuple[str, ...], seconds: float, needs: int,
     ) -> Step:  # fmt: skip
         sizes = ("-m", names, "-l", str(depth), "--dtype", dtype, *self.scale.layer, *self.scale.vocab)
-        # Without the gate's probe: minutes are few.
-        asked = (*sizes, *words, *budget, *self.scale.steps, "--no-probe")
+        asked = (*sizes, *words, *budget, *self.scale.steps)
         return self.verb(title, verb, *asked, seconds=seconds, needs=needs)
 
     def verb(self, title: str, *words: str, seconds: float, needs: int = 0) -> Step:

@@ -2,7 +2,7 @@
 # A GPU borrowed for minutes, on a machine with Python, torch and perhaps no network, in calls of under ten minutes:
 #   bench/gpu.sh 1 [RESULTS]          shows that it works: facts, tests, rates, each engine once; default results/gpu
 #   bench/gpu.sh 2 [RESULTS]          the headline's sizes up to 48 layers; the same call goes on where it stopped
-#   bench/gpu.sh 3 [RESULTS]          78 and 100 layers, a trace, Hydra, the largest sizes
+#   bench/gpu.sh 3 [RESULTS]          78 and 100 layers, a trace, the probes of the headline, Hydra, the largest sizes
 #   bench/gpu.sh --demo [RESULTS]     all of it at tiny sizes on the simulated device
 #   bench/gpu.sh --wheels DIR [NAME]  elsewhere, with a network: the wheels that such a machine lacks
 # Each call leaves RESULTS.tar.gz in the folder OUT, else beside RESULTS, and first puts back what such an archive there,

@@ -23,6 +23,7 @@ from bench.gpu import Call, Step, Steps
 from harness.cli.main import door
 from harness.core.job import GIB, Job, Workload
 from harness.core.method import ROOT
+from harness.core.record import read_all
 from methods.streaming import calibrate
 from tests.support import records
 from tests.support.fake_cuda import FakeCuda
@@ -299,6 +300,9 @@ def test_the_demo_does_every_step_and_goes_on_from_its_archive(tmp_path: Path) -
 
     told, seconds = done()
     assert seconds < 480 and "left:\n== went wrong:\n== runs" in told
+    records = read_all(tree / "results" / "gpu-demo")[0].values()
+    probed = [record.job.workload.num_layers for record in records if record.gate.evidence.get("probe")]
+    assert probed == [*gpu.DEMO.headline]
     archive = tmp_path / "out" / "gpu-demo.tar.gz"
     assert archive.stat().st_size < gpu_results.MOST_BYTES
     shutil.rmtree(tree / "results")
