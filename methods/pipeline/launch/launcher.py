@@ -22,7 +22,8 @@ from typing import Any
 from harness.core.failures import LOST_RANK
 from methods.pipeline.launch.choose import Choice, Spread
 from methods.pipeline.launch.folder import Folder, step_line
-from methods.pipeline.launch.machines import IMPORTS, Line, Remote, is_here, read_list
+from methods.pipeline.launch.fork_server import ForkServer
+from methods.pipeline.launch.machines import Line, Remote, is_here, read_list
 from methods.pipeline.launch.pace import Pace
 
 POLL_SECONDS = 0.25  # of the list; a change counts when it is seen twice, since lists are written in several pieces
@@ -79,6 +80,7 @@ class Launcher:
         self.job, self.folder, self.say = job, folder, say
         self.told: queue.SimpleQueue[tuple[Remote, dict[str, Any] | None]] = queue.SimpleQueue()
         self.agents: list[Remote] = []
+        self.here = ForkServer(folder.path / "logs" / "fork-server.txt")
         self.listed: list[Line] = read_list(job.machine_list)
         self.seen: list[Line] | None = None
         self.polled = self.pruned = 0.0
@@ -107,6 +109,7 @@ class Launcher:
         except KeyboardInterrupt:
             return self._interrupted()
         finally:
+            self.here.close()
             for agent in self.agents:
                 agent.close()
 
@@ -141,10 +144,9 @@ class Launcher:
                 self._lose(agent, "is silent")
 
     def _admit(self, line: Line) -> None:
-        order = {"folder": str(self.folder.path), "script": self.job.script, "code_dir": str(self.job.code_dir),
-                 "imports": IMPORTS}  # fmt: skip
+        order = {"folder": str(self.folder.path), "script": self.job.script, "code_dir": str(self.job.code_dir)}
         log = self.folder.path / "logs" / f"agent-{line.address.replace('/', '_')}-{line.number}.txt"
-        self.agents.append(Remote(line, order, log, self.told))
+        self.agents.append(Remote(line, order, log, self.told, self.here))
 
     def _dismiss(self, agent: Remote) -> None:
         self.agents.remove(agent)
@@ -195,7 +197,8 @@ class Launcher:
             self._advance(running, pace)
             if running.failed_at is not None:
                 is_late = time.monotonic() > running.failed_at + GRACE_SECONDS
-                if is_late or not running.running:
+                is_known = any(agent.is_lost for agent in machines)
+                if is_known or is_late or not running.running:
                     return self._after_failure(running)
             elif not running.running:
                 return self._after_end(running)

@@ -27,10 +27,11 @@ from typing import Any
 import psutil
 
 from harness.core.child_process import child_environment
+from methods.pipeline.launch.fork_server import ForkServer
 
 AGENT = "methods.pipeline.launch.agent"
-IMPORTS = ["methods.pipeline.user_pipeline", "torch.distributed.checkpoint"]
 PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")  # by ssh
+CLOSE_SECONDS = 5.0  # by which an agent has ended
 SILENT_SECONDS = 30.0  # after which a machine that closes no connection counts as lost
 
 
@@ -73,12 +74,10 @@ def is_here(address: str) -> bool:
 
 
 def command(address: str) -> list[str]:
-    """That starts an agent there."""
-    words = [sys.executable, "-m", AGENT]
-    if is_here(address):
-        return words
+    """That starts an agent on another machine."""
     environment = child_environment()
-    words = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment), *words]
+    words = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment)]
+    words += [sys.executable, "-m", AGENT]
     if "SLURM_JOB_ID" in os.environ:
         return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={address}", *words]
     return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-T", address, shlex.join(words)]
@@ -87,25 +86,36 @@ def command(address: str) -> list[str]:
 class Remote:
     """An agent as its launcher sees it. What it tells goes to `told`, with the agent; None when it is gone."""
 
-    def __init__(self, line: Line, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]) -> None:
+    def __init__(
+        self, line: Line, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any], here: ForkServer
+    ) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
         self.began = self.heard = time.monotonic()
+        self.process: subprocess.Popen[bytes] | None = None  # that leads to another machine
+        self.pid: int | None = None  # of the one to kill
+        (reading, orders), (answers, writing) = os.pipe(), os.pipe()
         with open(log, "a") as errors:
-            self.process = subprocess.Popen(
-                command(line.address), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                start_new_session=True, env=child_environment(), text=True,
-            )  # fmt: skip
+            if is_here(line.address):
+                here.fork([reading, writing, errors.fileno()])
+            else:
+                self.process = subprocess.Popen(
+                    command(line.address), stdin=reading, stdout=writing, stderr=errors, start_new_session=True,
+                    env=child_environment(),
+                )  # fmt: skip
+                self.pid = self.process.pid
+        os.close(reading)
+        os.close(writing)
+        self.orders, self.answers = open(orders, "w"), open(answers)  # noqa: SIM115
         self.thread = threading.Thread(target=self._listen, args=(told,), daemon=True)
         self.thread.start()
         self.send(order)
 
     def send(self, order: dict[str, Any]) -> None:
         """An agent that is gone says so by itself."""
-        assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
+            self.orders.write(json.dumps(order) + "\n")
+            self.orders.flush()
 
     def is_silent(self) -> bool:
         return self.is_ready and time.monotonic() > self.heard + SILENT_SECONDS
@@ -113,20 +123,20 @@ class Remote:
     def close(self) -> None:
         """The agent ends its ranks and itself."""
         with contextlib.suppress(BrokenPipeError):
-            assert self.process.stdin
-            self.process.stdin.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
+            self.orders.close()
+        self.thread.join(CLOSE_SECONDS if self.pid else 0)  # one not yet forked ends at once when it is
+        if self.thread.is_alive() and self.pid:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _listen(self, told: queue.SimpleQueue[Any]) -> None:
-        assert self.process.stdout
-        for text in self.process.stdout:
+        for text in self.answers:
             self.heard = time.monotonic()
             with contextlib.suppress(ValueError):  # a line cut off by a kill
-                told.put((self, json.loads(text)))
-        self.process.wait()
+                event = json.loads(text)
+                if event["kind"] == "ready" and not self.process:
+                    self.pid = event["pid"]
+                told.put((self, event))
+        if self.process:
+            self.process.wait()
         told.put((self, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import runpy
 import signal
 import subprocess
@@ -25,8 +26,9 @@ from methods.pipeline import link
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.launch.choose import Choice, Spread
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
+from methods.pipeline.launch.fork_server import ForkServer
 from methods.pipeline.launch.judge import judge, judge_folder
-from methods.pipeline.launch.machines import Line, command, read_list
+from methods.pipeline.launch.machines import Line, Remote, command, is_here, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.user_pipeline import Varuna
 from tests.methods.pipeline import user_model
@@ -149,7 +151,7 @@ def test_an_address_on_two_lines_is_two_machines(tmp_path: Path) -> None:
 
 
 def test_another_machine_is_reached_by_ssh_and_under_slurm_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command("127.0.0.3")[0] == sys.executable
+    assert is_here("127.0.0.3") and not is_here("192.0.2.1")
     assert command("192.0.2.1")[0] == "ssh" and command("192.0.2.1")[-2] == "192.0.2.1"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert "--nodelist=192.0.2.1" in command("192.0.2.1")
@@ -262,6 +264,25 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
+def test_agents_of_this_machine_share_one_import_and_depend_on_their_launcher_alone(tmp_path: Path) -> None:
+    """Children of one process, which outlive it, and end when their orders end."""
+    Folder(tmp_path, {}).locks[0].close()
+    order = {"folder": str(tmp_path), "script": "script.py", "code_dir": str(tmp_path)}
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    here = ForkServer(tmp_path / "log")
+    agents = [Remote(Line("127.0.0.1", number), order, tmp_path / "log", told, here) for number in range(2)]
+    processes = [psutil.Process(told.get(timeout=120)[1]["pid"]) for _ in agents]
+    assert here.process and [process.ppid() for process in processes] == [here.process.pid] * 2
+    here.close()
+    for agent in agents:
+        agent.send({"do": "end"})
+    assert [told.get(timeout=30)[1]["kind"] for _ in agents] == ["ended"] * 2
+    for agent in agents:
+        agent.close()
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+
+
+@pytest.mark.heavy
 def test_an_error_of_the_script_ends_the_job_with_it(tmp_path: Path) -> None:
     code, told = launch(tmp_path, "import sys\nprint('rank', sys.argv[1:])\nraise KeyError('mine')")
     assert code == 3 and told.rstrip().endswith("KeyError: 'mine'") and "round 2" not in told
@@ -334,6 +355,6 @@ def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(tmp_pat
     verdict = judge_folder(tmp_path / "morphs" / "job", alone, CHECKPOINT_EVERY)
     assert verdict.passed, verdict.text
     rounds = [line for line in read_lines(tmp_path / "morphs" / "job" / "events.jsonl") if line["event"] == "round"]
-    assert [line["workers"] for line in rounds] == [4, 2, 4, 3, 1, 1]
+    assert [line["workers"] for line in rounds] == [4, 2, 4, 3, 1, 1], played.output
     assert max(played.seconds["death"]) < 15
     assert not left_of(tmp_path)
