@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from harness.core.failures import of_exception
 from harness.devices.memory_account import Tracker
 from harness.devices.streams import STREAMS
+from methods.pipeline.batches import Inputs, cast, moved
 from methods.pipeline.cut import Part, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.partition import BUCKET_BYTES
 from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
 from methods.pipeline.transport import backend_of, join
-from methods.pipeline.user_pipeline import Inputs, cast, chosen_device, moved
+from methods.pipeline.user_pipeline import chosen_device
 
 MOST_REPEATS = 16
 RUNS = 7  # of which the median counts, after one that does not

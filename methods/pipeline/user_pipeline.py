@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from methods.pipeline.batches import Inputs, cast, micro_batch_sizes, moved, resized, sample_shape, split
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.cut import CutPoint, Part, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.engine import Engine, order_of
@@ -39,8 +40,6 @@ from methods.pipeline.transport import Transport, backend_of, join
 
 __all__ = ["CutPoint", "Varuna"]
 SCALE_WINDOW = 1000  # good steps in a row that double the loss scale
-
-Inputs = Mapping[str, Any]
 
 
 class Varuna(nn.Module):
@@ -74,7 +73,7 @@ class Varuna(nn.Module):
         self.batch_size, self.fp16 = batch_size, fp16
         self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)
         sample = get_batch_fn(chunk_size, device=None)
-        self._shapes = {name: _sample_shape(value) for name, value in sample.items()}
+        self._shapes = {name: sample_shape(value) for name, value in sample.items()}
         pairs = list(shared_weights or [])
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         parts = self._cut(model, sample, cuts)
@@ -131,7 +130,7 @@ class Varuna(nn.Module):
     def _probe(self, parts: Sequence[Part], sample: Inputs, chunk_size: int) -> dict[int, list[Any]]:
         """By size of micro-batch, what each part returns. Refuses what cannot be sent, by every process alike, so that
         none waits for one that has refused."""
-        chunks = {size: _resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
+        chunks = {size: resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
         returned = {size: [*probe(parts, cast(each, self.fp16))] for size, each in chunks.items()}
         *below, (last, _) = returned[self.sizes[0]]
         self._check_loss(last[0])
@@ -255,7 +254,7 @@ class Varuna(nn.Module):
         if missing := sorted(self._shapes.keys() - inputs.keys()):
             raise ValueError(f"step: the batch lacks {', '.join(missing)}, which the first one had")
         for name, value in inputs.items():
-            found, expected = _sample_shape(value), self._shapes.get(name)
+            found, expected = sample_shape(value), self._shapes.get(name)
             if found != expected and None not in (found, expected):
                 raise ValueError(
                     f"step: expected {name} of {expected} for each sample, as in the first batch, got {found};"
@@ -354,32 +353,6 @@ class Varuna(nn.Module):
         return found
 
 
-def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> list[int]:
-    """Of a replica's samples. Raises ValueError for a batch that replicas cannot share evenly."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
-    if batch_size < num_replicas or batch_size % num_replicas:
-        below = batch_size // num_replicas * num_replicas
-        nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)
-        raise ValueError(f"batch_size: expected a multiple of {num_replicas} replicas, got {batch_size}; try {nearest}")
-    whole, rest = divmod(batch_size // num_replicas, chunk_size)
-    return [chunk_size] * whole + [rest] * bool(rest)
-
-
-def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Micro-batches of a batch. What has a batch of one, and what is no tensor, goes to each."""
-    total = sum(sizes)
-    micro_batches: list[dict[str, Any]] = [{} for _ in sizes]
-    for name, value in inputs.items():
-        is_split = isinstance(value, Tensor) and value.ndim > 0 and (value.shape[0] > 1 or total == 1)
-        if is_split and value.shape[0] != total:
-            raise ValueError(f"step: expected {total} samples of {name} in this process, got {value.shape[0]}")
-        parts = value.split(list(sizes)) if is_split else [value] * len(sizes)
-        for micro_batch, part in zip(micro_batches, parts, strict=True):
-            micro_batch[name] = part
-    return micro_batches
-
-
 def _shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
     """The pairs, with their stages. Raises ValueError for one that does not exist, and for a parameter on both sides of
     a cut that is in no pair."""
@@ -424,28 +397,6 @@ def chosen_device(device: int, local_rank: int) -> torch.device:
     number = next((each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
-
-
-def _resized(sample: Inputs, size: int) -> dict[str, Any]:
-    def first(value: Any) -> Any:
-        is_batch = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] > 1
-        return value[:size] if is_batch else value
-
-    return {name: first(value) for name, value in sample.items()}
-
-
-def cast(inputs: Inputs, fp16: bool) -> dict[str, Any]:
-    return {name: moved(value, None, fp16) for name, value in inputs.items()}
-
-
-def moved(value: Any, device: torch.device | None, fp16: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device=device, dtype=torch.float16 if fp16 and value.is_floating_point() else value.dtype)
-
-
-def _sample_shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape[1:]) if isinstance(value, Tensor) and value.ndim else None
 
 
 def _told(spec: Spec) -> str:

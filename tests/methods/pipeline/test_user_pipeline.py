@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.core.method import ROOT
+from methods.pipeline.batches import micro_batch_sizes, split
 from methods.pipeline.checkpoint import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.stage import Stage
 from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
-from methods.pipeline.user_pipeline import Varuna, _shared, micro_batch_sizes, split
+from methods.pipeline.user_pipeline import Varuna, _shared
 from tests.methods.pipeline import user_model
 from tests.support.ranks import free_ports, on_ranks
 

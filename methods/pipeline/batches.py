@@ -1,0 +1,59 @@
+"""A user's batches, which are dictionaries: their micro-batches, and what is taken from a sample of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = Mapping[str, Any]
+
+
+def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> list[int]:
+    """Of a replica's samples. Raises ValueError for a batch that replicas cannot share evenly."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    if batch_size < num_replicas or batch_size % num_replicas:
+        below = batch_size // num_replicas * num_replicas
+        nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)
+        raise ValueError(f"batch_size: expected a multiple of {num_replicas} replicas, got {batch_size}; try {nearest}")
+    whole, rest = divmod(batch_size // num_replicas, chunk_size)
+    return [chunk_size] * whole + [rest] * bool(rest)
+
+
+def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Micro-batches of a batch. What has a batch of one, and what is no tensor, goes to each."""
+    total = sum(sizes)
+    micro_batches: list[dict[str, Any]] = [{} for _ in sizes]
+    for name, value in inputs.items():
+        is_split = isinstance(value, Tensor) and value.ndim > 0 and (value.shape[0] > 1 or total == 1)
+        if is_split and value.shape[0] != total:
+            raise ValueError(f"step: expected {total} samples of {name} in this process, got {value.shape[0]}")
+        parts = value.split(list(sizes)) if is_split else [value] * len(sizes)
+        for micro_batch, part in zip(micro_batches, parts, strict=True):
+            micro_batch[name] = part
+    return micro_batches
+
+
+def resized(sample: Inputs, size: int) -> dict[str, Any]:
+    def first(value: Any) -> Any:
+        is_batch = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] > 1
+        return value[:size] if is_batch else value
+
+    return {name: first(value) for name, value in sample.items()}
+
+
+def cast(inputs: Inputs, fp16: bool) -> dict[str, Any]:
+    return {name: moved(value, None, fp16) for name, value in inputs.items()}
+
+
+def moved(value: Any, device: torch.device | None, fp16: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device=device, dtype=torch.float16 if fp16 and value.is_floating_point() else value.dtype)
+
+
+def sample_shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape[1:]) if isinstance(value, Tensor) and value.ndim else None
