@@ -47,9 +47,10 @@ failed() {
 }
 
 # Writes .venv/locked.txt: the files that pip would install, by hashes that hashes.txt lists. Of the packages named in
-# HARNESS_UNHASHED, or of all, any file will do.
+# HARNESS_UNHASHED, or of all, any file will do. --use-pep517: a pip before 23.1, such as Debian 12's, else runs a
+# source's setup.py where PYTHONSAFEPATH keeps it from the files beside it.
 lock() {
-    "$python" -m pip install --disable-pip-version-check --dry-run --ignore-installed \
+    "$python" -m pip install --disable-pip-version-check --use-pep517 --dry-run --ignore-installed \
         --report "$root/.venv/report.json" \
         -c <(sed 's/ *--hash.*//' "$root/hashes.txt") "$@" >> "$log" 2>&1 || failed "resolving packages" || return
     "$python" - "$root" "${HARNESS_UNHASHED:-}" > "$root/.venv/locked.txt" <<'END'
@@ -81,7 +82,7 @@ install() {  # installs with uv where it is installed; with pip otherwise, or wh
         echo "uv failed (see $log)." >&2
     fi
     echo "Installing $count packages with pip (minutes; 1.6 GB without CUDA) ..." >&2
-    "$python" -m pip install --disable-pip-version-check "${words[@]}" >> "$log" 2>&1 || failed "installing packages"
+    "$python" -m pip install --disable-pip-version-check --use-pep517 "${words[@]}" >> "$log" 2>&1 || failed "installing packages"
 }
 
 set_up() {

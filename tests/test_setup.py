@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -141,6 +143,30 @@ def test_a_file_of_another_hash_is_refused_by_name_unless_it_is_let_in(
     monkeypatch.setenv("HARNESS_UNHASHED", "click")
     assert call(copy).returncode == 0
     (copy / "hashes.txt").write_text(listed)
+
+
+def test_debians_pip_installs_a_source_whose_setup_imports_a_file_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSpeed's does, by pip 23.0.1 of Debian 12, with which the image is built."""
+    source, project = tmp_path / "beside-1", tmp_path / "project"
+    source.mkdir()
+    (source / "beside.py").touch()
+    (source / "setup.py").write_text(
+        "import beside\nfrom setuptools import setup\nsetup(name='beside', version='1', py_modules=['beside'])\n"
+    )
+    archive = Path(shutil.make_archive(str(source), "gztar", tmp_path, source.name))
+    project.mkdir()
+    shutil.copy(ROOT / "venv.sh", project)
+    (project / "pyproject.toml").write_text('[project]\ndependencies = ["beside==1"]\noptional-dependencies = {}\n')
+    (project / "hashes.txt").write_text(f"beside==1 --hash=sha256:{hashlib.sha256(archive.read_bytes()).hexdigest()}\n")
+    python = project / ".venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", project / ".venv"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", "pip==23.0.1"], check=True)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    words = ["bash", "-c", '. "$0/venv.sh" "" && cd / && "$python" -c "import beside"', str(project)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_failed_set_up_names_the_file_of_its_output_and_is_done_again(copy: Path) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 
 from harness.core.method import ROOT, Unavailable
 from harness.core.whole_file import check_replaceable
+from harness.places import container_user
 from harness.places.docker import Docker, default_image, engine, told
 
+COLOR = re.compile(r"\x1b\[\d+m")  # in which the engine shows what a step prints to its standard error
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's build.")
 name_option = click.option(
     "--image", "name", metavar="NAME", help="Its name; default: of its pins, as --on docker asks."
@@ -54,7 +57,7 @@ def build(device: str, name: str | None, base: str | None, wheelhouse: Path | No
                 if "error" in line:
                     error = " ".join(line["error"].split())
                     raise Unavailable(f"the image was not built: {error}; --build-arg and --base change it")
-                if text := line.get("stream", "").rstrip():
+                if text := COLOR.sub("", line.get("stream", "")).rstrip():
                     print(text, flush=True)
         except APIError as error:
             raise Unavailable(f"the image was not built: {told(error)}") from error
@@ -81,6 +84,7 @@ def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
 def save(device: str, name: str | None, file: Path) -> None:
     """Write it to a file (tar), to load on machines that build none."""
     name = name or default_image(device)
+    patient()
     made = Docker(name).image
     check_replaceable(file)
     part = file.with_name(f".{file.name}.part")
@@ -100,7 +104,7 @@ def load(file: IO[bytes]) -> None:
     from docker.errors import APIError, ImageLoadError
 
     try:
-        (made,) = engine().images.load(file)
+        (made,) = patient().images.load(file)
     except (APIError, ImageLoadError, ValueError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"expected a file of ./run.sh image save, got {file.name}: {text}") from error
@@ -111,16 +115,26 @@ def load(file: IO[bytes]) -> None:
 @device_option
 @name_option
 def shell(device: str, name: str | None) -> None:
-    """A shell in it, with this folder of results; without network."""
+    """A shell in it, with this folder of results; without network, and never as root."""
     place = Docker(name or default_image(device))
     if not sys.stdin.isatty():
         raise ValueError("image shell needs a terminal")
-    words = ["docker", "run", "--rm", "-it", "--network", "none", "--user", f"{os.getuid()}:{os.getgid()}"]
+    container_user.make_writable(ROOT / "results")
+    user, group = container_user.ids()
+    words = ["docker", "run", "--rm", "-it", "--network", "none", "--user", f"{user}:{group}"]
+    words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     words += ["--gpus", "all"] if device == "cuda" else []
     try:
         os.execvp("docker", [*words, "-v", f"{ROOT / 'results'}:/harness/results", place.image.id, "bash"])
     except OSError as error:
         raise Unavailable("image shell needs docker's own command beside its engine") from error
+
+
+def patient() -> Any:
+    """The engine's client, without a limit of time: a minute is short for an image of gigabytes to be packed."""
+    client = engine()
+    client.api.timeout = None
+    return client
 
 
 def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
