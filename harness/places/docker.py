@@ -1,7 +1,8 @@
 """Jobs in containers: the same launch in an image with Python and the engines, limited to the job's memory.
 
 The container sees this checkout, the folder of results and the job's own folders, at the same paths; sources are this
-checkout's, packages the image's. It has no network, and ends when this process does.
+checkout's, packages the image's. It has no network, is never root's (container_user.py), and ends when this process
+does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from harness.core.method import ROOT, Unavailable
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
 from harness.devices.device_lock import turn
+from harness.places import container_user
+from harness.places.container_user import CODE, Exchange
 from harness.places.place import ORDERED, KeyedJobs, Report, order, place_record, write_end
 from harness.run.launch import GRACE_SECONDS, Events
 
@@ -34,8 +37,9 @@ POLL_SECONDS = 0.5
 STDOUT, ENDED = 1, -1  # streams of an attached container: the engine's number, and ours for the end of all
 WRITTEN, READ = ("disk", "checkpoint"), ("resume",)  # options of methods that name folders
 SCRATCH = "/tmp"  # the only folder of the image's that a job may write to, and in memory
+CLOSED = Path("/root")  # in the image, where the path of something shown may lead through it
 MOST_PROCESSES = 4096
-LABEL = "harness.results"
+LABEL, STEM, KEY = "harness.results", "harness.stem", "harness.key"
 NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
 
 
@@ -85,42 +89,82 @@ class Docker:
         """A first KeyboardInterrupt lets the worker finish its record, a second ends the container; both are raised."""
         with turn(job, report):
             stem = new_stem(results, job)
-            for left in self.client.containers.list(filters={"label": f"{LABEL}={results}", "status": "exited"}):
-                left.remove()  # its caller was killed, and the container ended after it
+            self._take_left(results, report)
+            exchange = None if os.getuid() else Exchange(stem)
             try:
-                running = Running(self.client, self._settings(job, results, folders), job, report)
+                settings = self._settings(job, key, stem, folders, exchange)
+                running = Running(self.client, settings, job, report)
             except Unavailable as error:
+                if exchange:
+                    exchange.close(key)
                 missing = failures.Failure("unavailable", str(error), {"class": "engine", "resource": ""})
                 return write_end(job, key, stem, missing)
             try:
                 running.follow(order(job, key, stem, folders))
             finally:
-                path = self._complete(running, job, key, stem)
+                path = self._complete(running, job, key, stem, exchange)
         if running.stopped == "interrupt":
             raise KeyboardInterrupt
         return path
 
-    def _settings(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
+    def _take_left(self, results: Path, report: Report) -> None:
+        """What calls that were killed have left: containers that ended after them, and where root called, records."""
+        from docker.errors import APIError
+
+        found = self.client.containers.list(all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True)
+        of_stem = {each.labels.get(STEM): each for each in found}
+        ended = [each for each in found if each.status == "exited"]
+        for exchange in container_user.left(results):
+            container, path = of_stem.get(exchange.stem.name), Path(f"{exchange.stem}.json")
+            if container and container.status == "running":
+                exchange.release()
+                continue
+            exchange.close(container.labels[KEY] if container else None)
+            if exchange.refused:
+                report({"event": "warning", "text": f"{exchange.stem.name}: {exchange.refused}"})
+            elif container and path.exists():
+                place_record(path, self._told(container.attrs["Image"]), {}, None)
+            ended += [container] if container and container.status == "created" else []
+        for container in ended:
+            with contextlib.suppress(APIError):  # another call was faster
+                container.remove()
+
+    def _told(self, image: str) -> dict[str, str]:
+        """The place, for a record."""
+        return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
+
+    def _settings(
+        self, job: Job, key: str, stem: Path, folders: tuple[Path, ...], exchange: Exchange | None
+    ) -> dict[str, Any]:
         from docker.types import DeviceRequest, Mount
 
-        shown = folders_shown(job, results, folders, self.image.short_id.removeprefix("sha256:"))
+        shown = folders_shown(job, stem.parent, folders, self.image.short_id.removeprefix("sha256:"))
+        if exchange:
+            exchange.open()
+            shown = [(exchange.folder if there == stem.parent else here, there, fixed) for here, there, fixed in shown]
+            shown.append((exchange.path, exchange.path, False))
+        is_closed = any(CLOSED in there.parents for _, there, _ in shown)
+        user, group = container_user.ids()
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         limit = memory_limit(job)
         return {
             "image": self.image.id, "command": [PYTHON, "-m", "harness.places.place"], "working_dir": str(ROOT),
             "mounts": [Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown],
-            "user": f"{os.getuid()}:{os.getgid()}", "network_mode": "none", "init": True, "stdin_open": True,
-            "environment": {"PYTHONPATH": str(ROOT), "HOME": SCRATCH}, "labels": {LABEL: str(results)},
-            "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "pids_limit": MOST_PROCESSES,
-            "read_only": True, "tmpfs": {SCRATCH: "exec,mode=1777"},
+            "user": f"{user}:{group}", "network_mode": "none", "init": True, "stdin_open": True,
+            "environment": {"PYTHONPATH": str(ROOT), "HOME": SCRATCH},
+            "labels": {LABEL: str(stem.parent), STEM: stem.name, KEY: key},
+            "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "pids_limit": MOST_PROCESSES, "read_only": True,
+            "tmpfs": {SCRATCH: "exec,mode=1777"} | ({str(CLOSED): f"uid={user},gid={group}"} if is_closed else {}),
             "mem_limit": limit, "memswap_limit": limit, "shm_size": limit or machine.host_bytes() // 2,
             "cpuset_cpus": ",".join(map(str, cores)) or None,
             "device_requests": [DeviceRequest(count=1, capabilities=[["gpu"]])] if job.device == "cuda" else None,
         }  # fmt: skip
 
-    def _complete(self, running: Running, job: Job, key: str, stem: Path) -> Path:
+    def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
         """The record with the engine's state of the container; without a record by the worker's parent, a new one."""
         state = running.end()
+        if exchange:
+            exchange.close(key)
         told = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
         path, better = Path(f"{stem}.json"), None
         end = failures.End(
@@ -129,25 +173,40 @@ class Docker:
             log_tail=running.errors[-4096:],
         )  # fmt: skip
         if not path.exists():
-            write_end(job, key, stem, failures.of_process(end), running.events.fields())
+            refused = exchange.refused if exchange else ""
+            told_end = failures.Failure("crash", refused, {"class": "record", "resource": ""}) if refused else None
+            write_end(job, key, stem, told_end or failures.of_process(end), running.events.fields())
         elif told["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
             better = failures.of_killed_child(end, Record.read(path).reason, "")
-        place = {"on": "docker", "image": self.image.id, "engine": self.client.version()["Version"]}
-        evidence = {"docker": told} if Record.read(path).status != "ok" else {}
-        return place_record(path, place, evidence, better)
+        evidence: dict[str, Any] = {"docker": told} if Record.read(path).status != "ok" else {}
+        if exchange and exchange.left:
+            evidence["left_in_container"] = exchange.left
+        return place_record(path, self._told(self.image.id), evidence, better)
 
 
 def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
     """The folders and files that a container of this job sees: the path here, the path there, True where it only reads.
-    In the place of .venv it sees what was compiled in this image; the other paths are the same."""
+    In the place of .venv it sees what was compiled in this image for its user; the other paths are the same. Makes
+    what is missing; raises Unavailable where the container's user lacks a right."""
     corpus = job.workload.corpus
     named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
-    written = {results, *(named[name] for name in WRITTEN if name in named)}
-    read = {ROOT, *folders, *(corpus_files(Path(corpus).resolve()) if corpus else []), *named.values()} - written
-    for folder in written:
-        folder.mkdir(parents=True, exist_ok=True)
-    compiled = ROOT / ".venv" / f"image-{image}"
-    compiled.mkdir(parents=True, exist_ok=True)
+    written = {named[name] for name in WRITTEN if name in named}
+    data = {*(corpus_files(Path(corpus).resolve()) if corpus else []), *named.values()} - written
+    if Path(SCRATCH) in written:
+        raise Unavailable(
+            f"expected a folder of its own on the disk, got {SCRATCH}, which containers have in memory; try --disk DIR"
+        )
+    if not os.getuid() and results in (ROOT, *folders, *named.values()):
+        raise Unavailable(
+            f"expected a folder for the results alone, got {results}, which the job needs; try another --results"
+        )
+    for path, patterns in {**dict.fromkeys(data, ("**/*",)), **dict.fromkeys(folders, ("*.py",)), ROOT: CODE}.items():
+        container_user.check_readable(path, patterns)
+    compiled = ROOT / ".venv" / f"image-{image}-{container_user.ids()[0]}"
+    for folder in (*written, compiled):
+        container_user.make_writable(folder)
+    written.add(results)
+    read = {ROOT, *folders, *data} - written
     same = [(path, path, path in read) for path in (*sorted(read), *sorted(written))]
     return [*same, (compiled.resolve(), ROOT / ".venv", False)]
 

@@ -7,16 +7,23 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from harness.core.job import Budget, Job
+from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Report, Sweep, resolve
+from harness.places import container_user
 from harness.places import docker as container
+from harness.places.container_user import Exchange
 from harness.places.docker import Docker
+from harness.places.docker_image import image
 from tests.support import cli
 from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
 from tests.support.packages import need, still_running
@@ -24,6 +31,14 @@ from tests.support.tiny import SIZES, TINY, WORDS, write_compiling, write_ending
 
 # Files with their sums, but for what the image makes beside them.
 LIST = "find . -type f ! -path './.venv*' ! -path './results/*' | sort | xargs sha256sum"
+# What a container may leave in its record's place, by what the refusal says.
+PLANTED: dict[str, Callable[[Path], object]] = {
+    "a regular file": os.mkfifo,
+    "2 hard links": lambda path: (path.with_name("log").touch(), os.link(path.with_name("log"), path)),
+    "at most 268435456 bytes": lambda path: (path.touch(), os.truncate(path, 2**28 + 1)),
+    "Expecting property name": lambda path: path.write_text("{" * 9),
+    "expected the key key, got other": lambda path: Record(Job("ending", TINY), "other", "ok").write(path),
+}
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
 
@@ -79,6 +94,15 @@ def test_an_image_goes_by_a_file_to_another_engine(engine: str, tmp_path: Path) 
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_an_image_that_takes_longer_to_pack_than_a_request_is_saved(engine: str, tmp_path: Path) -> None:
+    client, pid = container.engine(), int((Path(engine.removeprefix("unix://")).parent / "pid").read_text())
+    client.api.timeout = 1
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(3, os.kill, (pid, signal.SIGCONT)).start()
+    done = CliRunner().invoke(image, ["save", str(tmp_path / "image.tar"), "--image", BASE])
+    assert done.exit_code == 0, done.exception
+
+
 def test_the_same_job_here_and_in_a_container_trains_to_the_same_bits(engine: str, tmp_path: Path) -> None:
     job = resolve(Job("stronghold", TINY, steps=6, warmup=2))[0]
     (here,) = Sweep(tmp_path).run([job])
@@ -110,17 +134,87 @@ def test_ranks_in_a_container_leave_checkpoints_that_others_go_on_from(engine: s
 
 
 def test_a_job_has_no_rights_beyond_its_folders(engine: str, tmp_path: Path) -> None:
-    line = f"open('{tmp_path}/status', 'w').write(open('/proc/self/status').read()); open('/etc/new', 'w')"
+    line = "print(open('/proc/self/status').read(), flush=True); open('/etc/new', 'w')"
     record = run_there(tmp_path, line)
     assert "Read-only file system: '/etc/new'" in record.reason
-    words = dict(line.split(":\t", 1) for line in (tmp_path / "status").read_text().splitlines() if ":\t" in line)
+    log = log_of(tmp_path).read_text()
+    words = dict(line.split(":\t", 1) for line in log.splitlines() if ":\t" in line)
     assert int(words["CapEff"], 16) == 0 and int(words["CapBnd"], 16) == 0 and words["NoNewPrivs"] == "1"
+    assert "0" not in words["Uid"].split() + words["Gid"].split()
+
+
+def test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results(engine: str, tmp_path: Path) -> None:
+    """A link in its record's place, one in its compiler's log's, other files; and the log made a program of root's."""
+    planted = f"""
+        from pathlib import Path
+        (log,) = Path({str(tmp_path)!r}).glob('log_*.txt')
+        log.chmod(0o4755)
+        log.with_suffix('.json').symlink_to('/etc/passwd')
+        log.with_name('build_ending.txt').symlink_to('/etc/passwd')
+        log.with_name('log_other.json').write_text('{{}}')
+        (log.parent / 'folder').mkdir()
+    """
+    record = run_there(tmp_path, planted)
+    assert record.status == "crash" and "symbolic link" in record.reason, record.reason
+    assert set(record.evidence["left_in_container"]) == {"build_ending.txt", "'folder'", "'log_other.json'"}
+    (kept,) = tmp_path.glob("*.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kept.name, log_of(tmp_path).name, "methods"])
+    told = log_of(tmp_path).stat()
+    assert told.st_mode & 0o7111 == 0 and told.st_uid == kept.stat().st_uid == os.getuid()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root's containers have another user")
+@pytest.mark.parametrize("told", PLANTED)
+def test_what_is_no_record_of_the_job_is_refused_by_its_kind(tmp_path: Path, told: str) -> None:
+    stem = tmp_path / "log_ending_l-2_hs-32_bs-2_ws-0_2026-01-01.1"
+    exchange = Exchange(stem)
+    exchange.open()
+    PLANTED[told](exchange.folder / f"{stem.name}.json")
+    exchange.close("key")
+    assert told in exchange.refused
+    assert [path.name for path in tmp_path.iterdir()] == [f"{stem.name}.txt"]
+
+
+def test_a_folder_that_the_containers_user_may_not_use_is_one_line(engine: str, tmp_path: Path) -> None:
+    there, disk = ["--on", "docker", "--image", IMAGE, "--results", tmp_path / "results"], tmp_path / "disk"
+    disk.mkdir(0o755)
+    options = ["--option", f"checkpoint={disk}", "--option", "num_stages=2"]
+    done = cli.run("-m", "varuna", *SIZES, *there, "--ranks", "2", "--steps", "2", *options)
+    assert done.returncode == 7 and f"got {disk} of root; try chown -R 1000 {disk}" in done.stdout.splitlines()[-1]
+    methods = write_ending(tmp_path, "pass")
+    (methods / "ending.py").chmod(0o600)
+    done = cli.run(*WORDS, "-m", "ending", "--methods", methods, *there)
+    assert done.returncode == 7 and f"try chmod -R a+rX {methods}" in done.stdout.splitlines()[-1]
+    done = cli.run(*WORDS, *there[:-1], methods, "--methods", methods)
+    assert done.returncode == 7 and "a folder for the results alone" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root's containers have another user")
+def test_a_checkout_that_only_root_may_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "run.py").touch(0o600)
+    tmp_path.chmod(0o755)
+    with pytest.raises(Unavailable, match=f"run.py of root with mode 600; try chmod -R a[+]rX {tmp_path}"):
+        container_user.check_readable(tmp_path, container_user.CODE)
+
+
+def test_results_in_roots_home_are_written_too(engine: str) -> None:
+    """The image's own folder of that name is closed to others than root."""
+    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+        os.chmod(folder, 0o755)
+        assert run_there(Path(folder), "pass").losses
 
 
 def test_of_a_corpus_folder_a_container_sees_the_corpus_alone(tmp_path: Path) -> None:
     job = Job("l2l", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))
     shown = [there for there, _, _ in container.folders_shown(job, tmp_path / "results", (), "image")]
     assert [path.name for path in shown if path.parent == tmp_path] == ["text.bin", "text.idx", "results"]
+
+
+def test_a_disk_that_a_container_has_in_memory_is_refused(tmp_path: Path) -> None:
+    job = Job("zero-infinity-nvme", TINY, {"disk": "/tmp"})
+    with pytest.raises(Unavailable, match="got /tmp, which containers have in memory; try --disk DIR"):
+        container.folders_shown(job, tmp_path / "results", (), "image")
 
 
 def test_out_of_the_containers_memory_is_told_by_the_engine(engine: str, tmp_path: Path) -> None:
@@ -164,16 +258,32 @@ def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_pa
     assert containers(engine, tmp_path) == []
 
 
-def test_a_container_ends_with_whoever_started_it(engine: str, tmp_path: Path) -> None:
-    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--steps", "30000", "--results", str(tmp_path)]
-    run = cli.start(*words)
+def test_a_container_ends_with_whoever_started_it_and_the_next_call_has_its_record(engine: str, tmp_path: Path) -> None:
+    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
+    run = cli.start(*words, "--steps", "30000")
     wait_for_steps(tmp_path)
     run.kill()
     run.wait()
     deadline = time.time() + 60
-    while not read_all(tmp_path)[0] and time.time() < deadline:
+    while containers(engine, tmp_path, "status=running") and time.time() < deadline:
         time.sleep(0.1)
-    (record,) = read_all(tmp_path)[0].values()
+    assert cli.run(*words, "--steps", "2").returncode == 0
+    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.steps == 30000)
+    assert record.status == "interrupted" and record.losses and record.machine["on"] == "docker"
+    assert {path.stat().st_uid for path in tmp_path.iterdir()} == {os.getuid()}
+    assert containers(engine, tmp_path) == [] and list(tmp_path.glob(".exchange-*")) == []
+
+
+def test_what_runs_for_another_call_is_left_to_it(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls for one folder, on devices of their own."""
+    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
+    run = cli.start(*words, "--steps", "30000")
+    wait_for_steps(tmp_path)
+    monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path))
+    assert cli.run(*words, "--steps", "2").returncode == 0
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
+    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.steps == 30000)
     assert record.status == "interrupted"
 
 
@@ -210,8 +320,14 @@ def test_an_engine_leaves_nothing_behind() -> None:
     assert all(was or not Path(name).exists() for was, name in zip(before, FIXED_FOLDERS, strict=True))
 
 
-def containers(engine: str, results: Path) -> list[str]:
-    words = docker(engine, "ps", "-aq", "--filter", f"label=harness.results={results}")
+def log_of(results: Path) -> Path:
+    (log,) = results.glob("log_*.txt")
+    return log
+
+
+def containers(engine: str, results: Path, *filters: str) -> list[str]:
+    given = [word for each in (f"label=harness.results={results}", *filters) for word in ("--filter", each)]
+    words = docker(engine, "ps", "-aq", *given)
     return subprocess.run(words, capture_output=True, text=True).stdout.split()
 
 

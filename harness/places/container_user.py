@@ -1,0 +1,165 @@
+"""The user of a container: the caller or, where root calls, USER; and how USER's record reaches root's results.
+
+Where root calls, a container sees an empty exchange folder in the place of the results. Here it lies in
+`results/.exchange-STEM`, which only root enters. When the container has ended, root reads the job's record and what its
+compilers printed, writes them anew into the results, and removes the folder with all else. Only the log lies in the
+results from the start: it is USER's while the job runs, and can be read meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from harness.core import log_lines
+from harness.core.foreign_file import read_json, read_text
+from harness.core.method import Unavailable
+from harness.core.record import Record
+from harness.core.whole_file import write_whole
+
+USER = 1000  # of docker/Dockerfile, user and group
+PREFIX = ".exchange-"
+CODE = ("*.yaml", "harness/**/*", "methods/**/*")  # what a job reads of this checkout
+MOST_NAMES = 8
+
+
+def ids() -> tuple[int, int]:
+    """The user and group of a container."""
+    return (os.getuid(), os.getgid()) if os.getuid() else (USER, USER)
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder that a container writes to, if it is missing. Raises Unavailable where its user may not write."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        if not os.getuid():
+            os.chown(folder, USER, USER, follow_symlinks=False)
+    if not os.getuid() and not _may(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise Unavailable(
+            f"expected a folder that user {USER} may write to, got {folder} of {folder.owner()}; try"
+            f" chown -R {USER} {folder}, or a new folder"
+        )
+
+
+def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
+    """Raises Unavailable where the container's user may not read the path, or what it holds of these patterns."""
+    if os.getuid() or not path.exists():
+        return
+    for found in (path, *(found for pattern in patterns for found in path.glob(pattern))):
+        if "__pycache__" not in found.parts and not _may(found, os.R_OK | os.X_OK * found.is_dir()):
+            mode = stat.S_IMODE(found.stat().st_mode)
+            raise Unavailable(
+                f"expected files that user {USER} may read, got {found} of {found.owner()} with mode {mode:o}; try"
+                f" chmod -R a+rX {path}"
+            )
+
+
+def _may(path: Path, bits: int) -> bool:
+    """By the mode, for USER; the folders above do not count, for a container is shown the path itself."""
+    status = path.stat()
+    shift = 6 if status.st_uid == USER else 3 if status.st_gid == USER else 0
+    return status.st_mode >> shift & bits == bits
+
+
+class Exchange:
+    """The exchange folder of one job. The lock on the log tells other calls that this one still cares for it. Raises
+    Unavailable where files of the results cannot be given to USER, BlockingIOError where another call has the lock."""
+
+    def __init__(self, stem: Path) -> None:
+        self.stem, self.outer = stem, stem.with_name(f"{PREFIX}{stem.name}")
+        self.folder = self.outer / "results"
+        self.refused, self.left = "", list[str]()  # why the record was not taken; names of other files of the job
+        self.path = Path(f"{stem}.txt")
+        self.path.touch()
+        self.log = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.log)
+            raise
+
+    def open(self) -> None:
+        """Make the folder, and give it and the log to USER."""
+        self.outer.mkdir(0o700)
+        self.folder.mkdir(0o700)
+        try:
+            os.chown(self.folder, USER, USER)
+            os.fchown(self.log, USER, USER)
+        except OSError as error:
+            raise Unavailable(
+                f"expected a folder of results whose files can be given to user {USER}, got {self.stem.parent}:"
+                f" {error.strerror}; try --results with a folder on this machine's disk"
+            ) from error
+
+    def release(self) -> None:
+        os.close(self.log)
+
+    def close(self, key: str | None) -> None:
+        """Take the record with this key, remove the folder, and have the log back."""
+        try:
+            if self.folder.exists():
+                self._take(key)
+        finally:
+            subprocess.run(["rm", "-rf", "--", self.outer])  # of any depth
+            # Before the owner: a job may have given its log the right to be run as its owner.
+            os.fchmod(self.log, 0o644 & ~_umask())
+            os.fchown(self.log, os.getuid(), os.getgid())
+            self.release()
+
+    def _take(self, key: str | None) -> None:
+        record, log = f"{self.stem.name}.json", self.path.name
+        named = self.stem.name.removeprefix("log_").split("_l-")[0]
+        builds = [log_lines.BUILD_LOG.format(each) for each in (named, "sim")]
+        for name in builds:
+            try:
+                _check_one_name(self.folder / name)
+                write_whole(self.stem.with_name(name), read_text(self.folder / name))
+            except (OSError, ValueError) as error:
+                if not isinstance(error, FileNotFoundError):
+                    self.left.append(name)
+        try:
+            _check_one_name(self.folder / record)
+            found = Record.from_dict(read_json(self.folder / record))
+            if key not in (None, found.key):
+                raise ValueError(f"expected the key {key}, got {found.key}")
+            found.write(Path(f"{self.stem}.json"))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            text = error.strerror if isinstance(error, OSError) else error
+            self.refused = f"the record that its container left was not taken: {text}"
+        with os.scandir(self.folder) as entries:
+            # The engine, as root, made the places where it showed other files.
+            others = (each for each in entries if each.stat(follow_symlinks=False).st_uid == USER)
+            others = (each for each in others if each.name not in (record, log, *builds) and each.name[0] != ".")
+            self.left += [f"{each.name!a:.80}" for each in islice(others, MOST_NAMES)]
+
+
+def left(results: Path) -> Iterator[Exchange]:
+    """The exchange folders of calls that are gone. Whoever takes one closes or releases it."""
+    for outer in results.glob(f"{PREFIX}*") if not os.getuid() else ():
+        status = outer.lstat()
+        if status.st_uid or not stat.S_ISDIR(status.st_mode):  # not root's: nothing of ours
+            continue
+        try:
+            yield Exchange(outer.with_name(outer.name.removeprefix(PREFIX)))
+        except BlockingIOError:
+            continue
+
+
+def _check_one_name(path: Path) -> None:
+    status = os.lstat(path)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        raise OSError(errno.EMLINK, f"expected a file with one name, got {status.st_nlink} hard links", str(path))
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
