@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_
 
 import methods
 from harness.core import source_hash as source
+from harness.core.imported_file import imported
 from harness.core.job import Budget, Plan, Workload
 from harness.core.named_entries import did_you_mean
 from harness.core.source_hash import ROOT
@@ -191,13 +192,7 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     if str(files[name].parent) not in methods.__path__:
         methods.__path__.append(str(files[name].parent))
     importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(f"methods.{files[name].stem}")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{files[name]} does not load: {told}") from error
+    module = imported(f"methods.{files[name].stem}", files[name])
     own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
     classes = [item for item in own if hasattr(item, "train")]
     if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.core import method
+from harness.core.imported_file import staying
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
 from harness.evidence.fairness import COLUMNS
@@ -103,10 +104,12 @@ def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
             return
         for name, check in {**BY_ARITHMETIC, **BY_TRAINING}.items():
             try:
-                yield name, True, check(subject)
-            except Exception as error:  # a method's own mistake ends its check alone
+                with staying():
+                    found = True, check(subject)
+            except (Exception, SystemExit) as error:  # a method's own mistake ends its check alone
                 is_told = isinstance(error, (Broken, ValueError, method.Unavailable))
-                yield name, False, str(error) if is_told else f"{type(error).__name__}: {error}"
+                found = False, str(error) if is_told else f"{type(error).__name__}: {error}"
+            yield name, *found
 
 
 @contextmanager

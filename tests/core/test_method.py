@@ -95,6 +95,14 @@ def test_a_check_that_fails_is_one_line_and_exit_1(tmp_path: Path) -> None:
     assert all("AttributeError" in line for line in lines if line.startswith("failed"))
 
 
+@pytest.mark.parametrize("ending", ["raise SystemExit(0)", "__import__('os')._exit(0)"])
+def test_a_plan_that_would_end_the_process_fails_its_checks(ending: str, tmp_path: Path) -> None:
+    code, lines = checked(tmp_path, "params = workload.num_params", ending)
+    assert code == 1 and len(lines) == 7
+    assert [line.split()[0] for line in lines].count("failed") == 5
+    assert all("SystemExit" in line for line in lines if line.startswith("failed"))
+
+
 @pytest.mark.heavy
 def test_a_crash_while_it_is_checked_names_its_line_and_a_log_that_is_there(tmp_path: Path) -> None:
     _, lines = checked(tmp_path, "loss.backward()", "loss.backwards()")
