@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,9 +186,9 @@ class Record:
 
     def _contradiction(self) -> str:
         """What no run can have measured, in one line; empty if there is nothing of the kind."""
-        num_models, intervals = 1 + len(self.others), -(-self.job.steps // self.interval_steps)
-        if (told := self.schedule.get("num_models", num_models)) != num_models:
-            return f"expected num_models {num_models}, one more than `others`, got {told}"
+        if wrong := wrong_num_models(self.schedule, self.others):
+            return wrong
+        intervals = -(-self.job.steps // self.interval_steps)
         if len(self.step_seconds) > intervals:
             return f"expected at most {intervals} step_seconds, got {len(self.step_seconds)}"
         for seconds in self.step_seconds:
@@ -205,6 +206,14 @@ class Record:
             return Record.from_dict(read_json(path))
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is not a record: {error}") from error
+
+
+def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
+    """What a schedule tells wrongly of how many models trained, in one line; empty if nothing: a record's rate is times
+    that many."""
+    num_models = 1 + len(others)
+    told = schedule.get("num_models", num_models)
+    return "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
 
 
 def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:

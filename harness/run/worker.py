@@ -28,7 +28,7 @@ from harness.core import failures, log_lines
 from harness.core.child_process import interrupt_here, when_closed
 from harness.core.job import Job
 from harness.core.method import Method, Step, Trained, create
-from harness.core.record import Record
+from harness.core.record import Record, wrong_num_models
 from harness.devices import budgets, machine, sim
 
 ORPHAN_SECONDS = 60.0
@@ -180,10 +180,9 @@ class Run:
 
     def _contradiction(self, trained: Trained) -> str:
         """What the method tells that would make another throughput of the same training; empty if nothing does."""
-        schedule, num_models = trained.schedule, 1 + len(trained.others)
-        if (told := schedule.get("num_models", num_models)) != num_models:
-            return f"expected num_models {num_models} in the schedule, one more than `others`, got {told}"
-        if (told := schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
+        if wrong := wrong_num_models(trained.schedule, trained.others):
+            return wrong
+        if (told := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
             return f"expected resumed_steps 0 without the option resume, got {told}"
         # Of several models the faster ones may be a step ahead of the slowest.
         if not self._ahead <= {0, *([1] if trained.others else [])}:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.job import Budget, Job, Workload
@@ -21,7 +21,6 @@ UNSCALED: dict[str, list] = {"loss_scales": [], "skipped_steps": []}  # of any b
 RECORD = Record(JOB, "k", "ok", losses=[3.0, 2.0, 1.5, 1.25], step_seconds=[9.0, 2.0, 4.0, 3.0], started=5.0)
 
 
-@settings(deadline=None)  # the first file that is read imports pydantic
 @given(st.lists(st.floats(allow_nan=False), max_size=5), st.text(max_size=20))
 def test_a_record_reads_back_as_written(
     tmp_path_factory: pytest.TempPathFactory, losses: list[float], text: str

@@ -47,8 +47,8 @@ SCHEDULES = {"models": {"num_models": 1000}, "none": {"num_models": 0}, "resumed
         ("each", ""),
         ("at the end", "got up to 3 batches taken beyond a step"),
         ("pairs", "got up to 1 batches taken beyond a step"),
-        ("models", "expected num_models 1 in the schedule, one more than `others`, got 1000"),
-        ("none", "expected num_models 1 in the schedule, one more than `others`, got 0"),
+        ("models", "expected num_models 1, one more than `others`, got 1000"),
+        ("none", "expected num_models 1, one more than `others`, got 0"),
         ("resumed", "expected resumed_steps 0 without the option resume, got 3"),
     ],
 )
