@@ -167,8 +167,11 @@ def honest_cases(dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS
 
 
 def is_trainable(case: Case) -> bool:
+    """Whether there is such a job, and its method has a plan for it: a placement is of one depth."""
     with contextlib.suppress(ValueError):
-        return bool(list(case.jobs()))
+        return all(
+            method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget) for job in case.jobs()
+        )
     return False
 
 

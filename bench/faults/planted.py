@@ -33,11 +33,12 @@ class Planted:
     scales_loss = True
     accumulates = True
 
-    fault: str = ""  # of FAULTS
+    fault: str = ""  # of FAULTS or DROPOUT_FAULTS
     products: int = 1  # parts that the sum of each matrix product is split into
     attention: str = "torch"  # or "plain": scores, mask, softmax and values one after the other
     adam: str = "fused"  # or "foreach", "loop", "plain": written out
     threads: int = 0  # of torch; 0: as they are
+    dropout_seed: int = 0  # other elements are dropped; 0: the reference's
     promises: bool = False  # the reference's bits
 
     @property
@@ -82,7 +83,7 @@ class Loop:
         self.patches: list[Any] = []  # contexts in which the model computes
         self.memory: dict[str, Any] = {}  # of a fault, from step to step
         if how.fault:
-            FAULTS[how.fault](self)
+            {**FAULTS, **DROPOUT_FAULTS}[how.fault](self)
         if how.products > 1:
             self.patches.append(functools.partial(_replaced, "linear", _split_linear(how.products)))
         if how.attention == "plain":
@@ -94,6 +95,8 @@ class Loop:
     def run(self, batches: Any) -> Training:
         import torch
 
+        if self.how.dropout_seed:
+            torch.manual_seed(self.how.dropout_seed)
         for self.step, (inputs, targets) in enumerate(batches, start=1):
             inputs, targets = self.batch(inputs, targets)
             with contextlib.ExitStack() as stack:
@@ -557,3 +560,71 @@ def _norm_epsilon(loop: Loop) -> None:
 @_fault("a starting tensor off by 1 %")
 def _start(loop: Loop) -> None:
     loop.masters[f"{LAYER}fc1.weight"].data *= 1.01
+
+
+# Of dropout alone, for bench/dropout_rule.py: they show in no training without it.
+
+
+def _dropout_at(factor: float) -> Callable[[Loop], None]:
+    """Its probability, times that."""
+
+    def plant(loop: Loop) -> None:
+        for part in (loop.model.ends, *loop.model.layers):
+            part.dropout *= factor  # type: ignore[operator, assignment]
+
+    return plant
+
+
+def _unscaled(loop: Loop) -> None:
+    """What stays is not divided by its share."""
+
+    def dropout(original: Any, x: Any, probability: float) -> Any:
+        return original(x, probability) * (1 - probability)
+
+    loop.patches.append(functools.partial(_replaced, "dropout", dropout))
+
+
+def _undropped_attention(loop: Loop) -> None:
+    def attention(original: Any, *words: Any, dropout_p: float, **others: Any) -> Any:
+        return original(*words, dropout_p=0.0, **others)
+
+    loop.patches.append(functools.partial(_replaced, "scaled_dot_product_attention", attention))
+
+
+def _same_each_step(loop: Loop) -> None:
+    import torch
+
+    whole = loop.batch
+
+    def batch(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        return whole(inputs, targets)
+
+    loop.batch = batch  # type: ignore[method-assign]
+
+
+def _anew_in_recompute(loop: Loop) -> None:
+    """The backward pass is of other elements than the forward pass."""
+    from harness.core import gpt
+
+    @contextlib.contextmanager
+    def forgetful() -> Iterator[None]:
+        original = gpt.checkpoint
+        gpt.checkpoint = functools.partial(original, preserve_rng_state=False)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            gpt.checkpoint = original
+
+    loop.patches.append(forgetful)
+
+
+DROPOUT_FAULTS: dict[str, Callable[[Loop], None]] = {
+    "no dropout": _dropout_at(0.0),
+    "twice the probability": _dropout_at(2.0),
+    "five times the probability": _dropout_at(5.0),
+    "what stays is not scaled": _unscaled,
+    "attention without dropout": _undropped_attention,
+    "the same elements at each step": _same_each_step,
+    "other elements in recompute": _anew_in_recompute,
+}

@@ -44,6 +44,11 @@ class Limits(NamedTuple):
             {part: factor * each for part, each in self.medians.items()},
         )  # fmt: skip
 
+    def alike(self) -> Limits:
+        """With the largest of any tensor for every one."""
+        largest = {part: max(own.values(), default=0.0) for part, own in self.tensors.items()}
+        return self._replace(tensors={part: dict.fromkeys(own, largest[part]) for part, own in self.tensors.items()})
+
 
 class Departure(NamedTuple):
     """A reason for programs, what was seen and what it means for people, and the step from which on, if it shows before

@@ -109,6 +109,27 @@ def test_what_drops_other_elements_may_differ_by_six_times_what_dropout_changes(
     assert ("which elements are dropped was not compared" in found.text) is found.passed
 
 
+@pytest.mark.parametrize(("moment", "verdict"), [(1.5, "tolerance"), (1.7, "failed")])
+def test_of_other_dropout_the_farthest_tensor_is_held_to_the_farthest(moment: float, verdict: str) -> None:
+    """Dropout changes one moment by 10 %, the others by hardly anything."""
+    without = {"a": tensor(exp_avg=1.1), "b": tensor(exp_avg=1.001), "c": tensor(exp_avg=1.001)}
+    undropped = trained([loss / 1.01 for loss in BASE], tensors=without)
+    other = trained(
+        [loss * 1.01 for loss in BASE], tensors={**dict.fromkeys("ac", tensor()), "b": tensor(exp_avg=moment)}
+    )
+    found = gate.judge(other, trained(BASE, tensors=dict.fromkeys("abc", tensor())), undropped=undropped)
+    assert found.verdict == verdict, found.text
+
+
+def test_what_drops_nothing_is_named_where_dropout_shows() -> None:
+    """It is as far from the reference as dropout takes that, which is within six times."""
+    undropped = trained([loss / 1.01 for loss in BASE])
+    found = gate.judge(trained([loss * (1 + 1e-7) for loss in undropped.losses]), trained(BASE), undropped=undropped)  # type: ignore[operator]
+    assert (found.verdict, found.reason) == ("failed", "dropout")
+    hardly = trained([loss * (1 + 1e-7) for loss in undropped.losses])  # type: ignore[operator]
+    assert gate.judge(undropped, hardly, undropped=undropped).passed
+
+
 def test_steps_that_fp16_skipped_otherwise_are_not_compared() -> None:
     skipping = trained([2.0, 1.9, 1.5, 1.4], loss_scales=[8.0, 8.0, 8.0, 4.0], skipped_steps=[3])
     steady = trained(BASE, loss_scales=[8.0] * 4)

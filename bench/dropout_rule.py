@@ -1,0 +1,114 @@
+"""What the gate's rule for other dropout sees.
+
+A method that drops other elements than the reference is some times as far from it as dropout takes the reference: this
+measures how many times, of honest runs and of faults.
+
+Honest: megatron-lm, and the reference's own training from another seed of dropout. Faults: of bench/faults/planted.py,
+from that other seed, too. Only the run itself is judged here; the probe, which has no dropout, sees more of them.
+
+    .venv/bin/python -m bench.dropout_rule [--out results/dropout-rule.json]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.gate_power import SIZE, train_all
+from harness.core.job import Job, Workload
+from harness.core.record import Record
+from harness.core.whole_file import write_whole
+from harness.jobs import departure, gate
+
+SIZES = [
+    replace(SIZE, **{"dropout": 0.1, **changes})
+    for changes in (
+        {"num_layers": 2, "seed": 1},
+        {"num_layers": 4, "seed": 2},
+        {"num_layers": 1, "hidden_size": 32, "seed": 3},
+        {"num_layers": 3, "hidden_size": 96, "num_heads": 6, "seq_len": 64, "vocab_size": 257, "seed": 4},
+        {"num_layers": 2, "batch_size": 2, "seed": 5},
+        {"num_layers": 2, "batch_size": 8, "seq_len": 16, "seed": 6},
+        {"num_layers": 2, "hidden_size": 128, "seed": 7},
+        {"num_layers": 2, "learning_rate": 0.01, "seed": 8},
+        {"num_layers": 2, "dtype": "bf16", "seed": 9},
+        {"num_layers": 2, "dtype": "fp16", "seed": 10},
+        # Of these none was seen when the rule was made.
+        {
+            "num_layers": 3,
+            "hidden_size": 48,
+            "num_heads": 3,
+            "seq_len": 48,
+            "vocab_size": 300,
+            "dropout": 0.01,
+            "seed": 21,
+        },
+        {"num_layers": 2, "hidden_size": 80, "num_heads": 5, "vocab_size": 200, "dropout": 0.02, "seed": 22},
+        {"num_layers": 5, "hidden_size": 48, "num_heads": 3, "batch_size": 3, "dropout": 0.05, "seed": 23},
+        {"num_layers": 6, "hidden_size": 32, "num_heads": 2, "dropout": 0.003, "seed": 24},
+        {"num_layers": 2, "hidden_size": 96, "num_heads": 6, "dropout": 0.3, "seed": 25},
+        {"num_layers": 4, "hidden_size": 48, "num_heads": 3, "dropout": 0.01, "dtype": "bf16", "seed": 26},
+        {"num_layers": 2, "hidden_size": 80, "num_heads": 5, "dropout": 0.03, "dtype": "bf16", "seed": 27},
+        {"num_layers": 3, "hidden_size": 48, "num_heads": 3, "dropout": 0.01, "dtype": "fp16", "seed": 28},
+    )
+]
+FAULTED = SIZES[1]
+FAULTS = (
+    "no dropout", "twice the probability", "five times the probability", "what stays is not scaled",
+    "attention without dropout", "the same elements at each step", "other elements in recompute",
+    "gradients doubled", "a layer's update skipped always", "a sample dropped", "no bias correction",
+    "weights a step stale", "mask off by one", "tied gradient from the head only", "constant rate on some layers",
+)  # fmt: skip
+
+
+def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, str]:
+    """How many times what dropout changes, and where that is."""
+    floor = departure.floor(reference, [undropped]).alike()
+    far = {
+        "loss": zip(departure.differences(record.losses, reference.losses), floor.losses, strict=True),
+        "norm": zip(departure.differences(record.grad_norms, reference.grad_norms), floor.norms, strict=True),
+    }
+    found = {what: max(ours / limit for ours, limit in pairs) for what, pairs in far.items()}
+    for part, (reason, _, compare) in departure.PARTS.items():
+        own = compare(record, reference)
+        found[f"{part} ({reason})"] = max((each / floor.tensors[part][name] for name, each in own.items()), default=0.0)
+    worst = max(found, key=lambda what: math.inf if math.isnan(found[what]) else found[what])
+    return found[worst], worst
+
+
+def job(method: str, size: Workload, **options: Any) -> Job:
+    return Job(method, size, options, steps=20, warmup=0)
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), default=Path("results/dropout-rule.json"))
+@click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
+def main(out: Path, cores: int) -> None:
+    """Train all, print how far each is, write it."""
+    tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]
+    tried += [(f"other seed {n}", job("planted", size, dropout_seed=77)) for n, size in enumerate(SIZES, start=1)]
+    tried += [(fault, job("planted", FAULTED, dropout_seed=77, fault=fault)) for fault in FAULTS]
+    sizes = [*SIZES, *(replace(size, dropout=0.0) for size in SIZES)]
+    records = train_all([*(each for _, each in tried), *(job("resident", size) for size in sizes)], cores)
+    rows: list[dict[str, Any]] = []
+    for name, each in tried:
+        undropped = job("resident", replace(each.workload, dropout=0.0))
+        ours, theirs, other = (records[one.key()] for one in (each, job("resident", each.workload), undropped))
+        if ours.status != "ok":
+            print(f"left out: {name}: {ours.status}: {ours.reason}")
+            continue
+        times, where = ratio(ours, theirs, other)
+        rows.append({"name": name, "times": round(times, 2), "where": where,
+                     "verdict": gate.judge(ours, theirs, undropped=other).verdict})  # fmt: skip
+        print("{name:35} {times:8.2f}  {where:30} {verdict}".format(**rows[-1]), flush=True)
+    write_whole(out, json.dumps({"allowed": gate.DROPOUT_ALLOWED, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
