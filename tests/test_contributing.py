@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(add
         ("verify --claims /nowhere", "/nowhere is not a file of claims: "),
         ("verify --methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
         ("case 3 --methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
+        ("verify --machines /nowhere", "/nowhere does not load: [Errno 2] No such file or directory"),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> None:
@@ -96,6 +98,63 @@ def test_a_machine_is_an_entry(tmp_path: Path) -> None:
     (tmp_path / "machines.yaml").write_text(MACHINE)
     budget = named_machines.load("workstation", tmp_path / "machines.yaml").budget
     assert (budget.device_bytes, budget.host_bytes) == (23 * 2**30, 58 * 2**30) and budget.rates
+
+
+def test_a_machine_of_any_file_is_planned_for_and_the_next_call_knows_nothing_of_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MACHINE)
+    words = ("plan", "-m", "l2l", "-l", "2", "-h", "256", "--json")
+    by_sizes = run(*words, "--device-memory", "23GiB", "--host-memory", "58GiB")
+    by_name = run(*words, "--machine", "workstation", "--machines", tmp_path / "mine.yaml")
+    assert json.loads(by_name.stdout)["largest_layers"] == json.loads(by_sizes.stdout)["largest_layers"] > 2
+    assert run(*words, "--machine", "workstation").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["advise -l 2 -h 256 --gpu workstation", "varuna configure -l 2 -h 256 --gpus 2 --batch 4 --machine workstation"],
+)
+def test_verbs_that_take_a_machine_find_those_of_a_file(tmp_path: Path, words: str) -> None:
+    (tmp_path / "mine.yaml").write_text(MACHINE)
+    done = run(*words.split(), "--machines", tmp_path / "mine.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_case_finds_a_machine_of_a_file_and_names_both(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MACHINE)
+    words = ("case", "3", "--profile", "fit", "--machine", "workstation", "--machines", tmp_path / "mine.yaml")
+    done = run(*words, "--extract", "--results", tmp_path)
+    call = " ".join(map(str, ["./run.sh", *words]))
+    assert done.stderr == f"error: no record of profile fit_workstation here; try {call} first\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: {device_memory: 9.0}", "a: expected a positive size with KiB, MiB, GiB, TiB, got '9.0'; try 32GiB"),
+        ("a: {devicememory: 9GiB}", "a: "),
+        ("v100-vm: {device_memory: 9GiB}", "expected one entry v100-vm, got "),
+        ("../a: {device_memory: 9GiB}", "expected a name of letters, digits, ._- and spaces, got '../a'"),
+        ("- a", "does not load"),
+        ("[" * 100, "does not load"),
+    ],
+)
+def test_a_file_of_wrong_machines_is_told_in_a_line(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    done = run("plan", "-m", "resident", "--machines", tmp_path / "mine.yaml")
+    assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_link_to_a_file_of_machines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MACHINE)
+    (tmp_path / "link.yaml").symlink_to("mine.yaml")
+    assert "expected a regular file" in run("plan", "-m", "resident", "--machines", tmp_path / "link.yaml").stderr
+
+
+def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
+    (tmp_path / "case8.py").write_text(CASE)
+    done = run("case", "8", "--extract", "--cases", tmp_path, "--results", tmp_path)
+    told = f"error: case 8 is of runs that it makes itself; try ./run.sh case 8 --cases {tmp_path} first"
+    assert done.returncode == 2 and done.stderr.startswith(told) and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.heavy

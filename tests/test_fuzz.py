@@ -142,7 +142,7 @@ def test_an_entry_of_machines_is_a_budget_or_refused_in_a_line(
     try:
         names = named_machines.names(file)
         for name in names:
-            assert named_machines.Machine.budget_on(named_machines.entry(named_machines.Machine, name, file, ""), "cpu")
+            assert named_machines.Machine.budget_on(named_machines.load(name, file), "cpu")
     except ValueError as error:
         assert len(str(error).splitlines()) == 1
 

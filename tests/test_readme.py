@@ -28,7 +28,7 @@ PAGES = {
     )
 }
 README = PAGES[ROOT / "README.md"]
-PLACEHOLDERS = {"DIR": str(ROOT), "LOGS...": str(ROOT / "README.md"), "FILE": str(ROOT / "README.md"), "N": "1"}
+PLACEHOLDERS = {"DIR": str(ROOT), "LOGS...": str(ROOT / "README.md"), "FILE": str(ROOT / "machines.yaml"), "N": "1"}
 FOLDERS = "harness|methods|cases|claims|tests|docs|bench|examples|notebooks|docker"
 NOT_THERE_YET = {"cases/case8.py", "methods/my_method.py", "harness/places/kubernetes.py"}
 

@@ -51,6 +51,7 @@ class Amount(click.ParamType):
 @click.option("--tokens", type=Amount(), help="Tokens to train on, such as 10B: adds the hours.")
 @options.results
 @options.methods
+@options.machines
 @options.as_json
 def advise(
     name: str | None, params: float | None, asked_methods: str, tokens: float | None, device_memory: int | None,

@@ -83,6 +83,7 @@ job_options = options.together(
     click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
     options.results,
     options.methods,
+    options.machines,
     click.option("--rerun", is_flag=True, help="Measure again what has a record."),
     options.no_probe,
     options.as_json,

@@ -63,6 +63,13 @@ def _registering(add: Callable[[Iterable[Path]], None], forget: Callable[[], Non
     return callback
 
 
+machines = click.option(
+    "--machines", type=FILE, multiple=True, is_eager=True, expose_value=False, metavar="FILE",
+    callback=_registering(named_machines.add, named_machines.forget),
+    help="Add the machines of a file, such as machines.yaml.",
+)  # fmt: skip
+
+
 def _lazily(name: str) -> Any:
     module, function = name.rsplit(".", 1)
     return lambda *given: getattr(importlib.import_module(module), function)(*given)
@@ -79,6 +86,7 @@ added = together(
                  callback=_registering(_lazily("harness.evidence.claims.choose"),
                                        _lazily("harness.evidence.claims.forget")),
                  help="File or folder of claims; default: claims/ of this project."),
+    machines,
 )  # fmt: skip
 machine_of_records = click.option(
     "--machine", metavar="NAME", help="Read only records of machines whose name contains NAME; v100-vm: the paper's."

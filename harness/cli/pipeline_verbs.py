@@ -44,6 +44,7 @@ gpt = options.together(
 )
 rates = options.together(
     click.option("--machine", "machine_name", metavar="NAME", help="Rates of a machine of machines.yaml, for a GPT."),
+    options.machines,
     click.option("--network", type=Bytes(), help="Bytes per second of a link between stages of a GPT."),
 )
 
@@ -194,7 +195,8 @@ def _workload(words: dict[str, Any]) -> Workload:
 
 
 def _rates(words: dict[str, Any]) -> Rates:
-    found = named_machines.load(words["machine_name"]).budget.rates if words["machine_name"] else None
+    name = words["machine_name"]
+    found = named_machines.load(name).rates(words["dtype"]) if name else None
     if found is None:
         raise ValueError("expected --machine NAME with rates, for the passes of a GPT")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,15 +30,27 @@ def entries(file: Path, example: str) -> dict[str, Any]:
         raise ValueError(f"{file} does not load: {told}; try {example}") from error
 
 
-def entry(kind: type[T], name: str, file: Path, example: str) -> T:
+def places(files: Iterable[Path], example: str) -> dict[str, Path]:
+    """The file that each entry of several is in. Raises ValueError where two have one of the same name."""
+    found: dict[str, Path] = {}
+    for file in files:
+        for name in entries(file, example):
+            if found.setdefault(name, file) != file:
+                told = " ".join(name.split())
+                raise ValueError(f"expected one entry {told}, got {found[name]} and {file}; try another name")
+    return found
+
+
+def entry(kind: type[T], name: str, files: Sequence[Path], example: str) -> T:
     """The entry of this name as a value of a dataclass. Raises ValueError that names the nearest one, or the entry's
     wrong fields."""
-    found, what = entries(file, example), kind.__name__.lower()
+    found, what = places(files, example), kind.__name__.lower()
     if name not in found:
-        choices = f"choose one of {', '.join(sorted(found))}, or add it to {file}"
+        choices = f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}"
         raise ValueError(f"no {what} {name!r}: {did_you_mean(name, found)}{choices}")
+    file = found[name]
     try:
-        return checked(kind, found[name])
+        return checked(kind, entries(file, example)[name])
     except ValueError as error:
         known = ", ".join(item.name for item in fields(kind))  # type: ignore[arg-type]
         raise ValueError(f"{file}: {' '.join(name.split())}: {error}; try {known}") from error

@@ -43,4 +43,4 @@ def names(file: Path = FILE) -> list[str]:
 
 def load(name: str, file: Path = FILE) -> Model:
     """The model of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
-    return entry(Model, name, file, EXAMPLE)
+    return entry(Model, name, (file,), EXAMPLE)

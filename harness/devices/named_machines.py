@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 from harness.core.checked_data import NO_OTHER_FIELDS
 from harness.core.job import GIB, Budget
 from harness.core.method import ROOT
-from harness.core.named_entries import entries, entry
+from harness.core.named_entries import entry, places
 from harness.core.rates import Rates, of_facts
 from harness.devices import cuda_budget, machine
 
 FILE = ROOT / "machines.yaml"
 EXAMPLE = "v100-vm: {device_memory: 32GiB}"
+NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
@@ -92,13 +95,40 @@ class Machine:
         self.budget  # noqa: B018  raises ValueError where a size is wrong
 
 
-def names(file: Path = FILE) -> list[str]:
-    return sorted(entries(file, EXAMPLE))
+_added: list[Path] = []  # files of other machines
 
 
-def load(name: str, file: Path = FILE) -> Machine:
+def add(files: Iterable[Path]) -> None:
+    """Files whose machines are found by name from now on, as those of this project are, until forget(). Raises
+    ValueError where one is wrong: tables, figures and reports ask every machine."""
+    all_files = (FILE, *_added, *(file.absolute() for file in files))  # a link stays one, and is refused
+    for name in names(*all_files):
+        load(name, *all_files)
+    _added[:] = all_files[1:]
+
+
+def forget() -> None:
+    _added.clear()
+
+
+def names(*files: Path) -> list[str]:
+    """Of these files, else of all that are known."""
+    found = sorted(places(files or (FILE, *_added), EXAMPLE))
+    for name in found:
+        if not NAME.fullmatch(name):  # files of figures are named by it
+            raise ValueError(f"expected a name of letters, digits, ._- and spaces, got {name!r:.80}; try my-machine")
+    return found
+
+
+def load(name: str, *files: Path) -> Machine:
     """The machine of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
-    return entry(Machine, name, file, EXAMPLE)
+    return entry(Machine, name, files or (FILE, *_added), EXAMPLE)
+
+
+def words(name: str) -> str:
+    """The options of a call that names it."""
+    file = places((FILE, *_added), EXAMPLE).get(name)
+    return shlex.join(["--machine", name, *(["--machines", str(file)] if file in _added else [])])
 
 
 def size_bytes(text: str) -> int:

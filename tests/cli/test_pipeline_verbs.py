@@ -24,17 +24,19 @@ def test_one_micro_batch_takes_its_passes_and_messages() -> None:
     assert found == {"varuna": 1 + 0.25 + 3 + 0.25 + 2, "1f1b": 2 + 0.5 + 6, "gpipe": 2 + 0.5 + 6}
 
 
-def test_a_named_gpts_passes_come_from_the_machines_rates() -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_named_gpts_passes_come_from_the_machines_rates_in_its_dtype(dtype: str) -> None:
     """All FLOPs of one sample on one stage."""
     from harness.core.job import Workload
     from harness.core.named_models import load
     from harness.devices import named_machines
 
-    rates = named_machines.load("h200").budget.rates
+    rates = named_machines.load("h200").rates(dtype)
     assert rates
     workload = Workload(**load("varuna-355m").sizes, batch_size=1)
     words = ("--model", "varuna-355m", "--machine", "h200", "--stages", 1, "--micro-batches", 1, "--schedule", "gpipe")
-    assert simulated(*words)["gpipe"] == pytest.approx(workload.flops_per_step / rates.device_flops_per_second)
+    found = simulated(*words, "--dtype", dtype)["gpipe"]
+    assert found == pytest.approx(workload.flops_per_step / rates.device_flops_per_second)
 
 
 def test_a_step_is_drawn(tmp_path: Path) -> None:

@@ -45,6 +45,15 @@ def test_a_name_tells_the_number_of_parameters(name: str) -> None:
     assert Workload(**model.sizes).num_params == pytest.approx(published, rel=within)
 
 
+# Layers, width and heads by the comments of microsoft/varuna's examples/Megatron-LM/pretrain_gpt2_varuna.sh.
+VARUNA = {"355m": (24, 1024, 16), "1.5b": (48, 1600, 16), "2.5b": (54, 1920, 20), "8.3b": (72, 3072, 32)}
+
+
+@pytest.mark.parametrize("size", VARUNA)
+def test_varunas_models_are_those_of_its_script(size: str) -> None:
+    assert sizes("plan", "--model", f"varuna-{size}")[:4] == (*VARUNA[size], 1024)
+
+
 @pytest.mark.parametrize("verb", ["run", "sweep", "plan"])
 def test_a_model_gives_the_sizes_that_are_not_given(verb: str) -> None:
     assert sizes(verb, "--model", "llama-7b") == (32, 4096, 32, 2048, 32000)

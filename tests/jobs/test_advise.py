@@ -62,6 +62,22 @@ def test_every_datasheet_has_a_source_and_rates(name: str) -> None:
         assert rates and (peak is None or 0.4 * peak < rates.device_flops_per_second < peak)
 
 
+# Multiprocessors, GHz of the boost clock, and operations a clock of each one's Tensor Cores on fp16 with fp32
+# accumulation: what the whitepapers' peaks are made of. A GeForce card's do half of what an A10's do.
+TENSOR_CORES = {
+    "v100": (80, 1.53, 1024), "t4": (40, 1.59, 1024), "a10": (72, 1.695, 1024), "a100-80": (108, 1.41, 2048),
+    "rtx3090": (82, 1.695, 512), "rtx4090": (128, 2.52, 512), "rtx5090": (170, 2.407, 512),
+    "h100": (132, 1.83, 4096), "gh200": (132, 1.83, 4096),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_a_peak_is_what_its_tensor_cores_do_at_the_boost_clock(name: str) -> None:
+    sheet = named_machines.load(name).datasheet
+    multiprocessors, gigahertz, operations = TENSOR_CORES[name]
+    assert sheet and sheet.fp16_tflops == pytest.approx(multiprocessors * gigahertz * operations / 1e3, rel=0.005)
+
+
 def test_every_gpu_that_people_have_is_there() -> None:
     wanted = "t4 v100 a10 a100-40 a100-80 l4 l40s rtx3090 rtx4090 rtx5090 h100 h200 b200 gh200 k80"
     assert set(wanted.split()) <= set(DATASHEETS)

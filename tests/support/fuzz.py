@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 fuzzed = settings(
-    max_examples=int(os.environ.get("FUZZ", "300")), deadline=None, suppress_health_check=list(HealthCheck),
+    max_examples=int(os.environ.get("FUZZ", "300")), suppress_health_check=list(HealthCheck),
     database=None,
 )  # fmt: skip
 TEXTS = [
