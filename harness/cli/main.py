@@ -19,11 +19,12 @@ from harness.cli import job_verbs, options, pipeline_verbs, result_verbs
 from harness.cli.advise import advise
 from harness.cli.check_method import check_method
 from harness.cli.doctor import doctor
-from harness.cli.exit_codes import INTERRUPTED, MEMORY, UNAVAILABLE, USAGE
+from harness.cli.exit_codes import CRASH, INTERRUPTED, MEMORY, UNAVAILABLE, USAGE
 from harness.cli.job_options import WithMethods
 from harness.cli.job_verbs import EXAMPLES
 from harness.core import method
 from harness.core.console import readable_output
+from harness.jobs.sweep import FolderLost
 from harness.places.docker_image import image
 
 FIRST_CALLS = """\
@@ -97,6 +98,8 @@ def _run() -> None:
             told = f" in{where}" if where else ""
             _fail(f"error: the disk is full{told}: free some space and repeat the call", MEMORY)
         _fail(f"error: cannot use{where or ' a file'}: {error.strerror or error}; try another one", USAGE)
+    except FolderLost as error:
+        _fail(f"error: {error}", CRASH)
     except ValueError as error:
         _fail(f"error: {error}", USAGE)
     except method.Unavailable as error:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,10 @@ def largest(trained: method.Method, job: Job, budget: Budget) -> int:
 PROBES = True  # what a sweep does that is not told
 
 
+class FolderLost(Exception):
+    """The folder of results went away, or was closed, while jobs ran; the text names it."""
+
+
 class Sweep:
     """A folder of results, and the jobs that add to it."""
 
@@ -115,16 +120,21 @@ class Sweep:
             self.report({"event": "warning", "text": complaint})
 
     def run(self, jobs: list[Job]) -> list[Record]:
-        """A judged record of each resolved job, in order, measured now or earlier."""
-        if self.place and self.place.is_parallel:
-            self._launch_at_once(self.place, jobs)
-            self._launch_at_once(self.place, self._references(jobs))
-        total = len(jobs)
-        return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
+        """A judged record of each resolved job, in order, measured now or earlier. Raises FolderLost."""
+        with self._in_its_folder():
+            if self.place and self.place.is_parallel:
+                self._launch_at_once(self.place, jobs)
+                self._launch_at_once(self.place, self._references(jobs))
+            total = len(jobs)
+            return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
         """The number-th measurement of a resolved job, judged; made now, even against its plan, if there are fewer.
-        A refusal by plan is not a measurement."""
+        A refusal by plan is not a measurement. Raises FolderLost."""
+        with self._in_its_folder():
+            return self._attempt(job, number, place)
+
+    def _attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
         key = self.key(job)
         known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
@@ -135,6 +145,16 @@ class Sweep:
             self.report({"event": "start", "job": job, "plan": resolve(job, self.folders)[1], **place})
             path = self._launch(job, key)
         return self._end(path)
+
+    @contextlib.contextmanager
+    def _in_its_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # where a record cannot be written, or is not there
+            if os.access(self.results, os.R_OK | os.W_OK | os.X_OK):
+                raise
+            told = f"expected a folder of results to write to, got {self.results} removed or closed while a job ran"
+            raise FolderLost(f"{told}, and its record is lost; try again with another --results") from error
 
     def _end(self, path: Path) -> Record:
         record = self._judge(path)

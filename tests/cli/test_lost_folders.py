@@ -1,0 +1,85 @@
+"""Folders that may not be read, or that go away while a job runs: one line and a documented exit code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.core.method import ROOT
+from tests.support import tiny
+
+LOST = "-dac_override,-dac_read_search"  # what lets root read everything
+
+
+def as_anybody() -> list[str]:
+    """The words before a call that make rights count for it."""
+    if os.geteuid():
+        return []
+    words = ["setpriv", f"--bounding-set={LOST}", f"--inh-caps={LOST}"]
+    if not shutil.which("setpriv") or subprocess.run([*words, "true"], capture_output=True).returncode:
+        pytest.skip("root reads every folder here: no setpriv that takes its capabilities away")
+    return words
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a log in it that may be neither listed nor entered."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    (folder / "log_a.txt").touch()
+    folder.chmod(0)
+    yield folder
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["verify", "report", "doctor", "compare l2l resident", "fairness", "bundle", "case 3 --profile demo --extract",
+     "advise -l 2 -h 64", "import .", " ".join(tiny.WORDS)],
+)  # fmt: skip
+def test_results_below_a_folder_that_may_not_be_read_are_one_line(verb: str, closed: Path) -> None:
+    words = [*as_anybody(), sys.executable, "-m", "harness", *verb.split(), "--results", str(closed / "results")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
+    assert (
+        done.stderr.startswith("error: cannot ") and f"{closed}" in done.stderr and "Permission denied" in done.stderr
+    )
+
+
+def test_results_in_a_folder_that_may_not_be_read_are_one_line(closed: Path) -> None:
+    words = [*as_anybody(), sys.executable, "-m", "harness", "verify", "--results", str(closed)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    told = f"error: Invalid value for '--results': Directory '{closed}' is not readable; see --help\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize("option", ["--methods", "--cases", "--claims", "--machines"])
+def test_what_is_added_from_a_folder_that_may_not_be_read_is_one_line(
+    option: str, closed: Path, tmp_path: Path
+) -> None:
+    place = closed / "some.yaml" if option in ("--claims", "--machines") else closed / "some"
+    words = [*as_anybody(), sys.executable, "-m", "harness", "verify", "--results", str(tmp_path), option, str(place)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
+    assert done.stderr.startswith("error: ") and "Permission denied" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["removed", "closed"])
+def test_a_results_folder_that_goes_away_during_a_run_is_one_line(how: str, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    lines = {"removed": f"import shutil; shutil.rmtree({str(results)!r})", "closed": f"os.chmod({str(results)!r}, 0)"}
+    methods = tiny.write_ending(tmp_path, lines[how])
+    words = [*tiny.WORDS, "-m", "ending", "--methods", str(methods), "--steps", "2", "--results", str(results)]
+    before = as_anybody() if how == "closed" else []
+    done = subprocess.run(
+        [*before, sys.executable, "-m", "harness", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    results.exists() and results.chmod(0o700)
+    told = f"error: expected a folder of results to write to, got {results} removed or closed while a job ran, and its "
+    assert done.returncode == 3 and done.stderr == f"{told}record is lost; try again with another --results\n"
