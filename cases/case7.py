@@ -133,6 +133,11 @@ def beside(rows: Sequence[FigureRow], used: Profile, results: Path) -> list[Figu
     return found
 
 
+def kept(used: Profile, results: Path) -> list[Path]:
+    folder = _folder(used, results)
+    return sorted([*folder.glob("profile/*"), *folder.glob("*/job/steps.jsonl")])
+
+
 def simulated(rows: Sequence[FigureRow]) -> list[FigureRow]:
     pauses = [row.value for row in rows if row.metric == "pause_seconds" and row.value]
     return [*_schedules(SENDS), *_trace(statistics.median(pauses) if pauses else MORPH_SECONDS)]

@@ -37,7 +37,9 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
     """The rows of a case. Raises ValueError where there are none, or where they would mix what must not be mixed."""
     module, chosen = case.load(number), dict(map(_choice, where))
     if not hasattr(module, "pick"):
-        raise ValueError(f"case {number} is of runs that it makes itself: ./run.sh case {number}")
+        raise ValueError(
+            f"case {number} is of runs that it makes itself; try {case.call(number)} first, or name their --profile"
+        )
     wanted = [
         record
         for record in records
@@ -48,7 +50,7 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
     if not wanted:
         told = f" with {' and '.join(where)}" if where else ""
         names = ", ".join(module.METHODS)
-        raise ValueError(f"no record here of {names}{told}: ./run.sh case {number} makes some, or run one by hand")
+        raise ValueError(f"no record here of {names}{told}; try {case.call(number)} first, or run one by hand")
     _check_alike(number, ALIKE, [facts(record) for record in wanted])
     jobs = [record.job for index, record in enumerate(wanted) if record.job not in [one.job for one in wanted[:index]]]
     rows = [row_of(module.METRIC, case.repeats(job, wanted)) for job in jobs]

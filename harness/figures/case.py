@@ -12,6 +12,7 @@ largest trained depths of the searched methods, as far as known. It may have
     profiles(used)          the profiles of its jobs, where they are of others than `used` alone
     measure(used, results, report)  what its figure shows beside runs, measured where it is not there yet
     beside(rows, used, results)     rows of that
+    kept(used, results)     the files that beside() reads: texts, which an archive takes along
     simulated(rows)         rows beside the measured ones, made of them by arithmetic
 Cases without a number are no figures of the papers and no part of `all`: main() does everything, and reports call
 profiles(), shown(), table(), extract() and draw().
@@ -26,6 +27,7 @@ import importlib
 import io
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ import cases
 from harness.core import method
 from harness.core.checked_data import checked
 from harness.core.foreign_file import read_text
+from harness.core.imported_file import imported
 from harness.core.job import Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Gate, Record
@@ -87,6 +90,13 @@ def numbers() -> list[int]:
     return sorted(_files())
 
 
+def call(number: int, profile_name: str = "") -> str:
+    """The command that runs a case, wherever its file is."""
+    words = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
+    folder = _files()[number].parent
+    return words if folder == FOLDER else f"{words} --cases {shlex.quote(str(folder))}"
+
+
 def others() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("[!_]*.py") if not path.stem.startswith("case"))
 
@@ -99,12 +109,7 @@ def load(number: int | str) -> Any:
     if str(path.parent) not in cases.__path__:
         cases.__path__.append(str(path.parent))
         importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(f"cases.{path.stem}")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ValueError(f"{path} does not load: {' '.join(f'{type(error).__name__}: {error}'.split())}") from error
+    module = imported(f"cases.{path.stem}", path)
     if lacking := [name for name in ("METRIC", "METHODS", "SEARCHES", "RUNS", "jobs") if not hasattr(module, name)]:
         raise ValueError(f"{path} is no case: expected {', '.join(lacking)}; see CONTRIBUTING.md")
     return module
@@ -292,7 +297,7 @@ def table(number: int, used: Profile, records: Sequence[Record], results: Path |
     where they would mix machines or windows."""
     module, found = load(number), measured(number, used, records)
     if not found:
-        raise ValueError(f"no record of profile {used.name} here: ./run.sh case {number} --profile {used.kind} runs it")
+        raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")
     windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
     if len(windows) > 1 and getattr(module, "AXIS", "") != "window_size":
         raise ValueError(f"expected one window in case {number}, got {', '.join(map(str, sorted(windows)))}")

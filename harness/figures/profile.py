@@ -148,7 +148,9 @@ def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
         return Budget(facts["gpu_bytes"], facts["host_bytes"])
     budget = named_machines.load(on).budget_on(device)
     if not budget.device_bytes or not budget.host_bytes:
-        raise ValueError(f"machine {on} needs device_memory and host_memory in {named_machines.FILE} for a case")
+        raise ValueError(
+            f"machine {on} needs device_memory and host_memory for a case; try another one, or add them to its entry"
+        )
     return budget
 
 
@@ -165,4 +167,4 @@ def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, B
 def call(number: int | str, profile: str) -> str:
     """The command of a case in a profile; fit_v100-vm is fit on that machine."""
     kind, _, on = profile.partition("_")
-    return f"./run.sh case {number} --profile {kind}" + (f" --machine {on}" if on else "")
+    return f"./run.sh case {number} --profile {kind}" + (f" {named_machines.words(on)}" if on else "")

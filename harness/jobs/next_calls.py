@@ -40,7 +40,10 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
         if budget.device_bytes and budget.host_bytes and _fits(job, budget, folders):
             bare = dataclasses.replace(job, budget=Budget(), device=machine.devices()[0])
             words = command(bare, is_short=True).removeprefix("./run.sh ")
-            yield f"./run.sh plan {words} --machine {name}", "the plan on a machine that holds it, in a second"
+            yield (
+                f"./run.sh plan {words} {named_machines.words(name)}",
+                "the plan on a machine that holds it, in a second",
+            )
             break
 
 

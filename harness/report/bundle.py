@@ -84,10 +84,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     for path, record in zip(found, records, strict=True):
         record.write(stage / path.name)
     for path in results.glob("log_*.txt"):
-        try:
-            (stage / path.name).write_text(names.text(read_text(path)))
-        except OSError as error:
-            print(f"left out: {path}: {error.strerror}", file=sys.stderr)
+        _put_text(path, stage / path.name, names)
     traces = results / "traces"
     if traces.is_symlink():
         print(f"left out: {traces}: expected a folder, got a symbolic link", file=sys.stderr)
@@ -99,12 +96,25 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""
         chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in page.tables(chosen, results):
+            for path in getattr(case.load(number), "kept", lambda *_: [])(used, results):
+                if path.resolve() == path:  # not led out of the folder by a link
+                    _put_text(path, stage / path.relative_to(results.resolve()), names)
             case.draw(number, case.extract(number, used, chosen, stage / "figures" / part, results))
         for profile, other, shown in page.traces(chosen, stage):
             case.load(other).extract(shown, profile, stage / "figures" / part)
             case.load(other).draw(shown, profile, stage / "figures" / part)
         page.write(stage, stage / "report" / part / page.PAGE, None, name if part else None)
     (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
+
+
+def _put_text(path: Path, copy: Path, names: Names) -> None:
+    try:
+        text = read_text(path)
+    except OSError as error:
+        print(f"left out: {path}: {error.strerror}", file=sys.stderr)
+        return
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(names.text(text))
 
 
 def _put_trace(path: Path, stage: Path, names: Names) -> None:

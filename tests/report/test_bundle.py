@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 import os
@@ -16,11 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import case7
 from harness.core.method import ROOT
 from harness.core.record import Gate, Record, read_all
 from harness.report import bundle, page
 from harness.report.redact import ADDRESS, HOST, USER, Names, here, nodes
+from tests.cases.test_case7 import left_by_measuring
 from tests.cli.test_main import run
+from tests.figures.test_case import DEMO as CASE_DEMO
+from tests.figures.test_case import record as case_record
 from tests.report.test_page import DEMO, MACHINE, RECORDS, measured
 from tests.run.test_trace import put_trace
 from tests.support import records
@@ -87,6 +92,18 @@ def test_a_trace_its_figure_and_its_place_in_the_report_are_in_it_without_a_name
         f"overlap_demo.{kind}" for kind in ("json", "csv", "pdf", "png")
     }
     assert not (there / "traces" / "other.json").exists()  # no trace of ours: it may hold anything
+
+
+def test_the_page_of_case_7_shows_what_was_measured_beside_its_runs(tmp_path: Path) -> None:
+    """Steps foretold by a profile, named by stages x micro-batch, and the losses of the job that morphed."""
+    left_by_measuring(tmp_path / "results")
+    records.write(tmp_path / "results", *(case_record(job, 2.0) for job in case7.jobs(CASE_DEMO, {})))
+    with tarfile.open(bundle.write(tmp_path / "results", tmp_path / "b.tar.gz", NAMES)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    text = (tmp_path / bundle.FOLDER / "report" / "index.html").read_text()
+    drawn = [base64.b64decode(each).decode() for each in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", text)]
+    assert len(drawn) == 1 and "<!-- 1 x 1 -->" in drawn[0]
+    assert "<!-- morphed -->" in drawn[0] and "No morphed job here" not in drawn[0]
 
 
 def test_the_same_results_give_the_same_bytes(results: Path, tmp_path: Path) -> None:
@@ -174,7 +191,7 @@ PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x",
 JOINTS = st.sampled_from(["/", " ", ":", "@", "-", "_", ".", "'", '"', "\n", "[", "=", "//", ""])
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(PIECES), JOINTS), min_size=1, max_size=6))
 def test_no_name_is_left_however_it_is_put(parts: list[tuple[str, str]]) -> None:
     text = NAMES.text("".join(piece + joint for piece, joint in parts))
