@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from harness.core import method
@@ -19,6 +20,8 @@ from harness.core.record import new_stem
 from harness.devices import cgroup, machine, sim
 from tests.support import covering, forks, longest_first, packages
 
+hypothesis.settings.register_profile("harness", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("harness")
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -127,13 +127,13 @@ def test_another_depth_changes_only_the_depth() -> None:
     assert Workload(seed=7).at_depth(3) == Workload(num_layers=3, seed=7)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(jobs)
 def test_job_survives_json(job: Job) -> None:
     assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(jobs)
 def test_equal_jobs_have_equal_keys(job: Job) -> None:
     assert Job.from_dict(json.loads(json.dumps(job.to_dict()))).key() == job.key()
