@@ -4,7 +4,8 @@
 
 Each round takes a profile, and then steps of all configurations, so that a busy while of the machine hits all alike: a
 prediction is held against the steps of its own round, a configuration against the best one of the same rounds.
-Configurations whose replicas and stages leave a rank idle are not measured.
+Configurations whose replicas and stages leave a rank idle are not measured: a Varuna takes all ranks of the world, so
+each number of ranks would need processes and profiles of its own, at another time.
 """
 
 from __future__ import annotations
