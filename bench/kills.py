@@ -55,7 +55,7 @@ class Call:
 
     def kill(self, whom: str, number: signal.Signals) -> None:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            workers = psutil.Process(self.process.pid).children() if whom != "parent" else []
+            workers = psutil.Process(self.process.pid).children(recursive=True) if whom != "parent" else []
             for each in [*([self.process] if whom != "worker" else []), *workers]:
                 each.send_signal(number)
 

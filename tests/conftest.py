@@ -51,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = longest_first.order(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """Let tests share an environment, and so the process that forks their workers."""
+    del os.environ["PYTEST_CURRENT_TEST"]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`method_name` runs over every method there is, so that a new file is tested unasked."""
     if "method_name" in metafunc.fixturenames:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -27,7 +27,7 @@ from harness.core.job import Job, Workload
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, cgroup, machine
 from harness.devices.device_lock import turn
-from harness.run import ranks, scratch
+from harness.run import ranks, scratch, warm_start
 
 SAMPLE_SECONDS = 0.1
 LIST_SECONDS = 1.0  # between lists of children, which read every process: 1.5 ms of the cores that train
@@ -145,12 +145,8 @@ class Watch:
         reader, writer = os.pipe()
         self.scratch, held = scratch.make()
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "harness.run.ranks" if job.world_size > 1 else "harness.run.worker"],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writer, lock, held), start_new_session=True,
-                text=True, env=environment(job) | {"TMPDIR": str(self.scratch)},
-            )  # fmt: skip
-        except OSError:
+            self.process = self._start(log, (writer, lock, held))
+        except BaseException:
             os.rmdir(self.scratch)
             raise
         finally:
@@ -166,6 +162,18 @@ class Watch:
                 self.wall.enter(self.process.pid)  # before it gets the order, so before it takes any memory
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
+
+    def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | warm_start.Forked:
+        module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
+        of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
+        # A memory group counts what its processes take anew: one with a limit starts with a process that has nothing.
+        if self.job.device != "cuda" and self.job.world_size == 1 and not self.wall:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                return warm_start.start(module, log, descriptors, of_worker)
+        return subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=descriptors,
+            start_new_session=True, text=True, env=of_worker,
+        )  # fmt: skip
 
     def follow(self) -> None:
         """Take in events and samples until the worker has closed its pipe and ended."""
@@ -253,7 +261,7 @@ class Watch:
         limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
         allowed_seconds = budgets.silence_seconds if self.stopped == "silence" else budgets.deadline_seconds
         return failures.End(
-            phase=self.events.phase, code=self.rank["code"] if self.rank else self.process.returncode,
+            phase=self.events.phase, code=self.rank["code"] if self.rank else self.process.wait(),
             stopped=self.stopped, seconds=self.job.budget.seconds or allowed_seconds(self.job),
             oom_kills=kills, owns_group=bool(self.wall), system_oom_kills=cgroup.oom_kills() - self.kills[1],
             host_peak_bytes=sum(self.peaks.values()), host_limit_bytes=limit, shm_free_bytes=self.shm_free_bytes,

@@ -88,11 +88,11 @@ from harness.core.job import *
 launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    worker_process = wait_for(lambda: next(iter(psutil.Process(parent.pid).children()), None))
     wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
+    others = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.wait()
-    worker_process.wait(30)
+    assert len(others) == 3 and not psutil.wait_procs(others, 30)[1]
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.losses
 
@@ -230,8 +230,10 @@ def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> Non
 
 
 def kill_workers() -> None:
-    for process in psutil.Process(os.getpid()).children():
-        if "harness.run.worker" in process.cmdline():
+    """Those that are forked, and not who waits for them."""
+    this = psutil.Process()
+    for process in {*this.children(recursive=True)} - {*this.children()}:
+        if not process.children():
             process.kill()
 
 

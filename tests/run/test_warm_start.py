@@ -1,0 +1,129 @@
+"""A worker forked from a process with torch is as a new one: what it has, how it ends, and who ends with whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.core.child_process import child_environment
+from harness.core.source_hash import ROOT
+from harness.run import warm_start
+from tests.run.test_launch import wait_for
+
+MODULE = """
+import json, os, signal, sys
+READ = {read}
+
+def main():
+    given = sys.stdin.readline()
+    {first}
+    print(json.dumps([READ, given, os.environ.get("OWN"), os.getcwd(), sorted(os.sched_getaffinity(0)), "torch" in
+          sys.modules, os.getsid(0) == os.getpid(), signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+          signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, not signal.pthread_sigmask(signal.SIG_BLOCK, [])]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("warm")
+
+
+@pytest.fixture(scope="module")
+def environment(folder: Path) -> Iterator[dict[str, str]]:
+    given = child_environment()
+    path = f"{given['PYTHONPATH']}{os.pathsep}{folder}"
+    yield given | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OWN": "1"}
+    if server := warm_start._server:
+        server.process.kill()
+        server.process.wait()
+
+
+def ended(folder: Path, environment: dict[str, str], first: str = "pass", read: int = 1) -> tuple[int, str]:
+    """The exit code of a worker, and its log."""
+    (folder / "warm_module.py").write_text(MODULE.format(first=first, read=read))
+    with open(folder / "log", "w") as log:
+        worker = warm_start.start("warm_module", log, (), environment)
+        worker.stdin.write("a line\n")
+        worker.stdin.close()
+        return worker.wait(), (folder / "log").read_text()
+
+
+def test_a_worker_has_what_a_new_process_would_have(
+    folder: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(folder, environment)
+    monkeypatch.chdir(folder)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        code, log = ended(folder, environment | {"TMPDIR": "/tmp"}, read=2)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert code == 0
+    assert json.loads(log) == [2, "a line\n", "1", str(folder), [min(cores)], True, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", -9), ("os.kill(os.getppid(), signal.SIGKILL)", -9),
+     ("1 / 0", 1)],
+)  # fmt: skip
+def test_its_end_is_told(folder: Path, environment: dict[str, str], first: str, code: int) -> None:
+    found, log = ended(folder, environment, first)
+    assert found == code and ("ZeroDivisionError" in log) == (code == 1)
+
+
+def test_descriptors_keep_their_numbers(folder: Path, environment: dict[str, str]) -> None:
+    numbers = [os.open(folder / name, os.O_WRONLY | os.O_CREAT) for name in "abc"]
+    writes = "; ".join(f"os.write({number}, b'{name}')" for number, name in zip(numbers, "abc", strict=True))
+    (folder / "warm_module.py").write_text(MODULE.format(first=writes, read=1))
+    with open(folder / "log", "w") as log:
+        worker = warm_start.start("warm_module", log, numbers, environment)
+    worker.stdin.close()
+    for number in numbers:
+        os.close(number)
+    assert worker.wait() == 0 and [(folder / name).read_text() for name in "abc"] == [*"abc"]
+
+
+def test_another_environment_is_another_process_and_the_one_before_ends(
+    folder: Path, environment: dict[str, str]
+) -> None:
+    ended(folder, environment)
+    before: Any = warm_start._server
+    _, log = ended(folder, environment | {"OWN": "2"})
+    assert '"2"' in log and before.process.poll() is not None
+
+
+def test_one_that_was_killed_is_started_anew(folder: Path, environment: dict[str, str]) -> None:
+    ended(folder, environment)
+    assert warm_start._server
+    warm_start._server.process.kill()
+    wait_for(lambda: psutil.Process(warm_start._server.process.pid).status() == psutil.STATUS_ZOMBIE)
+    assert ended(folder, environment)[0] == 0
+
+
+def test_it_ends_with_its_caller(environment: dict[str, str]) -> None:
+    code = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from harness.run import warm_start
+warm_start._connection(dict(os.environ))
+print(warm_start._server.process.pid, flush=True)
+time.sleep(600)
+"""
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert caller.stdout
+    process = psutil.Process(int(caller.stdout.readline()))
+    caller.send_signal(signal.SIGKILL)
+    caller.wait()
+    process.wait(60)
