@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,15 +33,6 @@ def train_on_sim(tracker: Tracker, method: str, workload: Workload, steps: int, 
         return [result.losses, result.grad_norms]
 
 
-@pytest.fixture
-def one_core() -> Iterator[None]:
-    """What several threads hold at once differs from run to run."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("method", "options"), METHODS)
 def test_losses_and_norms_are_the_cpus_to_the_last_bit(method: str, options: dict, dtype: str) -> None:
@@ -54,14 +43,15 @@ def test_losses_and_norms_are_the_cpus_to_the_last_bit(method: str, options: dic
 
 
 @pytest.mark.heavy
-def test_the_compiled_device_counts_the_same_bytes(compiled_sim: None, one_core: None) -> None:
+def test_the_compiled_device_counts_the_same_bytes(compiled_sim: None) -> None:
     sizes = ({"seq_len": 128, "vocab_size": 64}, {"vocab_size": 2048})  # fullest in a layer, and at the loss
     workloads = [tiny(num_layers=4, dtype=dtype, **size) for dtype in ("fp32", "bf16") for size in sizes]
     cases = [(method, workload, options) for workload in workloads for method, options in METHODS]
     compiled = on_sim.call(on_sim.peaks, cases)
     for (method, workload, options), (device_peak, host_peak) in zip(cases, compiled, strict=True):
         tracker = Tracker()
-        train_on_sim(tracker, method, workload, 3, **options)
+        with on_sim.one_thread():
+            train_on_sim(tracker, method, workload, 3, **options)
         # Under a mode autograd does not sum the two gradients of resident's tied embedding in place.
         embedding = 4 * workload.vocab_size * workload.hidden_size if method == "resident" else 0
         assert 0 <= tracker.stats()["device_peak"] - device_peak <= embedding, (method, workload)

@@ -5,18 +5,22 @@ call() runs a function of this file in a new process and returns, or raises, wha
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
+import pytest
 import torch
 
 from harness.core import method
 from harness.core.job import Budget
 from harness.devices import sim
+from harness.devices.streams import CpuStreams, SimStreams
 from harness.simulation.batches import token_batches
 from tests.support import forks
 from tests.support.training import Result, tiny
@@ -58,8 +62,29 @@ def peak_of_training() -> int:
     return sim.started.stats()["device_peak"]
 
 
+class AtOnce:
+    """In place of threads: what several of them hold at once differs from run to run."""
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future:
+        done: Future = Future()
+        done.set_result(work(*given))
+        return done
+
+    def shutdown(self, **words: bool) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for streams in (CpuStreams, SimStreams):
+            patch.setattr(streams, "pool", lambda self, num_threads: AtOnce())
+        yield
+
+
+@one_thread()
 def peaks(cases: list[Any]) -> list[tuple[int, int]]:
-    """Peak bytes of device and host of each training."""
+    """Peak bytes of device and host of each training by one thread."""
     found = []
     for name, workload, options in cases:
         sim.started.reset_peaks()
