@@ -55,7 +55,8 @@ class VarunaMethod:
 
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """Without num_stages or chunk_size choose, of all that fit, the fastest by the machine's rates; where these are
-        not known, as many stages as there are ranks, and the smallest micro-batches."""
+        not known, as many stages as there are ranks, and the smallest micro-batches. Where nothing fits, what needs
+        least."""
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {self.schedule!r}")
         for name in ("world_size", "num_stages", "chunk_size", "peer_seconds", "checkpoint_every"):
@@ -75,9 +76,9 @@ class VarunaMethod:
         if not plans:
             raise ValueError(refused)
         fitting = [plan for plan in plans if plan.shortfall(budget) is None]
-        if budget.rates:
-            return min(fitting or plans, key=_seconds_and_size)
-        return (fitting or plans)[-1]
+        if not fitting:
+            return min(plans, key=lambda plan: plan.device_bytes)
+        return min(fitting, key=_seconds_and_size) if budget.rates else fitting[-1]
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         most = min(self.num_stages or twin_layers, twin_layers)

@@ -65,13 +65,14 @@ def _hint(job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
 
 
 def _asked(job: Job, budget: Budget, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """The options of a resolved job without those that its plan chose: whoever asked for it gave the others."""
+    """The options of a job; of a resolved one without those that its plan chose: whoever asked for it gave the
+    others."""
 
     def planned(options: dict[str, Any]) -> dict[str, Any]:
         return method.create(job.method, options, folders).plan(job.workload, budget).options
 
     asked, chosen = dict(job.options), planned(job.options)
-    for name in job.options if chosen else ():
+    for name in job.options if chosen.keys() == asked.keys() else ():
         others = {option: value for option, value in asked.items() if option != name}
         with contextlib.suppress(ValueError):  # one that has to be given
             asked = others if planned(others) == chosen else asked
@@ -88,8 +89,13 @@ def largest(trained: method.Method, job: Job, budget: Budget) -> int:
             return unplanned
         return plan.shortfall(budget) is None
 
-    depth = method.largest_depth(lambda num_layers: fits(num_layers, num_layers < job.workload.num_layers))
-    return depth if depth and fits(depth, False) else 0
+    def may_fit(num_layers: int) -> bool:
+        is_shallow = num_layers < job.world_size  # with fewer stages than ranks, each of which may need more
+        return is_shallow or fits(num_layers, num_layers < job.workload.num_layers)
+
+    depth = method.largest_depth(may_fit)
+    lower = range(min(depth, job.world_size) - 1, 0, -1)
+    return next((found for found in (depth, *lower) if found and fits(found, False)), 0)
 
 
 PROBES = True  # what a sweep does that is not told
