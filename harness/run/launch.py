@@ -168,7 +168,7 @@ class Watch:
         of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
         # A memory group counts what its processes take anew: one with a limit starts with a process that has nothing.
         if self.job.device != "cuda" and self.job.world_size == 1 and not self.wall:
-            with contextlib.suppress(ConnectionError, TimeoutError):
+            with contextlib.suppress(OSError):
                 return warm_start.start(module, log, descriptors, of_worker)
         return subprocess.Popen(
             [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=descriptors,

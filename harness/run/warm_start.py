@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -25,12 +26,13 @@ from typing import IO, Any, NamedTuple, NoReturn
 PRELOADED = ("torch", "torch._dynamo")  # torch.utils.checkpoint imports the latter at its first call
 MASKED = (signal.SIGINT, signal.SIGTERM)  # until a worker has the handlers of a new process
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
+LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 START_SECONDS = 120.0  # torch's import takes 2 on an idle core
 
 
 class Server(NamedTuple):
     owner: int  # the process that started it: a fork has the connection, too
-    environment: dict[str, str]
+    inherited: tuple[dict[str, str], list[tuple[int, int]]]  # its environment and its limits
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
@@ -60,15 +62,16 @@ class Forked:
 
 def start(module: str, log: IO[str], descriptors: Sequence[int], environment: dict[str, str]) -> Forked:
     """Run the module's main() in a fork, in a session of its own that prints to the log, with the descriptors by the
-    numbers that they have here. Raises ConnectionError or TimeoutError where it cannot be forked."""
+    numbers that they have here. Raises OSError where it cannot be forked."""
     reader, writer = os.pipe()
+    here = os.open(".", os.O_PATH)
     control, theirs = _pair()
     control.settimeout(START_SECONDS)
-    order = {"module": module, "environment": environment, "folder": os.getcwd(), "cores": [*os.sched_getaffinity(0)],
+    order = {"module": module, "environment": environment, "cores": [*os.sched_getaffinity(0)],
              "numbers": [0, 1, 2, *descriptors]}  # fmt: skip
     try:
         with theirs, open(reader, "rb") as stdin:
-            given = [theirs.fileno(), stdin.fileno(), log.fileno(), log.fileno(), *descriptors]
+            given = [theirs.fileno(), here, stdin.fileno(), log.fileno(), log.fileno(), *descriptors]
             socket.send_fds(_connection(environment), [json.dumps(order).encode()], given)
         if not (told := control.recv(MESSAGE_BYTES)):
             raise ConnectionError("the process that forks workers has ended")
@@ -76,19 +79,20 @@ def start(module: str, log: IO[str], descriptors: Sequence[int], environment: di
         os.close(writer)
         control.close()
         raise
+    finally:
+        os.close(here)
     control.settimeout(None)
     return Forked(int(told), open(writer, "w"), control)
 
 
 def _connection(environment: dict[str, str]) -> socket.socket:
-    """To a process of this environment, but for the temporary folder, which is each worker's own."""
+    """To a process of this environment, but for the temporary folder, which is each worker's own, and of the limits
+    that this process has now."""
     global _server
-    imported_in = {name: value for name, value in environment.items() if name != "TMPDIR"}
-    if (
-        _server
-        and (_server.owner, _server.environment) == (os.getpid(), imported_in)
-        and _server.process.poll() is None
-    ):
+    environment = {name: value for name, value in environment.items() if name != "TMPDIR"}
+    inherited = environment, [resource.getrlimit(kind) for kind in LIMITS]
+    is_usable = _server and (_server.owner, _server.inherited) == (os.getpid(), inherited)
+    if _server and is_usable and _server.process.poll() is None:
         return _server.connection
     if _server:
         _server.connection.close()
@@ -100,9 +104,9 @@ def _connection(environment: dict[str, str]) -> socket.socket:
         words = [sys.executable, "-m", "harness.run.warm_start", str(theirs.fileno())]
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()], start_new_session=True, env=imported_in,
+            pass_fds=[theirs.fileno()], start_new_session=True, env=environment,
         )  # fmt: skip
-    _server = Server(os.getpid(), imported_in, process, ours)
+    _server = Server(os.getpid(), inherited, process, ours)
     return ours
 
 
@@ -129,12 +133,12 @@ def main() -> None:
             os.close(descriptor)
 
 
-def _follow(order: dict[str, Any], control: int, *given: int) -> NoReturn:
+def _follow(order: dict[str, Any], control: int, here: int, *given: int) -> NoReturn:
     """Fork the worker, which tells its own number, and tell how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if not (pid := os.fork()):
-        _work(order, control, given)
-    for descriptor in given:
+        _work(order, control, here, given)
+    for descriptor in (here, *given):
         os.close(descriptor)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError), socket.socket(fileno=control) as told:  # the caller may be gone
@@ -142,11 +146,13 @@ def _follow(order: dict[str, Any], control: int, *given: int) -> NoReturn:
     os._exit(0)
 
 
-def _work(order: dict[str, Any], control: int, given: Sequence[int]) -> NoReturn:
+def _work(order: dict[str, Any], control: int, here: int, given: Sequence[int]) -> NoReturn:
     """As a new process would."""
     os.setsid()
     with contextlib.suppress(OSError), socket.socket(fileno=control) as told:
         told.send(str(os.getpid()).encode())  # from now on, its group can be told to end
+    os.fchdir(here)
+    os.close(here)
     beyond = max(*order["numbers"], *given) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in given]
     for descriptor in given:
@@ -154,7 +160,6 @@ def _work(order: dict[str, Any], control: int, given: Sequence[int]) -> NoReturn
     for descriptor, number in zip(moved, order["numbers"], strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.chdir(order["folder"])
     os.sched_setaffinity(0, order["cores"])
     os.environ |= order["environment"]  # which has all of the server's
     tempfile.tempdir = None

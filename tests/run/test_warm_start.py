@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -101,6 +102,27 @@ def test_another_environment_is_another_process_and_the_one_before_ends(
     before: Any = warm_start._server
     _, log = ended(folder, environment | {"OWN": "2"})
     assert '"2"' in log and before.process.poll() is not None
+
+
+def test_a_worker_has_the_limits_that_its_caller_has_now(folder: Path, environment: dict[str, str]) -> None:
+    ended(folder, environment)
+    _, most = limits = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (4096, most))
+    try:
+        _, log = ended(folder, environment, "import resource; print(resource.getrlimit(resource.RLIMIT_CORE)[0])")
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, limits)
+    assert log.startswith("4096\n")
+
+
+def test_a_folder_of_the_call_that_is_gone_meanwhile_is_no_hindrance(
+    folder: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(folder, environment)
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    assert ended(folder, environment, "os._exit(3)")[0] == 3
 
 
 def test_one_that_was_killed_is_started_anew(folder: Path, environment: dict[str, str]) -> None:
