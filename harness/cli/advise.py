@@ -77,6 +77,8 @@ def advise(
         for row in rows:
             print(json.dumps(row))
         return
+    if all("error" in row for row in rows):
+        raise ValueError("; ".join(f"{row['method']}: {row['error']}" for row in rows))
     memories = " and ".join(
         f"{gib(size)} of {memory} memory"
         for memory, size in (("device", place.budget.device_bytes), ("host", place.budget.host_bytes))

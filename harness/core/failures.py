@@ -10,11 +10,11 @@ from __future__ import annotations
 import errno
 import re
 import signal
-import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.core.imported_file import line_in
 from harness.core.job import gib
 from harness.core.method import Unavailable
 
@@ -87,7 +87,7 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
     told = [(cause, kind) for cause, kind in kinds if kind is not None]
     if not told:
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
-        reason = f"{_text(error)} at {phase}{_line_in(folder, error)}; its log has the traceback"
+        reason = f"{_text(error)} at {phase}{line_in(folder, error)[:TEXT_LENGTH]}; its log has the traceback"
         return _ended("crash", "numeric" if is_numeric else "exception", reason)
     # If nothing but a package is missing, the outermost error tells more: it may name the command that installs it.
     cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
@@ -240,15 +240,6 @@ def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
         numbers.append(f"{gib(used)}{f' of {gib(limit)}' if limit else ''} in use")
     told = f": {', '.join(numbers)}" if numbers else ""
     return f"out of {memory} at {phase}{told}; {advice} ({text})"
-
-
-def _line_in(folder: Path | None, error: BaseException) -> str:
-    """The line of a file in this folder that the error passed through last."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder]
-    if not frames:
-        return ""
-    text = " ".join((frames[-1].line or "").split())
-    return f", {Path(frames[-1].filename).name} line {frames[-1].lineno}: {text}"[:TEXT_LENGTH]
 
 
 def _text(error: BaseException) -> str:

@@ -1,10 +1,14 @@
-"""Imports the file of a method or a case, whatever it does: a mistake in one is a line, and never the end of a call."""
+"""Imports the file of a method or a case, and calls a method's functions, whatever they do: a mistake in one is a line,
+and never the end of a call."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
+import posix
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,13 +22,62 @@ def imported(name: str, file: Path) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"{file} does not load: {' '.join(f'{type(error).__name__}: {error}'.split())}") from error
+        raise ValueError(f"{file} does not load: {_text(error)}") from error
+
+
+class Called:
+    """Stands in a class for one of its functions, of any kind (a property, too), and calls it as told() says."""
+
+    def __init__(self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...]) -> None:
+        self.function, self.told = function, functools.partial(told, f"{name}()", file, passed)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        with self.told():
+            found = self.function.__get__(instance, owner) if hasattr(self.function, "__get__") else self.function
+        if not callable(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*words: Any, **options: Any) -> Any:
+            with self.told():
+                return found(*words, **options)
+
+        return call
+
+
+@contextlib.contextmanager
+def told(name: str, file: Path, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raise ValueError, one line with the file, what of it was called and the line in it, where that fails or would end
+    the process. ValueErrors, and those that are `passed`, are its own words."""
+    try:
+        with staying():
+            yield
+    except BaseException as error:
+        if isinstance(error, (ValueError, KeyboardInterrupt, *passed)):
+            raise
+        is_end = isinstance(error, SystemExit)
+        what, advice = ("ended the process", "; try raise ValueError") if is_end else ("fails", "")
+        line = line_in(file.parent, error)
+        raise ValueError(f"{file}'s {name} {what}: {_text(error)}{line}{advice}") from error
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+
+
+def line_in(folder: Path | None, error: BaseException) -> str:
+    """The line of a file in this folder that the error passed through last; empty if there is none."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder]
+    if not frames:
+        return ""
+    text = " ".join((frames[-1].line or "").split())
+    return f", {Path(frames[-1].filename).name} line {frames[-1].lineno}: {text}"
 
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """Make os._exit() an error, as sys.exit() is one: it would end this process at once, without a word and with any
-    exit code. A signal ends it still, which the caller's shell tells."""
+    """Make os._exit(), which is posix._exit(), an error, as sys.exit() is one: it would end this process at once,
+    without a word and with any exit code. A signal ends it still, which the caller's shell tells."""
     end, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
@@ -32,8 +85,8 @@ def staying() -> Iterator[None]:
             end(status)
         raise SystemExit(f"os._exit({status})")
 
-    os._exit = refuse
+    os._exit = posix._exit = refuse
     try:
         yield
     finally:
-        os._exit = end
+        os._exit = posix._exit = end

@@ -11,13 +11,14 @@ import bisect
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
 import methods
 from harness.core import source_hash as source
-from harness.core.imported_file import imported
+from harness.core.imported_file import Called, imported, told
 from harness.core.job import Budget, Plan, Workload
 from harness.core.named_entries import did_you_mean
 from harness.core.source_hash import ROOT
@@ -198,8 +199,13 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):
         raise ValueError(f"{files[name]} must hold one frozen dataclass with plan() and train(); see CONTRIBUTING.md")
     for attribute in ("label", *vars(Method)):
-        if not attribute.startswith("_") and not hasattr(classes[0], attribute):
+        if attribute.startswith("_"):
+            continue
+        own = inspect.getattr_static(classes[0], attribute, None)
+        if not hasattr(classes[0], attribute):
             setattr(classes[0], attribute, name if attribute == "label" else getattr(Method, attribute))
+        elif attribute != "train" and (callable(own) or hasattr(own, "__get__")) and not isinstance(own, Called):
+            setattr(classes[0], attribute, Called(own, attribute, files[name], (Unavailable,)))
     found: Any = classes[0]
     return found
 
@@ -211,13 +217,16 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
     for option in options:
         if option not in allowed:
             raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
-    hints = get_type_hints(cls)
+    file = _files(folders)[name]
+    with told("class", file):
+        hints = get_type_hints(cls)
     for option, value in options.items():
         if not isinstance(value, hints[option]):
             kind = getattr(hints[option], "__name__", hints[option])
             read = "" if isinstance(value, str) else " (none, true, false and numbers are read as such)"
             raise ValueError(f"{name}'s option {option} takes {kind}, not {value!r}{read}")
-    return cls(**options)
+    with told("__init__()", file, (Unavailable,)):
+        return cls(**options)
 
 
 def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -> None:

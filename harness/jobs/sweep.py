@@ -32,12 +32,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     if job.device == "cuda":
         budgets.check_device(job.budget.device_bytes)
     budget = machine.rank_budget(job)
-    try:
-        plan = trained.plan(job.workload, budget)
-    except (ValueError, method.Unavailable):
-        raise
-    except Exception as error:  # a method's own mistake, which concerns no other
-        raise ValueError(f"plan() of {job.method} fails: {type(error).__name__}: {error}") from error
+    plan = trained.plan(job.workload, budget)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     resolved = dataclasses.replace(job, options=options)
     shortfall = plan.shortfall(budget)

@@ -19,7 +19,52 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 """
 
 
-@pytest.mark.parametrize("ending", ["import os; os._exit(0)", "from os import _exit; _exit(0)", "raise SystemExit(0)"])
+# A method whose functions, and whose making, do what its option says.
+ENDS = """from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Ends:
+    ending: str = ""
+    at_once: bool = False
+    label = "Ends"
+
+    def __post_init__(self):
+        exec(self.ending if self.at_once else "")
+
+    def plan(self, *words):
+        exec(self.ending)
+
+    def train(self, workload, batches, device): ...
+
+    missing = to_build = build = describe = plan
+    twin_options = classmethod(lambda cls, ending, at_once: exec(ending))
+    build_seconds = property(plan)
+"""
+CALLS = """import sys
+from pathlib import Path
+from harness.core import method
+
+endings = ["raise SystemExit(0)", "import os; os._exit(0)", "import posix; posix._exit(0)", "import sys; sys.exit()"]
+names = ["plan", "missing", "to_build", "build", "describe", "twin_options", "build_seconds", "__init__"]
+for ending in endings:
+    for name in names:
+        try:
+            ends = method.create("ends", {"ending": ending, "at_once": name == "__init__"}, (Path(sys.argv[1]),))
+            getattr(ends, name)(ending, False)
+        except ValueError as error:
+            print(name, error)
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "import os; os._exit(0)",
+        "from os import _exit; _exit(0)",
+        "import posix; posix._exit(0)",
+        "raise SystemExit(0)",
+    ],
+)
 @pytest.mark.parametrize("kind", ["--methods", "--cases"])
 def test_a_file_that_would_end_the_call_is_named(kind: str, ending: str, tmp_path: Path) -> None:
     """It ended with exit code 0 and no word."""
@@ -35,3 +80,14 @@ def test_a_fork_of_a_file_may_end(tmp_path: Path) -> None:
     (tmp_path / "forks.py").write_text(FORKS)
     with pytest.raises(ValueError, match=r"forks.py must hold one frozen dataclass"):
         method.load("forks", (tmp_path,))
+
+
+def test_no_function_of_a_method_ends_the_call(tmp_path: Path) -> None:
+    """./run.sh ended with exit code 0 and no word."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = subprocess.run([sys.executable, "-c", CALLS, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    told = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr, len(told)) == (0, "", 4 * 8)
+    for name, file, text in told:
+        assert file == f"{tmp_path}/ends.py's" and text.startswith(f"{name}() ended the process: SystemExit")
+        assert ", ends.py line " in text and text.endswith("; try raise ValueError")

@@ -51,7 +51,23 @@ def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) ->
     (tmp_path / "wrong_plan.py").write_text(ONE_FILE.replace("workload.num_params", "workload.number"))
     done = run("plan", "-m", "resident,wrong-plan", "-l", "2", "--methods", str(tmp_path))
     assert done.returncode == 0 and "resident" in done.stdout
-    assert "plan() of wrong-plan fails: AttributeError" in done.stdout
+    assert "wrong_plan.py's plan() fails: AttributeError" in done.stdout
+
+
+ARITHMETIC_VERBS = ["run", "plan", "sweep", "search largest", "advise --gpu rtx4090", "run --scale fit"]
+
+
+@pytest.mark.parametrize("verb", ARITHMETIC_VERBS)
+@pytest.mark.parametrize("mistake", ["workload.number", "raise SystemExit(0)", "raise BaseException('of its own')"])
+def test_a_plan_that_fails_is_one_line_with_its_file_and_line(verb: str, mistake: str, tmp_path: Path) -> None:
+    """It was a traceback and exit code 1, or no word and 0."""
+    name = tmp_path.name  # no two tests have a module of the same name
+    (tmp_path / f"{name}.py").write_text(ONE_FILE.replace("params = workload.num_params", mistake))
+    size = ["-l", "2"] * ("search" not in verb) + ["-h", "64", "--heads", "4"]
+    folder = ["--results", tmp_path / "results"] * (verb.split()[0] in ("run", "sweep", "search"))
+    done = run(*verb.split(), "-m", name.replace("_", "-"), *size, "--methods", tmp_path, *folder)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
+    assert f"{tmp_path}/{name}.py's plan() " in done.stderr and f", {name}.py line 18: {mistake}" in done.stderr
 
 
 def keep(check: method_contract.Check, *subject) -> None:
@@ -210,6 +226,14 @@ def test_an_unknown_method_is_answered_with_the_nearest() -> None:
 def test_an_unknown_option_is_answered_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="no option 'windows': it has window_size"):
         method.create("stronghold", {"windows": 3})
+
+
+def test_an_option_of_a_type_that_is_not_known_is_one_line(tmp_path: Path) -> None:
+    """It was a traceback and exit code 1."""
+    (tmp_path / "no_type.py").write_text(ONE_FILE.replace("fused: bool", "fused: 'Bool'"))
+    done = run("plan", "-m", "no-type", "--methods", tmp_path)
+    told = f"error: {tmp_path}/no_type.py's class fails: NameError: name 'Bool' is not defined\n"
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 def test_an_option_of_the_wrong_type_is_refused() -> None:
