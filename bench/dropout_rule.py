@@ -5,8 +5,9 @@ measures how many times, of honest runs and of faults.
 
 Honest: megatron-lm, and the reference's own training from another seed of dropout. Faults: of bench/faults/planted.py,
 from that other seed, too. Only the run itself is judged here; the probe, which has no dropout, sees more of them.
+Minutes on two cores; `--case` tries some alone, by the names it prints.
 
-    .venv/bin/python -m bench.dropout_rule [--out results/dropout-rule.json]
+    .venv/bin/python -m bench.dropout_rule [--out results/dropout-rule.json] [--case "other seed 3"]
 """
 
 from __future__ import annotations
@@ -89,12 +90,17 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/dropout-rule.json"))
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
-def main(out: Path, cores: int) -> None:
+@click.option("--case", "chosen", multiple=True, metavar="NAME", help="Of those that are printed; default: all.")
+def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
     """Train all, print how far each is, write it."""
     tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]
     tried += [(f"other seed {n}", job("planted", size, dropout_seed=77)) for n, size in enumerate(SIZES, start=1)]
     tried += [(fault, job("planted", FAULTED, dropout_seed=77, fault=fault)) for fault in FAULTS]
-    sizes = [*SIZES, *(replace(size, dropout=0.0) for size in SIZES)]
+    names = [name for name, _ in tried]
+    if unknown := set(chosen) - set(names):
+        raise click.BadParameter(f"expected a case, got {min(unknown)!r}; try one of {', '.join(names)}")
+    tried = [(name, each) for name, each in tried if not chosen or name in chosen]
+    sizes = [size for _, each in tried for size in (each.workload, replace(each.workload, dropout=0.0))]
     records = train_all([*(each for _, each in tried), *(job("resident", size) for size in sizes)], cores)
     rows: list[dict[str, Any]] = []
     for name, each in tried:
@@ -104,9 +110,10 @@ def main(out: Path, cores: int) -> None:
             print(f"left out: {name}: {ours.status}: {ours.reason}")
             continue
         times, where = ratio(ours, theirs, other)
-        rows.append({"name": name, "times": round(times, 2), "where": where,
-                     "verdict": gate.judge(ours, theirs, undropped=other).verdict})  # fmt: skip
-        print("{name:35} {times:8.2f}  {where:30} {verdict}".format(**rows[-1]), flush=True)
+        verdict = gate.judge(ours, theirs, undropped=other).verdict
+        print(f"{name:35} {times:8.2f}  {where:30} {verdict}", flush=True)
+        told = round(times, 2) if math.isfinite(times) else None  # JSON has no infinity
+        rows.append({"name": name, "times": told, "where": where, "verdict": verdict})
     write_whole(out, json.dumps({"allowed": gate.DROPOUT_ALLOWED, "rows": rows}, indent=1))
 
 
