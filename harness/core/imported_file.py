@@ -26,10 +26,13 @@ def imported(name: str, file: Path) -> Any:
 
 
 class Called:
-    """Stands in a class for one of its functions, of any kind (a property, too), and calls it as told() says."""
+    """Stands in a class for one of its functions, of any kind (a property, too), and calls it as told() says. What it
+    returns is of the type `returned`, where one is given."""
 
-    def __init__(self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...]) -> None:
-        self.function, self.told = function, functools.partial(told, f"{name}()", file, passed)
+    def __init__(
+        self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...], returned: type | None
+    ) -> None:
+        self.function, self.told, self.returned = function, functools.partial(told, f"{name}()", file, passed), returned
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         with self.told():
@@ -40,7 +43,10 @@ class Called:
         @functools.wraps(found)
         def call(*words: Any, **options: Any) -> Any:
             with self.told():
-                return found(*words, **options)
+                answer = found(*words, **options)
+                if self.returned and not isinstance(answer, self.returned):
+                    raise TypeError(f"expected it to return a {self.returned.__name__}, got {type(answer).__name__}")
+                return answer
 
         return call
 

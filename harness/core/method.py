@@ -130,6 +130,7 @@ class Method(Protocol):
         return {"implementation": "its file"}
 
 
+RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # of optional ones None is an answer
 _added: list[Path] = []
 
 
@@ -205,7 +206,8 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
         if not hasattr(classes[0], attribute):
             setattr(classes[0], attribute, name if attribute == "label" else getattr(Method, attribute))
         elif attribute != "train" and (callable(own) or hasattr(own, "__get__")) and not isinstance(own, Called):
-            setattr(classes[0], attribute, Called(own, attribute, files[name], (Unavailable,)))
+            called = Called(own, attribute, files[name], (Unavailable,), RETURNED.get(attribute))
+            setattr(classes[0], attribute, called)
     found: Any = classes[0]
     return found
 

@@ -228,6 +228,17 @@ def test_an_unknown_option_is_answered_with_those_there_are() -> None:
         method.create("stronghold", {"windows": 3})
 
 
+@pytest.mark.parametrize("verb", ARITHMETIC_VERBS)
+def test_a_plan_without_a_return_is_one_line(verb: str, tmp_path: Path) -> None:
+    """It was a traceback and exit code 1."""
+    name = tmp_path.name
+    (tmp_path / f"{name}.py").write_text(ONE_FILE.replace("return Plan(", "Plan("))
+    words = [*verb.split(), "-m", name.replace("_", "-"), "-h", "64", "--heads", "4", "--methods", tmp_path]
+    done = run(*words, *(["--results", tmp_path / "results"] if verb.split()[0] != "plan" else []))
+    told = f"{name}.py's plan() fails: TypeError: expected it to return a Plan, got NoneType\n"
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and done.stderr.endswith(told), done
+
+
 def test_an_option_of_a_type_that_is_not_known_is_one_line(tmp_path: Path) -> None:
     """It was a traceback and exit code 1."""
     (tmp_path / "no_type.py").write_text(ONE_FILE.replace("fused: bool", "fused: 'Bool'"))
