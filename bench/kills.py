@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -39,8 +40,9 @@ class Call:
     def __init__(self, folder: Path) -> None:
         environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "HARNESS_LOCKS": str(folder), "KILLS": str(folder)}
         words = [sys.executable, "-m", "harness", *WORDS, "--results", str(folder / "results")]
+        hears = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup's call would inherit that it is ignored
         self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                                        env=environment, start_new_session=True)  # fmt: skip
+                                        env=environment, start_new_session=True, preexec_fn=hears)  # fmt: skip
         self.has_trained = threading.Event()
         self.listener = threading.Thread(target=self._listen)
         self.listener.start()
