@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.core import method
-from harness.core.imported_file import staying
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
 from harness.evidence.fairness import COLUMNS
@@ -97,25 +96,31 @@ BY_TRAINING: dict[str, Check] = {
 def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
     """Of each check on a method's file: its name, if it passed, and what it saw. Logs of runs that ended badly stay."""
     with _alone(file) as subject:
+        for name, is_passed, told in _outcomes(subject):
+            for folder in subject.folders:  # of links: the file itself is what its author knows
+                told = told.replace(f"{folder}/", f"{file.resolve().parent}/")
+            yield name, is_passed, told
+
+
+def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
+    try:
+        method.load(subject.name, subject.folders)
+    except ValueError as error:
+        yield "its file loads", False, str(error)
+        return
+    for name, check in {**BY_ARITHMETIC, **BY_TRAINING}.items():
         try:
-            method.load(subject.name, subject.folders)
-        except ValueError as error:
-            yield "its file loads", False, str(error)
-            return
-        for name, check in {**BY_ARITHMETIC, **BY_TRAINING}.items():
-            try:
-                with staying():
-                    found = True, check(subject)
-            except (Exception, SystemExit) as error:  # a method's own mistake ends its check alone
-                is_told = isinstance(error, (Broken, ValueError, method.Unavailable))
-                found = False, str(error) if is_told else f"{type(error).__name__}: {error}"
-            yield name, *found
+            found = True, check(subject)
+        except Exception as error:  # a method's own mistake ends its check alone
+            is_told = isinstance(error, (Broken, ValueError, method.Unavailable))
+            found = False, str(error) if is_told else f"{type(error).__name__}: {error}"
+        yield name, *found
 
 
 @contextmanager
 def _alone(file: Path) -> Iterator[Subject]:
     """The method of a file without the others of its folder; only those that methods import, _name.py, are there."""
-    file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-"))
+    file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-")).resolve()
     name = file.stem.replace("_", "-")
     try:
         if file.parent == method.ROOT / "methods":

@@ -111,6 +111,13 @@ def test_a_check_that_fails_is_one_line_and_exit_1(tmp_path: Path) -> None:
     assert all("AttributeError" in line for line in lines if line.startswith("failed"))
 
 
+@pytest.mark.parametrize(("old", "new"), [("workload.num_params", "workload.number"), ("frozen=True", "frozen=")])
+def test_a_check_that_fails_names_the_users_file(old: str, new: str, tmp_path: Path) -> None:
+    """It named a copy in a temporary folder."""
+    told = [line for line in checked(tmp_path, old, new)[1] if line.startswith("failed")]
+    assert told and all(f"{tmp_path}/{tmp_path.name}.py" in line for line in told)
+
+
 @pytest.mark.parametrize("ending", ["raise SystemExit(0)", "__import__('os')._exit(0)"])
 def test_a_plan_that_would_end_the_process_fails_its_checks(ending: str, tmp_path: Path) -> None:
     code, lines = checked(tmp_path, "params = workload.num_params", ending)
