@@ -146,7 +146,10 @@ def of_process(end: End) -> Failure:
         return _failure(Kind("oom-host", "host", "log"), end.phase, words[0], **seen, text=words[0])
     name = "signal" if number in set(signal.Signals) else "exit"
     told = f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
-    return _ended("crash", name, f"{told} at {end.phase}; its log has what it printed last", **seen)
+    advice = "its log has what it printed last"
+    if not end.code:  # a worker with a result ends so, and no crash does
+        advice = f"look for sys.exit() and os._exit() in the method's file; {advice}"
+    return _ended("crash", name, f"{told} at {end.phase}; {advice}", **seen)
 
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
