@@ -69,7 +69,7 @@ def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(add
         ("verify --claims /nowhere", "/nowhere is not a file of claims: "),
         ("verify --methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
         ("case 3 --methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
-        ("verify --machines /nowhere", "/nowhere does not load: [Errno 2] No such file or directory"),
+        ("verify --machines /nowhere", "expected a file of machines, got /nowhere; try --machines FILE, with entries "),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> None:

@@ -101,6 +101,11 @@ _added: list[Path] = []  # files of other machines
 def add(files: Iterable[Path]) -> None:
     """Files whose machines are found by name from now on, as those of this project are, until forget(). Raises
     ValueError where one is wrong: tables, figures and reports ask every machine."""
+    files = list(files)
+    for file in files:
+        if not file.exists():
+            told = f"expected a file of machines, got {file}; try --machines FILE"
+            raise ValueError(f"{told}, with entries such as {EXAMPLE}")
     all_files = (FILE, *_added, *(file.absolute() for file in files))  # a link stays one, and is refused
     for name in names(*all_files):
         load(name, *all_files)
