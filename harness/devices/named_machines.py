@@ -75,21 +75,35 @@ class Machine:
         return of_facts(self.datasheet.facts(dtype) | facts)
 
     @property
+    def device_bytes(self) -> int | None:
+        """Of its GPU, beside the context."""
+        return None if self.device_memory is None else size_bytes(str(self.device_memory))
+
+    @property
     def budget(self) -> Budget:
-        """In the dtype of its facts' precision, else fp32."""
-        sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("device", "host", "disk")}
+        """What plans may fill, and a simulated device has: of the GPU without the reserve for what plans do not count.
+        Rates are in the dtype of its facts' precision, else fp32."""
+        sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
         given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
+        if self.device_bytes is not None:
+            least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context_bytes=0)
+            if self.device_bytes < least:
+                raise ValueError(
+                    f"device_memory: expected at least {-(-least // 2**20)}MiB of a GPU, got {self.device_memory};"
+                    " leave it out for a simulated one, and give --device-memory"
+                )
+            given["device_bytes"] = cuda_budget.tensor_bytes(self.device_bytes, context_bytes=0)
         precision = str((self.facts or {}).get("precision", "fp32"))[:4]
         return Budget(**given, rates=self.rates(precision))
 
     def budget_on(self, device: str, dtype: str | None = None) -> Budget:
-        """The same on a device and in a dtype: a GPU's budget includes its context, which an entry's device_memory does
-        not."""
+        """The same on a device and in a dtype: a GPU's budget includes its context and the reserve, so that plans may
+        fill as much. A card of this size may have a little less than that."""
         budget = replace(self.budget, rates=self.rates(dtype)) if dtype else self.budget
-        if device != "cuda" or budget.device_bytes is None:
+        if device != "cuda" or self.device_bytes is None:
             return budget
-        whole = budget.device_bytes + cuda_budget.CONTEXT_BYTES
-        return replace(budget, device_bytes=min(whole, machine.gpu().get("gpu_bytes", whole)))
+        whole, there = self.device_bytes + cuda_budget.CONTEXT_BYTES, machine.gpu().get("gpu_bytes", 0)
+        return replace(budget, device_bytes=there if self.device_bytes <= there < whole else whole)
 
     def __post_init__(self) -> None:
         self.budget  # noqa: B018  raises ValueError where a size is wrong

@@ -27,7 +27,7 @@ VERDICTS = (judge.PASS, judge.FAIL, judge.XFAIL, judge.XPASS, OPEN, judge.NOT_TE
 NUMBERS_WORDS = {
     HOLD: "would hold", BROKEN: "would fail, too", OPEN: "are not distinguishable", "": "are missing",
 }  # fmt: skip
-PAPER_BUDGET = named_machines.load(claims.PAPER_MACHINE).budget
+PAPER = named_machines.load(claims.PAPER_MACHINE)
 
 
 def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]]:
@@ -107,8 +107,8 @@ def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
 
 
 def _has_paper_budget(record: Record) -> bool:
-    budget = record.job.budget
-    return (budget.device_bytes, budget.host_bytes) == (PAPER_BUDGET.device_bytes, PAPER_BUDGET.host_bytes)
+    budget, papers = record.job.budget, PAPER.budget_on(record.job.device)
+    return (budget.device_bytes, budget.host_bytes) == (papers.device_bytes, papers.host_bytes)
 
 
 def failed(found: list[Finding]) -> bool:

@@ -47,9 +47,8 @@ def named_place(name: str, asked: Budget) -> Place:
     """A machine by name with the budgets that are given, the host's assumed where neither knows it."""
     entry = named_machines.load(name)
     there = entry.budget
-    whole = asked.device_bytes or (there.device_bytes and there.device_bytes + cuda_budget.CONTEXT_BYTES)
     host = asked.host_bytes or there.host_bytes or HOST_BYTES
-    device = cuda_budget.tensor_bytes(whole) if whole else None
+    device = cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else there.device_bytes
     budget = Budget(device, host, asked.disk_bytes or there.disk_bytes, page_locks=True)
     about = entry.about + (f"; host memory assumed: {gib(host)}" if host == HOST_BYTES and not asked.host_bytes else "")
     return Place(name, about, "cuda", budget)

@@ -46,10 +46,11 @@ class ScheduledStep(NamedTuple):
 def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep | str:
     """Plan and time one size; returns the reason if it does not fit."""
     workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
-    budget = named_machines.load(machine).budget
-    assert budget.rates is not None
-    rates = virtual_rates(workload, budget.rates)
-    budget = dataclasses.replace(budget, rates=rates)
+    there = named_machines.load(machine)
+    assert there.budget.rates is not None
+    rates = virtual_rates(workload, there.budget.rates)
+    # Nothing is allocated here, so nothing is in reserve.
+    budget = dataclasses.replace(there.budget, device_bytes=there.device_bytes, rates=rates)
     plan = method.create(NAME, {"clipping": clipping}).plan(workload, budget)
     shortfall = plan.shortfall(budget)
     if shortfall:

@@ -9,6 +9,7 @@ import pytest
 
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.devices import budgets, cuda_budget, machine, named_machines
+from harness.jobs.advise import named_place
 from harness.jobs.sweep import resolve
 from tests.cli.test_doctor import entry
 from tests.support.fake_gpu import FakeGpu
@@ -94,14 +95,27 @@ def test_below_the_context_a_job_is_refused_by_the_least_budget_not_by_its_plan(
         resolve(Job(method, Workload(num_layers=2), budget=Budget(500 * MIB, 90 * GIB), device="cuda"))
 
 
-@pytest.mark.parametrize(("device", "more"), [("cuda", 768 * MIB), ("sim", 0), ("cpu", 0)])
-def test_a_named_machines_memory_is_beside_the_context_on_a_gpu_too(gpu: FakeGpu, device: str, more: int) -> None:
-    """31,900 MiB are what the published runs had beside it: counted once, plans may fill them but for the reserve."""
-    budget = named_machines.load("v100-vm").budget_on(device)
-    assert budget.device_bytes == 31_900 * MIB + more
-    assert device != "cuda" or machine.budget(budget, device).device_bytes == (31_900 - 256) * MIB * 31 // 32
+@pytest.mark.parametrize("name", named_machines.names())
+def test_plans_and_advice_fill_one_number_of_a_named_machine(gpu: FakeGpu, name: str) -> None:
+    """What the file says is beside the context; on a GPU, simulated, and in advice all of it but the reserve."""
+    there = named_machines.load(name)
+    fills = {device: machine.budget(there.budget_on(device), device).device_bytes for device in ("cuda", "sim", "cpu")}
+    fills["advice"] = named_place(name, Budget()).budget_for(Workload()).device_bytes
+    size = re.fullmatch(r"([\d.]+)(MiB|GiB)", str(there.device_memory))
+    assert size
+    whole = int(float(size[1]) * {"MiB": MIB, "GiB": GIB}[size[2]])
+    assert set(fills.values()) == {(whole - 256 * MIB) * 31 // 32}
 
 
-def test_a_named_machines_budget_is_no_more_than_the_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeGpu(32_768 * MIB, 258 * MIB, 500 * MIB).install(monkeypatch)
-    assert named_machines.load("v100-vm").budget_on("cuda").device_bytes == 32_510 * MIB
+@pytest.mark.parametrize(("total", "expected"), [(32_510 * MIB, 32_510 * MIB), (24_000 * MIB, 32_668 * MIB)])
+def test_a_named_machines_budget_is_a_like_cards_and_never_a_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch, total: int, expected: int
+) -> None:
+    """31,900 MiB beside a context of 768; a card with as much may have less for its context. A smaller one is not that
+    machine: a plan is still about the machine, and a run is refused."""
+    FakeGpu(total + 258 * MIB, 258 * MIB, 500 * MIB).install(monkeypatch)
+    budget = named_machines.load("v100-vm").budget_on("cuda")
+    assert budget.device_bytes == expected
+    if expected > total:
+        with pytest.raises(ValueError, match="expected --device-memory of at most"):
+            budgets.check(Budget(budget.device_bytes), "cuda")

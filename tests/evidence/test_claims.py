@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
+from harness.devices import named_machines
 from harness.evidence import claims, judge, verify
 from harness.figures import case
 from tests.cli.test_main import run
@@ -233,9 +234,11 @@ def test_imported_logs_do_not_count_where_something_was_measured_here(tmp_path: 
     assert beside.stderr.startswith("1 imported logs are not judged") and len(beside.stderr.splitlines()) == 1
 
 
-def test_runs_under_the_papers_budgets_are_found_by_its_name() -> None:
+@pytest.mark.parametrize("device", ["sim", "cuda"])
+def test_runs_under_the_papers_budgets_are_found_by_its_name(device: str) -> None:
     plain = dataclasses.replace(record("l2l", 1.0, "H200"), origin="run")
-    capped = dataclasses.replace(plain, job=dataclasses.replace(plain.job, budget=verify.PAPER_BUDGET))
+    budget = named_machines.load(claims.PAPER_MACHINE).budget_on(device)
+    capped = dataclasses.replace(plain, job=dataclasses.replace(plain.job, budget=budget, device=device))
     assert verify.of_one_machine([plain, capped], claims.PAPER_MACHINE) == [capped]
     assert verify.of_one_machine([plain, capped], "h2") == [plain, capped]
 

@@ -76,7 +76,7 @@ def test_scaling_keeps_layers_and_divides_widths_and_memories_alike() -> None:
     factor = full.hidden_size // load.hidden_size
     assert (load.num_layers, load.num_heads, load.batch_size, job.device) == (100, 16, 4, "sim")
     assert (load.seq_len, load.vocab_size) == (1024 // factor, 50304 // factor)
-    assert job.budget == Budget(31900 * 2**20 // factor**2, int(90.4 * GIB) // factor**2)
+    assert job.budget == Budget((31900 - 256) * 2**20 * 31 // 32 // factor**2, int(90.4 * GIB) // factor**2)
     assert load.num_params == pytest.approx(full.num_params / factor**2, rel=0.02 * factor)  # biases: by the factor
 
 
