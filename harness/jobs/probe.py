@@ -16,7 +16,7 @@ from harness.jobs import departure
 from harness.jobs.departure import Departure
 
 LEARNING_RATE, STEPS = 0.5, 20
-# Times the floor. Honest runs reach 16, planted faults begin at 400, at 100 where half precision alone has them
+# Times the floor. Honest runs reach 18, planted faults begin at 400, at 100 where half precision alone has them
 # (bench/gate_power.py).
 ALLOWED = {"fp32": 50.0, "bf16": 30.0, "fp16": 30.0}
 NAMING = 5.0  # times the floor: of a probe that has departed the first departure is looked for from here on
