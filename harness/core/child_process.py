@@ -54,7 +54,10 @@ def ask(module: str, arguments: Any) -> Any:
     code, output, errors = _run(module, arguments, subprocess.PIPE, subprocess.PIPE)
     if code:
         raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")
-    return json.loads(output.strip().splitlines()[-1])
+    try:
+        return json.loads(output.strip().splitlines()[-1])
+    except (IndexError, json.JSONDecodeError) as error:  # a method that it trains by may end it, in 0, too
+        raise ValueError(f"{module} failed: no answer; look for sys.exit() and os._exit() in what it runs") from error
 
 
 def run_logged(module: str, arguments: Any, log: Path) -> None:
