@@ -54,6 +54,30 @@ def test_varunas_models_are_those_of_its_script(size: str) -> None:
     assert sizes("plan", "--model", f"varuna-{size}")[:4] == (*VARUNA[size], 1024)
 
 
+# Layers, width, heads, tokens and words by the sources that models.yaml names.
+OPT = {
+    "125m": (12, 768, 12), "350m": (24, 1024, 16), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32),
+    "6.7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72),
+    "175b": (96, 12288, 96),
+}  # fmt: skip
+LLAMA = {
+    "llama-7b": (32, 4096, 32), "llama-13b": (40, 5120, 40), "llama-33b": (60, 6656, 52), "llama-65b": (80, 8192, 64),
+    "llama2-7b": (32, 4096, 32), "llama2-13b": (40, 5120, 40), "llama2-70b": (80, 8192, 64),
+    "llama3-8b": (32, 4096, 32), "llama3-70b": (80, 8192, 64),
+}  # fmt: skip
+TOKENS_AND_WORDS = {"llama": (2048, 32000), "llama2": (4096, 32000), "llama3": (8192, 128256)}
+
+
+@pytest.mark.parametrize("size", OPT)
+def test_opts_are_those_of_its_launcher(size: str) -> None:
+    assert sizes("plan", "--model", f"opt-{size}") == (*OPT[size], 2048, 50272)
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_llamas_are_those_of_their_configurations(name: str) -> None:
+    assert sizes("plan", "--model", name) == (*LLAMA[name], *TOKENS_AND_WORDS[name.split("-")[0]])
+
+
 @pytest.mark.parametrize("verb", ["run", "sweep", "plan"])
 def test_a_model_gives_the_sizes_that_are_not_given(verb: str) -> None:
     assert sizes(verb, "--model", "llama-7b") == (32, 4096, 32, 2048, 32000)
