@@ -13,8 +13,10 @@ from harness.cli import options
 from harness.cli.options import Bytes
 from harness.core import method
 from harness.core.console import print_table
-from harness.core.job import Budget, Workload, gib, params_text
+from harness.core.job import Budget, Workload, params_text
 from harness.core.record import read_all
+from harness.devices import named_machines
+from harness.jobs import memories
 from harness.jobs.advise import Advice, fits_text, named_place, off_text, sized, this_place
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -79,16 +81,12 @@ def advise(
         return
     if all("error" in row for row in rows):
         raise ValueError("; ".join(f"{row['method']}: {row['error']}" for row in rows))
-    memories = " and ".join(
-        f"{gib(size)} of {memory} memory"
-        for memory, size in (("device", place.budget.device_bytes), ("host", place.budget.host_bytes))
-        if size
-    )
     title = (
         f"{params_text(workload.num_params)} parameters ({workload.num_layers} layers of {workload.hidden_size}),"
         f" {workload.batch_size} x {workload.seq_len} tokens a step, {workload.dtype}, {place.name or 'this machine'}"
     )
-    print(f"{place.about}{f'; plans fill {memories}' if memories else ''}")
+    print(place.about)
+    print(memories.told(place.name, asked, place.budget_for(workload), place.device))
     columns = [
         "method",
         "fits",
@@ -107,6 +105,14 @@ def advise(
             print(f"left out: {row['method']}: {row['error']}")
         elif row["shortfall"]:
             print(f"does not fit: {row['method']} {row['shortfall']}")
+    if name is None:
+        print(f"this was about this machine; --gpu NAME asks about {', '.join(map(_named, named_machines.names()))}")
+
+
+def _named(name: str) -> str:
+    """With its file, if that is the caller's."""
+    source = named_machines.source(name)
+    return name if source == f"{name} in {named_machines.FILE.name}" else source
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:

@@ -14,9 +14,10 @@ from harness.cli import exit_codes, options
 from harness.cli.job_options import WithMethods, check_corpus, job_options, make_jobs, place_of, place_options
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
 from harness.core.console import print_table
-from harness.core.job import Job
+from harness.core.job import Budget, Job
 from harness.core.whole_file import check_replaceable
-from harness.devices import budgets
+from harness.devices import budgets, machine, named_machines
+from harness.jobs import memories
 from harness.jobs.next_calls import next_calls
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep, resolve
@@ -57,20 +58,40 @@ def plan(exact: bool, **words: Any) -> None:
     """Show what each method needs, and the largest depth that should fit. Trains nothing, allocates nothing."""
     from harness.jobs import plan_table, published_laws
 
-    folders = _folders(words)
+    folders, name = _folders(words), words["machine_name"]
     jobs = make_jobs(words, folders)
+    asked = Budget(words["device_memory"], words["host_memory"])
+    if name and not words["scale"]:
+        host = memories.host_bytes(name, asked)
+        jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs]
+    # Several ranks or devices cannot be simulated; a plan needs no device.
+    jobs = [dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
+            for job in jobs]  # fmt: skip
     found = [plan_table.row(job, folders, exact) for job in jobs]
-    is_published = words["machine_name"] == published_laws.MACHINE and published_laws.is_published(jobs[0].workload)
-    published = plan_table.published_rows(jobs[0].budget) if is_published else []
+    is_published = name == published_laws.MACHINE and published_laws.is_published(jobs[0].workload)
+    published = plan_table.published_rows(_published_budget(name, asked)) if is_published else []
     if words["as_json"]:
         for row in (*found, *({"published": row} for row in published)):
             print(json.dumps(row))
         return
     if all("error" in row for row in found):
         raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
+    if not words["scale"]:
+        print(memories.told(name, asked, machine.budget(jobs[0].budget, jobs[0].device), jobs[0].device))
     plan_table.show(found, exact)
     if published:
         plan_table.show_published(published)
+
+
+def _num_devices(job: Job) -> int:
+    return max(job.world_size, int(job.options.get("num_devices", 1)))
+
+
+def _published_budget(name: str, asked: Budget) -> Budget:
+    """Of the published machine: what its allocators reserved is in the laws."""
+    there = named_machines.load(name)
+    host = asked.host_bytes or there.budget.host_bytes
+    return Budget(asked.device_bytes or there.device_bytes, host, rates=there.budget.rates)
 
 
 @click.group(invoke_without_command=True)

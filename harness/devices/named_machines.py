@@ -144,6 +144,12 @@ def load(name: str, *files: Path) -> Machine:
     return entry(Machine, name, files or (FILE, *_added), EXAMPLE)
 
 
+def source(name: str) -> str:
+    """The entry and its file, as people read it."""
+    file = places((FILE, *_added), EXAMPLE)[name]
+    return f"{name} in {file.name if file == FILE else file}"
+
+
 def words(name: str) -> str:
     """The options of a call that names it."""
     file = places((FILE, *_added), EXAMPLE).get(name)

@@ -15,10 +15,10 @@ from harness.core import method, named_models
 from harness.core.job import GIB, Budget, Job, Plan, Workload, gib
 from harness.core.record import Record
 from harness.devices import cuda_budget, machine, named_machines
+from harness.jobs.memories import host_bytes
 from harness.jobs.predict import Prediction, accuracy, entry_of, is_here, measured_for, predict
 from harness.jobs.sweep import largest
 
-HOST_BYTES = 64 * GIB  # of a GPU's machine whose host is not known
 WORTH = 1.1  # a change that makes less than this many times the tokens a second is not named
 MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
 MEMORIES = ("device", "host", "disk")
@@ -47,11 +47,9 @@ def named_place(name: str, asked: Budget) -> Place:
     """A machine by name with the budgets that are given, the host's assumed where neither knows it."""
     entry = named_machines.load(name)
     there = entry.budget
-    host = asked.host_bytes or there.host_bytes or HOST_BYTES
     device = cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else there.device_bytes
-    budget = Budget(device, host, asked.disk_bytes or there.disk_bytes, page_locks=True)
-    about = entry.about + (f"; host memory assumed: {gib(host)}" if host == HOST_BYTES and not asked.host_bytes else "")
-    return Place(name, about, "cuda", budget)
+    budget = Budget(device, host_bytes(name, asked), asked.disk_bytes or there.disk_bytes, page_locks=True)
+    return Place(name, entry.about, "cuda", budget)
 
 
 def this_place(asked: Budget) -> Place:

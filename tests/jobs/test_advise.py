@@ -144,3 +144,9 @@ def test_without_arguments_it_is_about_this_machine(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(machine, "rates", lambda device, workload: None)
     told = cli.run("advise", "-m", "resident,stronghold", "--results", tmp_path).stdout
     assert told.startswith("this machine: ") and "doctor --calibrate" in told
+
+
+def test_the_machines_to_ask_about_are_listed_those_of_a_file_with_it(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.yaml").write_text("desk: {device_memory: 24GiB}")
+    told = cli.run("advise", "-m", "resident", "--results", tmp_path, "--machines", file).stdout.splitlines()[-1]
+    assert f"desk in {file}, gh200" in told and " a10, a100-40, " in told

@@ -13,11 +13,12 @@ import pytest
 
 from harness.cli.main import main
 from harness.core import method
-from harness.core.job import GIB, STATE_KINDS, Budget, Plan, Workload
+from harness.core.job import GIB, STATE_KINDS, Budget, Plan, Workload, gib
 from harness.core.method import ROOT
 from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
 from harness.jobs.estimate import least_step_seconds
+from tests.support.cli import run
 
 SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
 
@@ -101,6 +102,36 @@ def test_a_terminal_of_100_columns_cuts_nothing_off(capsys, monkeypatch) -> None
     needs = text.partition("What comes of it")[0].splitlines()
     assert max(map(len, needs)) <= 100 and "zero-infinity-nvme" in text and "activations" in text
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
+
+
+MACHINE = "mine: {device_memory: 24GiB, facts: {gpu_tflops: 9, link_gb_per_second: 9, host_adam_gparams_per_second: 1}}"
+
+
+@pytest.mark.parametrize("verb", ["plan", "advise"])
+def test_the_memories_that_are_assumed_and_where_each_is_from(tmp_path: Path, verb: str) -> None:
+    """By hand: (24 - 0.25) * 31 / 32 = 23.0 GiB; who asks for memories is told so."""
+    (file := tmp_path / "mine.yaml").write_text(MACHINE)
+    words = (verb, "-m", "resident", "-l", "2", "--machine")
+
+    def told(*words: object) -> str:
+        return next(line for line in run(*words).stdout.splitlines() if line.startswith("memories that plans fill: "))
+
+    entry = f"mine in {file}"
+    line = told(*words, "mine", "--machines", file)
+    assert f"device 23.0 GiB ({entry}: 24GiB, less a reserve); host 64.0 GiB (assumed: {entry} has none;" in line
+    line = told(*words, "v100-vm")
+    assert line.endswith(
+        "29.9 GiB (v100-vm in machines.yaml: 31900MiB, less a reserve); host 90.4 GiB (v100-vm in machines.yaml)"
+    )
+    assert "host 9.0 GiB (--host-memory)" in told(*words, "mine", "--machines", file, "--host-memory", "9GiB")
+    assert "(--device-memory" in told(*words, "v100-vm", "--device-memory", "9GiB")
+    assert f"host {gib(machine.host_bytes())} (this machine's" in told(*words[:-1])
+
+
+def test_several_ranks_are_planned_on_a_named_machine(capsys, monkeypatch) -> None:
+    words = ["-m", "varuna", "-l", "32", "--machine", "rtx3090"]
+    alone, four = (plan(capsys, monkeypatch, *words, *more)[0] for more in ([], ["--ranks", "4"]))
+    assert not alone["fits"] and four["fits"] and four["options"]["num_stages"] > 1
 
 
 def test_a_plan_needs_no_torch() -> None:

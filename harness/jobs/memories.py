@@ -1,0 +1,44 @@
+"""Which memories plans fill, and where each number is from: a line for people."""
+
+from __future__ import annotations
+
+from harness.core.job import GIB, Budget, gib
+from harness.devices import named_machines
+
+ASSUMED_HOST_BYTES = 64 * GIB  # of a named machine whose entry has no host_memory
+
+
+def host_bytes(name: str, asked: Budget) -> int:
+    """Of a named machine: what the call gives, else the entry, else what is assumed."""
+    return asked.host_bytes or named_machines.load(name).budget.host_bytes or ASSUMED_HOST_BYTES
+
+
+def told(name: str | None, asked: Budget, fills: Budget, device: str) -> str:
+    """Of a machine by name, or of this one. `asked`: what the call gives; `fills`: what plans fill."""
+    host = "not limited" if fills.host_bytes is None else gib(fills.host_bytes)
+    return f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host} ({_host(name, asked)})"
+
+
+def device_of(name: str) -> str:
+    """Where the device memory of a named machine is from."""
+    size = named_machines.load(name).device_memory
+    return f"{named_machines.source(name)}: {size}, less a reserve" if size else f"{named_machines.source(name)}: none"
+
+
+def _device(name: str | None, asked: Budget, fills: Budget, device: str) -> str:
+    if fills.device_bytes is None:
+        return "not limited" if device == "sim" else "shares the host's"
+    found = "--device-memory" if asked.device_bytes else device_of(name) if name else "this machine's GPU"
+    if device == "cuda" and (asked.device_bytes or not name):
+        found += ", less the context and a reserve"
+    return f"{gib(fills.device_bytes)} ({found})"
+
+
+def _host(name: str | None, asked: Budget) -> str:
+    if asked.host_bytes:
+        return "--host-memory"
+    if name is None:
+        return "this machine's; try --host-memory for another"
+    if named_machines.load(name).budget.host_bytes:
+        return named_machines.source(name)
+    return f"assumed: {named_machines.source(name)} has none; try --host-memory"
