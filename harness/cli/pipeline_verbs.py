@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,13 +17,18 @@ from harness.core.console import print_table
 from harness.core.job import Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
+from harness.jobs import memories
 from methods.pipeline.launch.run import launch
 from methods.pipeline.profile import FILE as PROFILE_FILE
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
+if TYPE_CHECKING:
+    from methods.pipeline.auto_config import AutoConfig, Row
+
 DOES_NOT_FIT = 4
 MOST_PASSES = 10**8  # of a schedule: some minutes
 SECONDS = Finite(0)
+MOST_ROWS = 20  # of a table
 LARGEST_CHUNK = 64  # samples of a micro-batch that rates foretell
 EXAMPLES = """\b
 Examples:
@@ -88,18 +93,19 @@ def configure(
     folder: Path | None, num_gpus: int, gpus_per_vm: int, batch_size: int, capacity: int | None, as_json: bool,
     **words: Any,
 ) -> None:  # fmt: skip
-    """Choose stages and micro-batches by a profile, and show all that there are. Exit code 4: nothing fits."""
+    """Choose stages and micro-batches by a profile, and show the best that there are. Exit code 4: nothing fits."""
     from methods.pipeline.auto_config import AutoConfig
     from methods.pipeline.gpt_profile import by_flops
     from methods.pipeline.profile import read
 
     if folder is not None:
-        profile = read(folder)
+        profile, known = read(folder), "of the profiled device"
     elif words["num_layers"] is None or words["machine_name"] is None:
         raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
     else:
         sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
-        memory = named_machines.load(words["machine_name"]).budget.device_bytes
+        name = words["machine_name"]
+        memory, known = named_machines.load(name).budget.device_bytes, memories.device_of(name)
         profile = by_flops(_workload(words), _rates(words), sizes, memory, float(words["network"] or "inf"))
     config = AutoConfig(num_gpus, gpus_per_vm, batch_size, profile, capacity)
     rows = config.table()
@@ -107,22 +113,31 @@ def configure(
         for row in rows:
             print(json.dumps(vars(row)))
     else:
-        names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "")
-        cells = [
-            (row.num_stages, row.num_replicas, row.chunk_size, f"{row.step_seconds:.4g}",
-             f"{batch_size / row.step_seconds:.4g}", gib(row.device_bytes), "" if row.fits else "does not fit")
-            for row in rows
-        ]  # fmt: skip
-        print_table(names, cells, numbers=names[:-1])
-    try:
-        found = config.get_min()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        known = "--memory" if capacity else known
+        print(f"memory of a device: {f'{gib(config.capacity)} ({known})' if config.capacity else 'not limited'}")
+        if rows[0].fits:
+            print(
+                f"chosen: {rows[0].num_stages} stages, micro-batches of {rows[0].chunk_size},"
+                f" {rows[0].step_seconds:.4g} s a step"
+            )
+        _show(rows, config)
+    if not rows[0].fits:
+        print(f"error: {config.why_not()}", file=sys.stderr)
         sys.exit(DOES_NOT_FIT)
-    if not as_json:
-        print(
-            f"chosen: {found.num_stages} stages, micro-batches of {found.chunk_size}, {found.step_seconds:.4g} s a step"
-        )
+
+
+def _show(rows: list[Row], config: AutoConfig) -> None:
+    """The best, and what limits each."""
+    names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
+    cells = [
+        (row.num_stages, row.num_replicas, row.chunk_size, f"{row.step_seconds:.4g}",
+         f"{config.batch_size / row.step_seconds:.4g}", gib(row.device_bytes),
+         row.binds if row.fits else f"does not fit: lacks {gib(row.device_bytes - (config.capacity or 0))}")
+        for row in rows[:MOST_ROWS]
+    ]  # fmt: skip
+    print_table(names, cells, numbers=names[:-1])
+    if len(rows) > MOST_ROWS:
+        print(f"the best {MOST_ROWS} of {len(rows)} configurations; --json prints all")
 
 
 @varuna.command()
@@ -130,8 +145,8 @@ def configure(
 @click.option("--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Of a replica.")
 @click.option("--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Pipelines that share a batch.")
 @click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="One or several.")
-@click.option("--passes", type=(SECONDS, SECONDS, SECONDS), default=tuple(map(float, SLOTS.values())),
-              help="Seconds of a stage's forward pass, recompute and backward pass.")  # fmt: skip
+@click.option("--passes", type=(SECONDS, SECONDS, SECONDS),
+              help="Seconds of a stage's forward pass, recompute and backward pass.  [default: 1 1 2]")  # fmt: skip
 @click.option("--send", type=SECONDS, help="Seconds of a message between stages.  [default: 0]")
 @click.option("--long-send", type=SECONDS, help="Between stages on different machines.")
 @click.option("--gpus-per-vm", type=click.IntRange(1), default=1, help="Stages of one machine.")
@@ -146,9 +161,10 @@ def configure(
 @click.option("--out", type=FILE, metavar="FILE", help="Draw the stages' passes: FILE.pdf and FILE.png.")
 @options.as_json
 def simulate(
-    num_stages: int, num_micro_batches: int, num_replicas: int, schedules: str, passes: tuple[float, float, float],
-    send: float | None, long_send: float | None, gpus_per_vm: int, sends_at_once: int, sum_seconds: float,
-    jitter: float, pass_jitter: float, seed: int, chunk_size: int, out: Path | None, as_json: bool, **words: Any,
+    num_stages: int, num_micro_batches: int, num_replicas: int, schedules: str,
+    passes: tuple[float, float, float] | None, send: float | None, long_send: float | None, gpus_per_vm: int,
+    sends_at_once: int, sum_seconds: float, jitter: float, pass_jitter: float, seed: int, chunk_size: int,
+    out: Path | None, as_json: bool, **words: Any,
 ) -> None:  # fmt: skip
     """Time a step of pipelines under a virtual clock: nothing of it is run. With -l or --model the passes are those of
     the published GPT at the rates of --machine."""
@@ -158,11 +174,18 @@ def simulate(
         raise ValueError(
             f"expected at most {MOST_PASSES} stages times micro-batches, got {num_stages} x {num_micro_batches}"
         )
-    seconds = [dict(zip(SLOTS, passes, strict=True))] * num_stages
+    seconds, origin = [dict(zip(SLOTS, passes or map(float, SLOTS.values()), strict=True))] * num_stages, "--passes"
+    sent_by = "--send"
     if words["num_layers"] is not None:
         seconds, per_message = _of_gpt(words, num_stages, chunk_size)
-        send = per_message if send is None else send
-    network = pipelines.Network(send or 0.0, long_send, gpus_per_vm, jitter, sends_at_once, sum_seconds)
+        origin = f"a GPT at the rates of {named_machines.source(words['machine_name'])}"
+        if send is None and words["network"]:
+            send, sent_by = per_message, "a GPT's on --network"
+    elif passes is None:
+        origin = "assumed; try --passes, or --model and --machine"
+    if send is None:
+        send, sent_by = 0.0, "assumed; try --send"
+    network = pipelines.Network(send, long_send, gpus_per_vm, jitter, sends_at_once, sum_seconds)
     runs = {
         name: pipelines.simulate(name, seconds, num_micro_batches, network, num_replicas=num_replicas,
                                  pass_jitter=pass_jitter, seed=seed, keeps_units=out is not None)
@@ -173,6 +196,7 @@ def simulate(
         for name, run in runs.items():
             print(json.dumps({"schedule": name, "step_seconds": run.step_seconds, "bubble": run.bubble}))
     else:
+        print(f"passes of a stage: {_told(seconds)} ({origin}); messages: {send:.3g} s ({sent_by})")
         cells = [(name, f"{run.step_seconds:.5g}", f"{run.step_seconds / first.step_seconds:.3f}", f"{run.bubble:.1%}")
                  for name, run in runs.items()]  # fmt: skip
         names = ("schedule", "step, s", "over the first", "bubble")
@@ -187,6 +211,15 @@ def simulate(
         )
         for path in plot.save(timeline(runs, note), out.with_suffix("")):
             print(path)
+
+
+def _told(seconds: list[dict[str, float]]) -> str:
+    """Seconds of the passes, or their range over the stages."""
+    names, found = ("forward", "recompute", "backward"), []
+    for name, kind in zip(names, SLOTS, strict=True):
+        each = sorted({f"{passes[kind]:.3g}" for passes in seconds}, key=float)
+        found.append(f"{name} {' to '.join(dict.fromkeys((each[0], each[-1])))} s")
+    return ", ".join(found)
 
 
 def _workload(words: dict[str, Any]) -> Workload:

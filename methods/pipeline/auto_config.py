@@ -71,6 +71,18 @@ class Row:
             waits += passes["F"] + passes["B"] + 2 * self.send_seconds
         return found + self.sum_seconds + self.update_seconds
 
+    @property
+    def binds(self) -> str:
+        """What takes most of the predicted step."""
+        slowest = max(sum(passes.values()) for passes in self.passes)
+        crowding = max(1.0, self.crowding)
+        parts = {
+            "passes": crowding * self.num_micro_batches * slowest, "replicas' sums": self.sum_seconds,
+            "updates": crowding * self.update_seconds,
+        }  # fmt: skip
+        parts["waits for other stages"] = self.step_seconds - sum(parts.values())
+        return max(parts, key=lambda part: parts[part])
+
 
 def predict(rows: Sequence[Row]) -> list[float]:
     """Seconds of a step of each. Beyond a number of micro-batches the pipeline is full, and each further one takes the
@@ -125,13 +137,7 @@ class AutoConfig:
         """The fastest that fits. Raises ValueError, one line, if none does."""
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
-            least = min(self._rows, key=lambda row: row.device_bytes)
-            capacity = self.capacity or 0
-            raise ValueError(
-                f"nothing fits: {least.num_stages} stages of micro-batches of {least.chunk_size} need"
-                f" {gib(least.device_bytes)} of a device's memory, {gib(least.device_bytes - capacity)} more than the"
-                f" {gib(capacity)} there are; try more devices and CutPoints, or smaller micro-batches"
-            )
+            raise ValueError(self.why_not())
         best: tuple[float, Row] | None = None
         fitting.sort(key=lambda row: row.least_seconds)
         for start in range(0, len(fitting), AT_ONCE):
@@ -143,11 +149,20 @@ class AutoConfig:
         assert best is not None
         return Choice(best[1].num_stages, best[1].chunk_size, best[0])
 
+    def why_not(self) -> str:
+        """Where nothing fits: what the configuration that needs least lacks."""
+        least, capacity = min(self._rows, key=lambda row: row.device_bytes), self.capacity or 0
+        return (
+            f"nothing fits: {least.num_stages} stages of micro-batches of {least.chunk_size} need"
+            f" {gib(least.device_bytes)} of a device's memory, {gib(least.device_bytes - capacity)} more than the"
+            f" {gib(capacity)} there are; try more devices and CutPoints, or smaller micro-batches"
+        )
+
     def table(self) -> list[Row]:
-        """All configurations, the fastest first; last those that do not fit."""
+        """All configurations, the fastest first; last those that do not fit, by their memory."""
         each = zip(self._rows, predict(self._rows), strict=True)
         rows = [replace(row, step_seconds=seconds) for row, seconds in each]
-        return sorted(rows, key=lambda row: (not row.fits, row.step_seconds))
+        return sorted(rows, key=lambda row: (not row.fits, row.step_seconds if row.fits else row.device_bytes))
 
     def _of_size(self, size: int) -> list[Row]:
         """All numbers of stages. Replicas share a batch evenly, so as many take part as divide it."""

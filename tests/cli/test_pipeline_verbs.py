@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from harness.cli import pipeline_verbs
+from harness.core.method import ROOT
 from methods.pipeline.profile import read
 from tests.support import cli
 
@@ -51,7 +54,45 @@ def test_the_largest_named_gpt_gets_stages_that_fit() -> None:
     words = ("--model", "varuna-8.3b", "--machine", "h200", "--gpus", 16, "--batch", 64, "--memory", "40GiB")
     done = cli.run("varuna", "configure", *words)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.splitlines()[-1].split()[1]) >= 4
+    memory, chosen = done.stdout.splitlines()[:2]
+    assert memory == "memory of a device: 40.0 GiB (--memory)"
+    assert chosen.startswith("chosen: ") and int(chosen.split()[1]) >= 4
+
+
+def test_the_20_best_configurations_are_shown_with_what_limits_each() -> None:
+    """Of 97. All that is shown fits the memory of the entry, but for its reserve; two stages fit nowhere."""
+    words = ("varuna", "configure", "--model", "varuna-8.3b", "--machine", "h200", "--gpus", 16, "--batch", 64)
+    done, every = cli.run(*words), cli.run(*words, "--json").stdout.splitlines()
+    assert done.stdout.startswith("memory of a device: 29.8 GiB (h200 in machines.yaml: 31GiB, less a reserve)\n")
+    rows = [line for line in done.stdout.splitlines() if line[:7].strip().isdigit()]
+    assert len(rows) == 20 and all(line.rstrip().endswith("passes") for line in rows)
+    assert f"the best 20 of {len(every)} configurations; --json prints all" in done.stdout
+
+
+def test_where_nothing_fits_each_row_says_what_it_lacks_the_least_first() -> None:
+    words = ("--model", "varuna-8.3b", "--machine", "h200", "--gpus", 2, "--batch", 4)
+    done = cli.run("varuna", "configure", *words)
+    lacks = [float(number) for number in re.findall(r"does not fit: lacks ([\d.]+) GiB", done.stdout)]
+    assert done.returncode == 4 and len(lacks) == 5 and lacks == sorted(lacks)
+    assert f"{lacks[0]} GiB more than the 29.8 GiB there are" in done.stderr and "chosen" not in done.stdout
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ((), "forward 1 s, recompute 1 s, backward 2 s (assumed; try --passes, or --model and --machine); messages: 0 s"),
+    (("--passes", 2, 0, 3, "--send", 1), "forward 2 s, recompute 0 s, backward 3 s (--passes); messages: 1 s (--send)"),
+    (("--model", "gpt2", "--machine", "h200"), "(a GPT at the rates of h200 in machines.yaml); messages: 0 s (assumed"),
+])  # fmt: skip
+def test_a_simulated_step_tells_the_passes_and_messages_that_it_is_of(words: tuple, told: str) -> None:
+    done = cli.run("varuna", "simulate", "--stages", 2, "--micro-batches", 2, *words)
+    assert done.stdout.startswith("passes of a stage: ") and told in done.stdout.splitlines()[0]
+
+
+def test_what_is_written_by_default_is_no_change_of_the_checkout() -> None:
+    commands = pipeline_verbs.varuna.commands
+    folders = [option.default for name in ("profile", "launch") for option in commands[name].params
+               if option.name == "folder"]  # fmt: skip
+    assert {f"/{folder}/" for folder in folders} <= set((ROOT / ".gitignore").read_text().splitlines())
+    assert len(folders) == 2
 
 
 @pytest.mark.heavy

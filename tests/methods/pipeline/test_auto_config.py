@@ -178,6 +178,17 @@ def test_the_choice_is_the_best_of_the_table(tmp_path: Path) -> None:
         assert found.get_min() == (best.num_stages, best.chunk_size, best.step_seconds)
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [
+    ({}, {1: "passes", 2: "passes"}), ({"sum_seconds": MANY}, {1: "replicas' sums", 2: "passes"}),
+    ({"update_seconds": MANY}, {1: "updates", 2: "updates"}),
+    ({"messages": [Message(True, 1, MANY)]}, {1: "passes", 2: "waits for other stages"}),
+])  # fmt: skip
+def test_a_row_names_what_takes_most_of_its_step(tmp_path: Path, seconds: dict, expected: dict) -> None:
+    sections = [[cost(1, activation_bytes=1)]] * 2
+    rows = configured(tmp_path, profile(*sections, **seconds), 2, 4).table()
+    assert {row.num_stages: row.binds for row in rows} == expected
+
+
 def test_messages_across_machines_count_where_there_are_several(tmp_path: Path) -> None:
     """Twice the bytes of the one measured, and the copy."""
     sections = [[cost(1, activation_bytes=200, copy_seconds=0.5)]] * 2
