@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -273,27 +274,28 @@ def main(out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: st
     """Train all, judge all, print the table, write the figures."""
     started = time.monotonic()
     size = dataclasses.replace(SIZE, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)})
-    chosen: dict[str, Any] = {"size": size, "seeds": [int(seed) for seed in seeds.split(",")]}
-    cases = [
-        case
-        for dtype in dtypes.split(",")
-        for case in (*fault_cases(dtype, **chosen), *honest_cases(dtype, **chosen))
-        if is_trainable(case)
-    ]
-    records = train_all((job for case in cases for job in case.jobs()), cores)
-    ended = {key: record for key, record in records.items() if record.status != "ok"}
-    for record in ended.values():
-        print(f"left out: {record.job.method}, {record.job.workload.dtype}: {record.status}: {record.reason}")
-    cases = [case for case in cases if not any(job.key() in ended for job in case.jobs())]
-    promised = {_name(case) for case in cases if records[case.probe(case.dtype).key()].bit_exact and not case.changes}
-    found = figures([outcome(case, records) for case in cases], promised)
-    seconds = round(time.monotonic() - started)
-    write_whole(
-        out,
-        json.dumps(
-            {"figures": found, "workload": dataclasses.asdict(size), "seconds": seconds, "cores": cores}, indent=1
-        ),
-    )
+    numbers = [int(seed) for seed in seeds.split(",")]
+    outcomes: list[Outcome] = []
+    records: dict[str, Record] = {}
+    promised: set[str] = set()
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    # Honest runs first: a series that is ended early still tells how many of them fail.
+    for some, dtype in itertools.product((honest_cases, fault_cases), dtypes.split(",")):
+        cases = [case for case in some(dtype, size=size, seeds=numbers) if is_trainable(case)]
+        more = train_all((job for case in cases for job in case.jobs() if job.key() not in records), cores)
+        ended = {key: record for key, record in more.items() if record.status != "ok"}
+        for record in ended.values():
+            print(f"left out: {record.job.method}, {record.job.workload.dtype}: {record.status}: {record.reason}")
+        records |= more
+        cases = [case for case in cases if all(records[job.key()].status == "ok" for job in case.jobs())]
+        promised |= {_name(case) for case in cases if records[case.probe(dtype).key()].bit_exact and not case.changes}
+        outcomes += [outcome(case, records) for case in cases]
+        found = figures(outcomes, promised)
+        seconds = round(time.monotonic() - started)
+        told = {"figures": found, "workload": dataclasses.asdict(size), "seeds": numbers, "seconds": seconds,
+                "cores": cores}  # fmt: skip
+        write_whole(out, json.dumps(told, indent=1))
+        print(f"{dtype}: {len(outcomes)} cases judged, {len(records)} trainings, {seconds} s", flush=True)
     print(table(found))
     for dtype, ways in found.items():
         for way, row in ways.items():

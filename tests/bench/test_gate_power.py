@@ -16,6 +16,7 @@ from tests.support.training import STEPS
 
 FIGURES = json.loads((ROOT / "results" / "gate-power.json").read_text())["figures"]
 ROWS = [pytest.param(row, id=f"{dtype}, {way}") for dtype, ways in FIGURES.items() for way, row in ways.items()]
+HELD_OUT = json.loads((ROOT / "results" / "gate-power-held-out.json").read_text())["figures"]
 PROBED = [row for row in ROWS if "without" not in str(row.id)]
 
 
@@ -52,6 +53,18 @@ def test_the_honest_runs_are_a_hundred_by_all_methods_that_are_exact_and_run_on_
 
 def test_the_artifact_s_table_is_the_recorded_one() -> None:
     assert gate_power.table(FIGURES) in (ROOT / "ARTIFACT.md").read_text()
+
+
+@pytest.mark.parametrize("way", gate_power.WAYS)
+def test_no_honest_run_of_a_size_and_seeds_held_out_fails(way: str) -> None:
+    assert [HELD_OUT[dtype][way]["failed"] for dtype in gate_power.DTYPES] == [{}, {}, {}]
+
+
+def test_the_artifact_tells_how_many_honest_runs_were_held_out() -> None:
+    fp32, bf16, fp16 = (HELD_OUT[dtype]["cpu"]["honest"] for dtype in gate_power.DTYPES)
+    assert fp32 + bf16 + fp16 >= 100
+    told = f"0 of {fp32} honest runs in fp32, 0 of {bf16} in bf16 and 0 of {fp16} in fp16"
+    assert told in " ".join((ROOT / "ARTIFACT.md").read_text().split())
 
 
 def test_every_fault_has_a_right_name() -> None:
