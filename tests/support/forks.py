@@ -11,9 +11,12 @@ from typing import Any
 
 from harness.core.job import Job
 from harness.core.record import new_stem
+from harness.run import warm_start
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.support.on_sim", "harness.run.inspect_training", "harness.run.worker"])
+PROCESSES.set_forkserver_preload(
+    ["tests.support.on_sim", "harness.run.inspect_training", "harness.run.worker", *warm_start.PRELOADED]
+)
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
