@@ -24,7 +24,7 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
-from harness.run import scratch
+from harness.run import scratch, warm_start
 from harness.run.launch import Events, Watch, environment, launch
 from tests.support import cli, tiny
 from tests.support.tiny import TINY, write_compiling
@@ -156,6 +156,7 @@ def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
 ) -> None:
     (scratch := tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(warm_start, "_server", None)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(FileNotFoundError):
         launch(Job("resident", TINY), "key", tmp_path)
