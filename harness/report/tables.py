@@ -235,10 +235,10 @@ def claims_by_figure(
 
 
 def summary(entries: Sequence[Entry]) -> DataFrame:
-    """A row for each method, of its newest result at each of the largest sizes: speed, memory and verdict."""
+    """A row for each method, of its newest result at each of the sizes shown: speed, memory and verdict."""
     newest = {(entry.record.job.method, entry.record.job.workload.num_params): entry for entry in entries}
     methods = list(dict.fromkeys(name for name, _ in newest))
-    sizes = sorted({size for _, size in newest})[-MOST_SIZES:]
+    sizes = _sizes_shown(set(newest))
     rows = []
     for name in methods:
         cells: dict[str, Cell | str] = {"method": name}
@@ -246,6 +246,17 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
             cells[params_text(size)] = _did(newest[name, size]) if (name, size) in newest else ""
         rows.append(cells)
     return table("Samples/s, peak of the device's or host's memory, and verdict, by parameters", rows)
+
+
+def _sizes_shown(results: set[tuple[str, int]]) -> list[int]:
+    """The largest sizes, but first those that leave no method's row empty."""
+    sizes = sorted({size for _, size in results}, reverse=True)
+    methods_of = {size: {name for name, each in results if each == size} for size in sizes}
+    without, shown = {name for name, _ in results}, []
+    while without:
+        shown.append(max(sizes, key=lambda size: len(methods_of[size] & without)))
+        without -= methods_of[shown[-1]]
+    return sorted(list(dict.fromkeys([*shown, *sizes]))[:MOST_SIZES])
 
 
 def _did(entry: Entry) -> Cell:

@@ -194,6 +194,15 @@ def test_a_figures_data_lies_beside_the_page(page: Page, written: Path) -> None:
     assert data[0] == [name.strip() for name in shown[0][:-1]] and len(data) == len(shown)  # all but the links
 
 
+def test_of_many_sizes_those_are_shown_that_leave_no_methods_row_empty() -> None:
+    large = [measured(DEMO.probe("l2l", depth), f"k{depth}") for depth in range(3, 12)]
+    runs = [measured(DEMO.probe(name, 2), name) for name in ("l2l", "stronghold")] + large
+    told = tables.summary([tables.Entry(number, Path("log.json"), run) for number, run in enumerate(runs, start=1)])
+    by_method = dict(zip(("l2l", "stronghold"), told.values.tolist(), strict=True))
+    assert [cell.links for cell in by_method["stronghold"]] == [(), (2,), (), (), (), (), ()]
+    assert [cell.links for cell in by_method["l2l"]] == [(), (1,), (7,), (8,), (9,), (10,), (11,)]
+
+
 def test_a_method_has_a_row_and_a_size_a_column(page: Page) -> None:
     head, *rows = next(rows for caption, rows in page.tables.items() if caption.startswith("Samples/s, peak"))
     assert [row[0] for row in rows] == ["l2l", "stronghold", "gone"] and len(head) == 1 + 5
