@@ -9,6 +9,7 @@ from typing import Any
 from harness.figures import plot
 from harness.figures.point import FigureRow
 
+NAMES = {"varuna": "Varuna", "1f1b": "1F1B", "gpipe": "GPipe"}
 LOOKS = {"varuna": ("#B8860B", "o"), "1f1b": ("#B0413E", "s"), "gpipe": ("#54689A", "^")}
 TRACE = {"morphs": ("morphs to the machines that are there", "#B8860B"),
          "restarts": ("restarts from its last hourly checkpoint", "#B0413E")}  # fmt: skip
@@ -45,7 +46,7 @@ def _schedules(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
     for name, (color, mark) in LOOKS.items():
         points = [(row.x or 0.0, (row.value or 0.0) / base[row.x]) for row in rows if row.series == name]
         if points:
-            axes.plot(*zip(*points, strict=True), mark + "-", color=color, markersize=4, label=name)
+            axes.plot(*zip(*points, strict=True), mark + "-", color=color, markersize=4, label=NAMES[name])
     axes.axhline(1.26, color=plot.EDGE, linewidth=0.6, linestyle=":")
     axes.text(0, 1.262, "published: up to 26 %", fontsize=5.8, color=plot.EDGE, va="bottom")
     axes.set(xlabel="seconds of a message (forward pass: 1 s)", ylabel="Step time over Varuna's")
@@ -60,7 +61,8 @@ def _foretold(axes: plot.Axes, rows: Sequence[FigureRow], note: str) -> None:
     for x, y, text in points:
         axes.plot(x, y, "o", color=LOOKS["varuna"][0], markersize=4)
         look: Any = {"textcoords": "offset points", "fontsize": 5.8, "color": plot.EDGE}
-        axes.annotate(text, (x, y), xytext=(4, -6), **look)
+        # Away from the diagonal.
+        axes.annotate(text, (x, y), xytext=(0, 5 if y >= x else -10), ha="center", **look)
     axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured step (s)", ylabel="Foretold step (s)")
 
 
@@ -78,7 +80,7 @@ def _morphs(axes: plot.Axes, losses: Sequence[FigureRow], workers: Sequence[Figu
     low, high = min(row.value or 0.0 for row in losses), max(row.value or 0.0 for row in losses)
     axes.set(xlabel="step", ylabel="Loss", ylim=(low - 0.5 * (high - low), high + 0.05 * (high - low)))
     axes.legend(loc="upper right")
-    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in workers if row.series == "morphed"], "workers")
+    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in workers if row.series == "morphed"], "workers", low)
 
 
 def _trace(
@@ -93,13 +95,14 @@ def _trace(
     top = max((row.value or 0.0 for row in speeds), default=1.0)
     axes.set(xlabel="hours", ylabel=plot.LABELS["samples_per_second"], ylim=(-0.5 * top, 1.45 * top))
     axes.legend(loc="upper right", fontsize=5.6)
-    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in machines], "machines")
+    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in machines], "machines", 0.0)
 
 
-def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str) -> None:
-    """A count on an axis of its own, in the lowest third."""
+def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str, lowest: float) -> None:
+    """A count on an axis of its own, in the lowest quarter; the panel's own ticks begin at `lowest`, above it."""
+    axes.set_yticks([tick for tick in axes.get_yticks() if lowest <= tick <= axes.get_ylim()[1]])
     other = axes.twinx()
     other.step(*zip(*points, strict=True), where="post", color=plot.EDGE, linewidth=0.7)
     most = max(value for _, value in points)
-    other.set(ylim=(0, 3.4 * most), yticks=(0, most))
+    other.set(ylim=(0, 4.2 * most), yticks=(0, most))
     other.set_ylabel(text, loc="bottom")

@@ -93,3 +93,12 @@ def test_the_figure_has_its_four_panels(tmp_path: Path) -> None:
     made = case7.figure([*rows, *case7.simulated(rows)], "demo")
     titles = [axes.get_title(loc="left") for axes in made.axes if axes.get_title(loc="left")]
     assert len(titles) == 4 and sum("simulated" in title for title in titles) == 2
+
+
+def test_the_trace_of_machines_lies_below_all_speeds(tmp_path: Path) -> None:
+    rows = left_by_measuring(tmp_path)
+    made = case7.figure([*rows, *case7.simulated(rows)], "demo")
+    (speed,) = [axes for axes in made.axes if axes.get_title(loc="left") == "simulated: synthetic trace of machines"]
+    (machines,) = [axes for axes in made.axes if axes.get_ylabel() == "machines"]
+    most, zero = machines.transData.transform((0, 12)), speed.transData.transform((0, 0))
+    assert most[1] < zero[1] and min(speed.get_yticks()) == 0
