@@ -170,6 +170,11 @@ def _work(order: dict[str, Any], control: int, here: int, given: Sequence[int]) 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED)
     try:
         importlib.import_module(order["module"]).main()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(end.code or 0)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -76,11 +76,11 @@ def test_a_worker_has_what_a_new_process_would_have(
 @pytest.mark.parametrize(
     ("first", "code"),
     [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", -9), ("os.kill(os.getppid(), signal.SIGKILL)", -9),
-     ("1 / 0", 1)],
+     ("1 / 0", 1), ("sys.exit()", 0), ("sys.exit(300)", 44), ("sys.exit('why')", 1)],
 )  # fmt: skip
 def test_its_end_is_told(folder: Path, environment: dict[str, str], first: str, code: int) -> None:
     found, log = ended(folder, environment, first)
-    assert found == code and ("ZeroDivisionError" in log) == (code == 1)
+    assert found == code and ("ZeroDivisionError" in log, "why" in log) == (first == "1 / 0", "why" in first)
 
 
 def test_descriptors_keep_their_numbers(folder: Path, environment: dict[str, str]) -> None:
