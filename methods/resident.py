@@ -39,6 +39,7 @@ class Resident:
         import torch
 
         from harness.core.gpt import adamw, empty, initialize
+        from methods.offload.clip import global_norm, norms_of
         from methods.shared.loss_scale import LossScale
 
         model = empty(workload, device)
@@ -56,8 +57,10 @@ class Resident:
         for step, (inputs, targets) in enumerate(batches, start=1):
             loss = _backward(model, inputs, targets, workload.micro_batches, scale.value)
             _take_gradients(masters, weights, scale)
-            # Without clipping the norm is only reported.
-            norm = torch.nn.utils.clip_grad_norm_(masters, workload.clip_norm or float("inf"))
+            # In parts a norm is summed in parts, too: to the gate's probe that is rounding.
+            norm = global_norm(norms_of([p.grad for p in masters], in_blocks=workload.micro_batches > 1))
+            if workload.clip_norm:
+                torch.nn.utils.clip_grads_with_norm_(masters, workload.clip_norm, norm)
             for group in optimizer.param_groups:
                 group["lr"] = workload.learning_rate_at(step)
             is_skipped = scale.overflows(norm)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
+from harness.core.job import BETAS
 from harness.core.record import Record
 
 LEAST = 1e-7  # relative: what one rounding of fp32 amounts to
@@ -19,6 +20,11 @@ FIRST = 5  # steps that share a floor: in any one of them two roundings may agre
 # And, relative to the tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1,
 # move by a few units in the last place at the published learning rate.
 ROUNDING = 2**-24 / 4
+# Times the number of elements to the 1.5, relative: one sum in fp32 of normally distributed squares, as the reference's
+# norm on a CPU, is off by a twentieth of this, of squares that differ more by more (results/LOG.md).
+NORM_ROUNDING = 2e-13
+# Relative, of a second moment: an engine that rounds beta2 to fp32 before it takes that from 1.
+BETA_ROUNDING = 2**-25 / (1 - BETAS[1])
 TELLING = 100.0  # times the loss's difference: what a norm's is more than where the gradient itself is wrong
 FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
 GRADIENT = "the gradients, or the norm of them, are not the reference's"
@@ -43,6 +49,20 @@ class Limits(NamedTuple):
             {part: {name: factor * each for name, each in own.items()} for part, own in self.tensors.items()},
             {part: factor * each for part, each in self.medians.items()},
         )  # fmt: skip
+
+    def of_norms_summed_by(self, reference: Record) -> Limits:
+        """No less for a norm than what its own sum rounds."""
+        workload = reference.job.workload
+        largest = workload.hidden_size * max(workload.vocab_size, 4 * workload.hidden_size)
+        least = 0.0 if reference.job.device == "cuda" else NORM_ROUNDING * largest**1.5
+        return self._replace(norms=[max(least, each) for each in self.norms])
+
+    def of_rounded_betas(self) -> Limits:
+        least = {name: max(BETA_ROUNDING, each) for name, each in self.tensors["exp_avg_sq"].items()}
+        median = max(BETA_ROUNDING, self.medians["exp_avg_sq"])
+        return self._replace(
+            tensors=self.tensors | {"exp_avg_sq": least}, medians=self.medians | {"exp_avg_sq": median}
+        )
 
     def alike(self) -> Limits:
         """With the largest of any tensor for every one."""

@@ -205,7 +205,8 @@ def _limits(record: Record, reference: Record) -> Limits:
     medians = {"way": unsettled * MEDIAN_DISTANCE_TOLERANCE, "exp_avg": MEDIAN_TOLERANCE,
                "exp_avg_sq": 2 * MEDIAN_TOLERANCE}  # fmt: skip
     tensors = {part: dict.fromkeys(names, limit) for part, limit in each.items()}
-    return Limits([LOSS_TOLERANCE[where]] * steps, [NORM_TOLERANCE[where]] * steps, tensors, medians)
+    limits = Limits([LOSS_TOLERANCE[where]] * steps, [NORM_TOLERANCE[where]] * steps, tensors, medians)
+    return limits.of_norms_summed_by(reference)
 
 
 def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequence[Record]) -> Gate:

@@ -54,7 +54,7 @@ def find(trial: Trial, is_held_to_bits: bool) -> Departure | None:
     named = departure.departure(record, reference, naming)
     if is_held_to_bits:
         return named or Departure("weights", "its bits are not the reference's, which it promises")
-    found = departure.departure(record, reference, floor.times(ALLOWED[trial.dtype]))
+    found = departure.departure(record, reference, floor.times(ALLOWED[trial.dtype]).of_rounded_betas())
     return found and named
 
 

@@ -52,6 +52,7 @@ class LayerState:
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
         self.updater = "update" if host else "compute"  # the track of update() in a trace
         self.has_dropout = workload.dropout > 0
+        self.has_parts = workload.micro_batches > 1
         self.deadline = device.next_place()
         dtype, numel = DTYPES[workload.dtype], self.layout.numel
         kept = kept_dtypes(workload, host=host)
@@ -139,7 +140,7 @@ class LayerState:
     def norms(self) -> list[Tensor]:
         """The norm of each parameter's gradient of the last backward pass, fp32, on the device."""
         with self.device.span("compute", "norm", self.prefix):
-            return norms_of([*self._rooms.values()])
+            return norms_of([*self._rooms.values()], in_blocks=self.has_parts)
 
     def update(self, learning_rate: float, factor: Factor) -> None:
         """Update in place by the gradient here, scaled by the clip factor."""

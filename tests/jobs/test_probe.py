@@ -228,3 +228,20 @@ def test_the_door_probes_unless_told_not_to(tmp_path: Path, forked: None) -> Non
 def test_a_record_of_before_there_was_a_probe_is_read() -> None:
     old = trained(BASE, gate=Gate("exact", "", "bit-equal")).to_dict()
     assert Record.from_dict(old).gate.text == "bit-equal"
+
+
+@pytest.mark.parametrize(("norm", "verdict"), [(1.0 + 2.8e-4, "tolerance"), (1.0 + 2e-2, "failed")])
+def test_a_norm_may_be_off_by_what_one_sum_over_a_vocabulary_rounds(norm: float, verdict: str) -> None:
+    """An engine that sums in fp64 was 2.8e-4 from the reference at this vocabulary and width."""
+    workload = dataclasses.replace(job().workload, hidden_size=64, vocab_size=50304)
+    made = trained(BASE), trained(BASE, [norm] * 4, tensors={"layers.0.fc1.weight": tensor(sha256="b")})
+    theirs, ours = (dataclasses.replace(each, job=dataclasses.replace(each.job, workload=workload)) for each in made)
+    assert gate.judge(ours, theirs).verdict == verdict
+
+
+@pytest.mark.parametrize(("size", "reason"), [(1 + 1.4e-5, None), (1 + 6e-5, "gradient-scale")])
+def test_a_second_moment_may_be_off_by_what_beta_rounds_in_fp32(size: float, reason: str | None) -> None:
+    """DeepSpeed's Adam of a CPU was 1.3e-5 from the reference in every tensor."""
+    theirs, ours = trained(BASE), trained(BASE, tensors={"layers.0.fc1.weight": tensor(sha256="b", exp_avg_sq=size)})
+    found = probe.find(Trial(ours, theirs, (theirs,)), is_held_to_bits=False)
+    assert (found and found.reason) == reason

@@ -12,6 +12,7 @@ from harness.core.method import create
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
 from methods.offload import adamw_kernel
+from methods.offload.clip import BLOCK
 from methods.streaming import layer_state
 from methods.streaming.placement import parse, placed_plan, rings, shrink, text_of
 from tests.methods.test_agree import difference
@@ -128,7 +129,9 @@ def test_an_update_ahead_is_not_begun_where_the_norm_is_beyond_the_limit_already
     assert said and not any(said)
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"vocab_size": 2 * BLOCK // 36}], ids=str
+)
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_micro_batches_have_the_very_bits_in_every_place(micro_batches: int, changes: dict[str, Any]) -> None:
     workload = tiny(**SMALL, batch_size=6, micro_batches=micro_batches, **changes)
