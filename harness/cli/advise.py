@@ -103,6 +103,8 @@ def advise(
     for row in rows:
         if "error" in row:
             print(f"left out: {row['method']}: {row['error']}")
+        elif row["missing"]:
+            print(f"does not run here: {row['method']}: {row['missing']}")
         elif row["shortfall"]:
             print(f"does not fit: {row['method']} {row['shortfall']}")
     if name is None:

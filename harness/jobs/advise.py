@@ -115,8 +115,8 @@ class Advice:
     folders: tuple[Path, ...] = ()
 
     def rows(self, names: list[str]) -> list[dict[str, Any]]:
-        """A row a method: those that fit by their speed, then those that do not by what they lack, then those that do
-        not train this workload, with the `error`."""
+        """A row a method: those that fit by their speed, then those that do not by what they lack, those that do not
+        run here, with what is `missing`, and those that do not train this workload, with the `error`."""
         off = accuracy(self.records, self.folders)
         rows = [self._row(name) | {"accuracy": off[name]._asdict() if name in off else None} for name in names]
         return sorted(rows, key=_rank)
@@ -131,12 +131,17 @@ class Advice:
         depth = largest(method.create(name, {}, self.folders), job, found.budget)
         plan = found.plan.pooled(found.budget)
         return {
-            "method": name, "is_exact": is_exact, "fits": not found.lacks, "lacks_bytes": found.lacks,
+            "method": name, "is_exact": is_exact, "missing": self._missing(name),
+            "fits": not found.lacks, "lacks_bytes": found.lacks,
             "shortfall": found.plan.shortfall(found.budget), **{memory: getattr(plan, memory) for memory in MEMORIES},
             "options": found.plan.options, "largest_layers": depth, **self._speeds(found.predicted),
             "measured_step_seconds": measured_for(self.records, name, self.workload, self.place.name),
             "change": self._change(name, found, depth),
         }  # fmt: skip
+
+    def _missing(self, name: str) -> str | None:
+        """What the method lacks to run here, and how to get it; of another machine that is not known."""
+        return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
 
     def _try(self, name: str, place: Place, workload: Workload, options: dict[str, Any]) -> Try:
         trained = method.create(name, options, self.folders)
@@ -197,7 +202,7 @@ class Advice:
 
 def fits_text(row: dict[str, Any]) -> str:
     lacks = ", ".join(f"{gib(size)} of {memory}" for memory, size in row["lacks_bytes"].items())
-    return "yes" if row["fits"] else f"lacks {lacks}"
+    return "not here" if row["missing"] else "yes" if row["fits"] else f"lacks {lacks}"
 
 
 def off_text(row: dict[str, Any]) -> str:
@@ -213,6 +218,8 @@ def _is_whole(place: Place) -> bool:
 
 def _rank(row: dict[str, Any]) -> tuple[int, float]:
     if "error" in row:
+        return 4, 0.0
+    if row["missing"]:
         return 3, 0.0
     if not row["fits"]:
         return 2, sum(row["lacks_bytes"].values())

@@ -285,7 +285,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
         predicted = row["step_seconds"] if row["fits"] or runs else None
         rows.append({
             "method": row["method"],
-            "fits": Cell(fits_text(row), look=GOOD if row["fits"] else OPEN),
+            "fits": Cell(fits_text(row), look=GOOD if row["fits"] and not row["missing"] else OPEN),
             "predicted s": Cell("" if predicted is None else f"{predicted:.3g}", predicted),
             "measured s": Cell("" if took is None else f"{took:.3g}", took, links=tuple(each.number for each in runs)),
             "binds": (row["binds"] or "") if predicted else "",

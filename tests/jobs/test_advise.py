@@ -146,6 +146,14 @@ def test_without_arguments_it_is_about_this_machine(tmp_path: Path, monkeypatch:
     assert told.startswith("this machine: ") and "doctor --calibrate" in told
 
 
+def test_what_does_not_run_here_is_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "devices", lambda: ["cpu"])
+    words = ("advise", "-m", "superoffload,resident", "-l", "2", "--results", tmp_path)
+    here, on_a_gpu = (cli.run(*words, *more).stdout for more in ((), ("--gpu", "h200")))
+    assert "does not run here: superoffload: DeepSpeed runs SuperOffload on NVIDIA GPUs only" in here
+    assert "not here" in here and "not here" not in on_a_gpu
+
+
 def test_the_machines_to_ask_about_are_listed_those_of_a_file_with_it(tmp_path: Path) -> None:
     (file := tmp_path / "mine.yaml").write_text("desk: {device_memory: 24GiB}")
     told = cli.run("advise", "-m", "resident", "--results", tmp_path, "--machines", file).stdout.splitlines()[-1]
