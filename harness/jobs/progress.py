@@ -198,7 +198,10 @@ def few_steps(record: Record) -> str:
     num, warmup = len(record.timed_seconds), record.job.warmup
     if record.samples_per_second is None or num >= FEWEST_TIMED or record.origin != "run":
         return ""
-    return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {warmup + FEWEST_TIMED}"
+    # A default that was cut short grows with the steps.
+    grown = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
+    steps = grown + FEWEST_TIMED
+    return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {steps}"
 
 
 def _of(size: int, limit: int | None) -> str:

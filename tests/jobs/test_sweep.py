@@ -184,15 +184,17 @@ def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: in
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "warmup", "told"),
     [
-        (6, " (1 step timed after 5 of warm-up, too few; try --steps 10)"),
-        (9, " (4 steps timed after 5 of warm-up, too few; try --steps 10)"),
-        (10, ""),
+        (3, 2, " (1 step timed after 2 of warm-up, too few; try --steps 10)"),
+        (5, 2, " (3 steps timed after 2 of warm-up, too few; try --steps 7)"),
+        (6, 5, " (1 step timed after 5 of warm-up, too few; try --steps 10)"),
+        (9, 5, " (4 steps timed after 5 of warm-up, too few; try --steps 10)"),
+        (10, 5, ""),
     ],
 )
-def test_a_speed_that_rests_on_few_steps_says_so(steps: int, told: str) -> None:
-    job = dataclasses.replace(jobs("l2l")[0], steps=steps, warmup=5)
+def test_a_speed_that_rests_on_few_steps_says_so(steps: int, warmup: int, told: str) -> None:
+    job = dataclasses.replace(jobs("l2l")[0], steps=steps, warmup=warmup)
     assert closing_line(records.record(job)).split("samples/s")[1].split(", host peak")[0] == told
 
 
