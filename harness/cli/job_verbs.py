@@ -62,8 +62,8 @@ def plan(exact: bool, **words: Any) -> None:
     jobs = make_jobs(words, folders)
     asked = Budget(words["device_memory"], words["host_memory"])
     if name and not words["scale"]:
-        host = memories.host_bytes(name, asked)
-        jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs]
+        there: dict[str, Any] = {"host_bytes": memories.host_bytes(name, asked), "page_locks": True}
+        jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, **there)) for job in jobs]
     # Several ranks or devices cannot be simulated; a plan needs no device.
     jobs = [dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
             for job in jobs]  # fmt: skip

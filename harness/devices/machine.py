@@ -161,7 +161,7 @@ def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budg
     if known and asked.link_bytes_per_second:
         link = asked.link_bytes_per_second
         known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
-    locks = device == "cuda"
+    locks = asked.page_locks or device == "cuda"
     return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most, rates=known, page_locks=locks)
 
 

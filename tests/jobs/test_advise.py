@@ -146,6 +146,14 @@ def test_without_arguments_it_is_about_this_machine(tmp_path: Path, monkeypatch:
     assert told.startswith("this machine: ") and "doctor --calibrate" in told
 
 
+def test_plan_and_advise_find_the_same_largest_depth_on_a_named_machine(tmp_path: Path) -> None:
+    words = ("--model", "gpt2-xl", "-m", "zero-offload,stronghold", "--json", "--host-memory", "64GiB")
+    planned = cli.run("plan", "--machine", "rtx3090", *words).stdout.splitlines()
+    advised = cli.run("advise", "--gpu", "rtx3090", *words, "--results", tmp_path).stdout.splitlines()
+    depths = [{row["method"]: row["largest_layers"] for row in map(json.loads, rows)} for rows in (planned, advised)]
+    assert depths[0] == depths[1]
+
+
 def test_what_does_not_run_here_is_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "devices", lambda: ["cpu"])
     words = ("advise", "-m", "superoffload,resident", "-l", "2", "--results", tmp_path)
