@@ -115,11 +115,12 @@ def configure(
     else:
         known = "--memory" if capacity else known
         print(f"memory of a device: {f'{gib(config.capacity)} ({known})' if config.capacity else 'not limited'}")
+        if folder is None and not words["network"]:
+            print("messages and sums of gradients: 0 s (assumed; try --network)")
         if rows[0].fits:
-            print(
-                f"chosen: {rows[0].num_stages} stages, micro-batches of {rows[0].chunk_size},"
-                f" {rows[0].step_seconds:.4g} s a step"
-            )
+            best, used = rows[0], rows[0].num_stages * rows[0].num_replicas
+            told = f"{best.num_stages} stages, micro-batches of {best.chunk_size}, {best.step_seconds:.4g} s a step"
+            print(f"chosen: {told}, on {used} of {num_gpus} devices")
         _show(rows, config)
     if not rows[0].fits:
         print(f"error: {config.why_not()}", file=sys.stderr)

@@ -54,9 +54,10 @@ def test_the_largest_named_gpt_gets_stages_that_fit() -> None:
     words = ("--model", "varuna-8.3b", "--machine", "h200", "--gpus", 16, "--batch", 64, "--memory", "40GiB")
     done = cli.run("varuna", "configure", *words)
     assert done.returncode == 0, done.stderr
-    memory, chosen = done.stdout.splitlines()[:2]
+    memory, network, chosen = done.stdout.splitlines()[:3]
     assert memory == "memory of a device: 40.0 GiB (--memory)"
-    assert chosen.startswith("chosen: ") and int(chosen.split()[1]) >= 4
+    assert network == "messages and sums of gradients: 0 s (assumed; try --network)"
+    assert chosen.startswith("chosen: ") and int(chosen.split()[1]) >= 4 and chosen.endswith(" of 16 devices")
 
 
 def test_the_20_best_configurations_are_shown_with_what_limits_each() -> None:
