@@ -52,6 +52,13 @@ def law_of(method: str) -> Law:
     return next(law for law in LAWS if law.method == method)
 
 
+def memories() -> tuple[int, int]:
+    """Of the published machine, the device's whole: what its allocators reserved is in the laws."""
+    there = load("v100-vm")
+    assert there.device_bytes and there.budget.host_bytes
+    return there.device_bytes, there.budget.host_bytes
+
+
 @pytest.mark.parametrize(("num_layers", "window", "allocated", "_"), WINDOW_ROWS)
 def test_the_law_of_the_window_is_within_5_mib_of_every_log(
     num_layers: int, window: int, allocated: float, _: float
@@ -77,9 +84,8 @@ def test_a_transient_fitted_at_32_layers_holds_at_the_largest_size(method: str, 
 
 @pytest.mark.parametrize("method", LIMITS)
 def test_which_memory_bound_the_published_run(method: str) -> None:
-    budget, law = load("v100-vm").budget, law_of(method)
-    assert budget.device_bytes and budget.host_bytes
-    limits = law.limits(budget.device_bytes, budget.host_bytes - HOST_TAKEN_BYTES)
+    law, (device_bytes, host_bytes) = law_of(method), memories()
+    limits = law.limits(device_bytes, host_bytes - HOST_TAKEN_BYTES)
     assert (limits.device, limits.device_as_reserved, limits.host, limits.binding) == LIMITS[method]
     assert limits.largest >= law.published_layers
 
@@ -101,11 +107,8 @@ def test_the_time_laws_are_within_5_percent_of_the_published_runs_on_average() -
 
 
 def test_fragments_are_named_where_they_bound_and_coarse_steps_where_those_did() -> None:
-    budget = load("v100-vm").budget
-    assert budget.device_bytes and budget.host_bytes
-    said = {
-        law.method: law.verdict(law.limits(budget.device_bytes, budget.host_bytes - HOST_TAKEN_BYTES)) for law in LAWS
-    }
+    device_bytes, host_bytes = memories()
+    said = {law.method: law.verdict(law.limits(device_bytes, host_bytes - HOST_TAKEN_BYTES)) for law in LAWS}
     assert {method for method, text in said.items() if "fragments" in text} == {"L2L", "ZeRO-Offload"}
     assert {method for method, text in said.items() if "coarse" in text} == {
         "Megatron-LM", "ZeRO-Infinity", "STRONGHOLD",

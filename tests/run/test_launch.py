@@ -213,6 +213,8 @@ def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path
 @pytest.mark.timeout(900)
 def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> None:
     job = resolve(Job("resident", TINY, steps=40))[0]
+    (tmp_path / "first").mkdir()
+    Sweep(tmp_path / "first").run([job])  # which starts the process that forks the others
     began = time.time()
     Sweep(tmp_path).run([job])
     length, generator = time.time() - began, random.Random(7)
