@@ -150,6 +150,15 @@ def test_a_link_to_a_file_of_machines_is_refused(tmp_path: Path) -> None:
     assert "expected a regular file" in run("plan", "-m", "resident", "--machines", tmp_path / "link.yaml").stderr
 
 
+@pytest.mark.parametrize(("number", "end"), [(11, "raise SystemExit(0)"), (12, "yield __import__('os')._exit(0)")])
+def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(tmp_path: Path, number: int, end: str) -> None:
+    """Each of a number of its own: a process imports a name once."""
+    (file := tmp_path / f"case{number}.py").write_text(CASE.replace("    return [used", f"    {end}\n    return [used"))
+    done = run("case", number, "--cases", tmp_path, "--results", tmp_path)
+    told = f"error: {file}'s jobs() ended the process: SystemExit"
+    assert done.returncode == 2 and done.stderr.startswith(told) and len(done.stderr.splitlines()) == 1
+
+
 def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
     (tmp_path / "case8.py").write_text(CASE)
     done = run("case", "8", "--extract", "--cases", tmp_path, "--results", tmp_path)

@@ -28,15 +28,16 @@ import io
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FunctionType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import cases
 from harness.core import method
 from harness.core.checked_data import checked
 from harness.core.foreign_file import read_text
-from harness.core.imported_file import imported
+from harness.core.imported_file import imported, told
 from harness.core.job import Job, Workload
 from harness.core.method import ROOT
 from harness.core.record import Gate, Record
@@ -112,7 +113,27 @@ def load(number: int | str) -> Any:
     module = imported(f"cases.{path.stem}", path)
     if lacking := [name for name in ("METRIC", "METHODS", "SEARCHES", "RUNS", "jobs") if not hasattr(module, name)]:
         raise ValueError(f"{path} is no case: expected {', '.join(lacking)}; see CONTRIBUTING.md")
+    for name, item in vars(module).items():
+        if isinstance(item, FunctionType) and item.__module__ == module.__name__ and not hasattr(item, "__wrapped__"):
+            setattr(module, name, _never_the_end(item, path))
     return module
+
+
+def _never_the_end(function: Callable[..., Any], path: Path) -> Callable[..., Any]:
+    """The function of a case; where it would end the process, it raises ValueError, one line."""
+    guarded = functools.partial(told, f"{function.__name__}()", path, (Exception,))
+
+    def each(found: Iterator[Any]) -> Iterator[Any]:
+        with guarded():
+            yield from found
+
+    @functools.wraps(function)
+    def call(*words: Any, **options: Any) -> Any:
+        with guarded():
+            found = function(*words, **options)
+        return each(found) if isinstance(found, GeneratorType) else found
+
+    return call
 
 
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> Profile:
@@ -345,8 +366,8 @@ def draw(number: int, path: Path) -> list[Path]:
     found, names = read_csv(path)
     module, metrics = load(number), {row.metric for row in found}
     if not found or not (hasattr(module, "figure") or metrics == {module.METRIC}):
-        told = ", ".join(sorted(metrics)) or "no row"
-        raise ValueError(f"{path} is no table of case {number}: expected rows of {module.METRIC}, got {told:.80}")
+        kinds = ", ".join(sorted(metrics)) or "no row"
+        raise ValueError(f"{path} is no table of case {number}: expected rows of {module.METRIC}, got {kinds:.80}")
     machines = {row.machine for row in found if row.origin == "run"}
     if len(names) > 1 or len(machines) > 1:
         raise ValueError(f"{path} mixes {'; '.join(sorted(names if len(names) > 1 else machines))}: draw each alone")
