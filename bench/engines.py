@@ -19,6 +19,7 @@ from harness.core import method
 from harness.core.job import Job, Workload, gib
 from harness.core.record import Record
 from harness.devices import machine
+from harness.jobs.probe import NONE
 from harness.jobs.sweep import Sweep, resolve
 
 WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, batch_size=4, vocab_size=8192)
@@ -41,7 +42,7 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
         for turn in range(rounds):
             # Each round a fresh order, the reference first: the others are judged by this round's.
             order = list(measured) if turn % 2 == 0 else [reference, *others[::-1]]
-            records = Sweep(folder, rerun=True, probe=False).run([jobs[text] for text in order])
+            records = Sweep(folder, rerun=True, probe=NONE).run([jobs[text] for text in order])
             for text, record in zip(order, records, strict=True):
                 measured[text].append(record)
                 print(f"  round {turn + 1}: {text}: {record.status}, {record.median_step_seconds}", flush=True)

@@ -32,6 +32,7 @@ from harness.core.record import Gate, Record
 from harness.core.whole_file import write_whole
 from harness.jobs import gate, probe, probe_runs
 from harness.jobs.probe import Probe, Trial
+from harness.run import warm_start
 
 SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)
 FOLDERS = (Path(__file__).parent / "faults",)
@@ -114,17 +115,18 @@ class Case(NamedTuple):
     seed: int
     fault: str = ""
     size: Workload = SIZE
+    probe_steps: int = probe.STEPS
 
     def job(self) -> Job:
         """The run itself, at the published rate."""
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
-        return self._job(probe_runs.workload(self.size, dtype))
+        return self._job(probe_runs.workload(self.size, dtype), self.probe_steps)
 
-    def _job(self, size: Workload) -> Job:
+    def _job(self, size: Workload, steps: int = 20) -> Job:
         size = dataclasses.replace(size, **self.changes, seed=self.seed)
-        return Job(self.method, size, self.options, steps=probe.STEPS, warmup=0)
+        return Job(self.method, size, self.options, steps=steps, warmup=0)
 
     def reference(self) -> Case:
         return self._replace(method=method.reference(), options={}, changes={})
@@ -151,19 +153,25 @@ class Outcome(NamedTuple):
 
 
 def fault_cases(
-    dtype: str, faults: Iterable[str] = RIGHT, size: Workload = SIZE, seeds: Sequence[int] = SEEDS
+    dtype: str,
+    faults: Iterable[str] = RIGHT,
+    size: Workload = SIZE,
+    seeds: Sequence[int] = SEEDS,
+    probe_steps: int = probe.STEPS,
 ) -> list[Case]:
     """Of the faults that this dtype can have."""
     return [
-        Case("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size)
+        Case("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size, probe_steps)
         for fault in faults
         if (dtype, fault) != ("fp32", "no fp32 master")
     ]
 
 
-def honest_cases(dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS) -> list[Case]:
-    found = [Case(*how, dtype, seed, size=size) for how in HONEST for seed in seeds]
-    found += [Case(name, {}, {}, dtype, seeds[0], size=size) for name in ENGINES]
+def honest_cases(
+    dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
+) -> list[Case]:
+    found = [Case(*how, dtype, seed, "", size, probe_steps) for how in HONEST for seed in seeds]
+    found += [Case(name, {}, {}, dtype, seeds[0], "", size, probe_steps) for name in ENGINES]
     return [case for case in found if dtype != "fp16" or method.load(case.method, FOLDERS).scales_loss]
 
 
@@ -180,7 +188,6 @@ def train(job: Job) -> Record:
     """In this process."""
     from harness.run import worker
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with contextlib.redirect_stdout(io.StringIO()):
         return worker.run(job, job.key(), FOLDERS, lambda event: None)
 
@@ -255,11 +262,13 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
     """The records by key. An engine's job has a process of its own."""
     unique = {job.key(): job for job in jobs}
-    spawn = multiprocessing.get_context("spawn")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([*warm_start.PRELOADED, "bench.gate_power"])
     found: dict[str, Record] = {}
     for is_engine in (True, False):
         some = {key: job for key, job in unique.items() if (job.method in ENGINES) == is_engine}
-        with ProcessPoolExecutor(cores, mp_context=spawn, max_tasks_per_child=1 if is_engine else None) as pool:
+        with ProcessPoolExecutor(cores, mp_context=server, max_tasks_per_child=1 if is_engine else None) as pool:
             found |= zip(some, pool.map(train, some.values(), chunksize=1), strict=True)
     return found
 
@@ -270,7 +279,8 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
 @click.option("--with", "changes", multiple=True, metavar="NAME=NUMBER", help="Of the workload, such as seq_len=256.")
 @click.option("--seeds", default=",".join(map(str, SEEDS)), help="The first one's are the faults.")
 @click.option("--dtypes", default=",".join(DTYPES))
-def main(out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: str) -> None:
+@click.option("--probe-steps", type=int, default=probe.STEPS)
+def main(out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: str, probe_steps: int) -> None:
     """Train all, judge all, print the table, write the figures."""
     started = time.monotonic()
     size = dataclasses.replace(SIZE, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)})
@@ -281,7 +291,7 @@ def main(out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: st
     found: dict[str, dict[str, dict[str, Any]]] = {}
     # Honest runs first: a series that is ended early still tells how many of them fail.
     for some, dtype in itertools.product((honest_cases, fault_cases), dtypes.split(",")):
-        cases = [case for case in some(dtype, size=size, seeds=numbers) if is_trainable(case)]
+        cases = [case for case in some(dtype, size=size, seeds=numbers, probe_steps=probe_steps) if is_trainable(case)]
         more = train_all((job for case in cases for job in case.jobs() if job.key() not in records), cores)
         ended = {key: record for key, record in more.items() if record.status != "ok"}
         for record in ended.values():
@@ -292,8 +302,8 @@ def main(out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: st
         outcomes += [outcome(case, records) for case in cases]
         found = figures(outcomes, promised)
         seconds = round(time.monotonic() - started)
-        told = {"figures": found, "workload": dataclasses.asdict(size), "seeds": numbers, "seconds": seconds,
-                "cores": cores}  # fmt: skip
+        told = {"figures": found, "workload": dataclasses.asdict(size), "seeds": numbers, "probe_steps": probe_steps,
+                "seconds": seconds, "cores": cores}  # fmt: skip
         write_whole(out, json.dumps(told, indent=1))
         print(f"{dtype}: {len(outcomes)} cases judged, {len(records)} trainings, {seconds} s", flush=True)
     print(table(found))

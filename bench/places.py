@@ -15,6 +15,7 @@ import click
 
 from harness.core.job import Job, Workload
 from harness.devices import machine
+from harness.jobs.probe import NONE
 from harness.jobs.sweep import Sweep
 from harness.places.docker import Docker
 
@@ -34,7 +35,7 @@ def main(image: str, rounds: int, steps: int) -> None:
         for turn in range(rounds):
             for name in places if turn % 2 == 0 else reversed(places):
                 started = time.monotonic()
-                (record,) = Sweep(Path(folder), rerun=True, place=places[name], probe=False).run([job])
+                (record,) = Sweep(Path(folder), rerun=True, place=places[name], probe=NONE).run([job])
                 found = {"step_seconds": record.median_step_seconds, "call_seconds": time.monotonic() - started}
                 found |= {f"{kind}_mib": record.peaks[kind] / 2**20 for kind in PEAKS}
                 measured[name].append(found)

@@ -18,6 +18,7 @@ from harness.core import method
 from harness.core.job import Job
 from harness.core.record import new_stem
 from harness.devices import cgroup, machine, sim
+from harness.jobs import probe
 from tests.support import covering, forks, longest_first, packages
 
 hypothesis.settings.register_profile("harness", deadline=None)  # a busy machine is no failure
@@ -72,7 +73,8 @@ def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def without_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps judge without the gate's probe, which takes several trainings: but for the tests marked `probe`."""
-    monkeypatch.setattr("harness.jobs.sweep.PROBES", request.node.get_closest_marker("probe") is not None)
+    extent = probe.Extent() if request.node.get_closest_marker("probe") else probe.NONE
+    monkeypatch.setattr("harness.jobs.sweep.PROBES", extent)
 
 
 @pytest.fixture

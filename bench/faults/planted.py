@@ -33,7 +33,7 @@ class Planted:
     scales_loss = True
     accumulates = True
 
-    fault: str = ""  # of FAULTS or DROPOUT_FAULTS
+    fault: str = ""  # of FAULTS, HIDDEN_FAULTS or DROPOUT_FAULTS
     products: int = 1  # parts that the sum of each matrix product is split into
     attention: str = "torch"  # or "plain": scores, mask, softmax and values one after the other
     adam: str = "fused"  # or "foreach", "loop", "plain": written out
@@ -83,7 +83,7 @@ class Loop:
         self.patches: list[Any] = []  # contexts in which the model computes
         self.memory: dict[str, Any] = {}  # of a fault, from step to step
         if how.fault:
-            {**FAULTS, **DROPOUT_FAULTS}[how.fault](self)
+            {**FAULTS, **HIDDEN_FAULTS, **DROPOUT_FAULTS}[how.fault](self)
         if how.products > 1:
             self.patches.append(functools.partial(_replaced, "linear", _split_linear(how.products)))
         if how.attention == "plain":
@@ -560,6 +560,28 @@ def _norm_epsilon(loop: Loop) -> None:
 @_fault("a starting tensor off by 1 %")
 def _start(loop: Loop) -> None:
     loop.masters[f"{LAYER}fc1.weight"].data *= 1.01
+
+
+# Where a probe of 4 layers and 20 steps does not train.
+
+
+def _undecayed_after(loop: Loop) -> None:
+    def before() -> None:
+        for group in loop.optimizer.param_groups if loop.step > 20 else ():
+            group["weight_decay"] = 0.0
+
+    loop.before_update = before  # type: ignore[method-assign]
+
+
+def _undecayed_beyond(loop: Loop) -> None:
+    deep = tuple(f"layers.{index}." for index in range(4, loop.workload.num_layers))
+    loop.decay = lambda name: 0.0 if name.startswith(deep) else Loop.decay(loop, name)  # type: ignore[method-assign]
+
+
+HIDDEN_FAULTS: dict[str, Callable[[Loop], None]] = {
+    "no decay beyond layer 4": _undecayed_beyond,
+    "no decay after step 20": _undecayed_after,
+}
 
 
 # Of dropout alone, for bench/dropout_rule.py: they show in no training without it.

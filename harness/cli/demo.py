@@ -19,6 +19,7 @@ from harness.core.record import Record
 from harness.evidence import collect
 from harness.figures import case
 from harness.figures.profile import Profile
+from harness.jobs.probe import NONE
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep, resolve
 from harness.report import page
@@ -65,10 +66,10 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
     with reporter(as_json) as tell:
         finished = []
         for job in [] if is_quick else jobs(used, names):
-            probed = None if method.create(job.method, job.options).bit_exact else False
+            probed = None if method.create(job.method, job.options).bit_exact else NONE
             finished += Sweep(results, report=tell, probe=probed).run([job])
     numbers = QUICK_CASES if is_quick else case.numbers()
-    finished += collect.make(numbers, used, results, results / "figures", as_json, methods=names, probe=False)
+    finished += collect.make(numbers, used, results, results / "figures", as_json, methods=names, probe=NONE)
     index, review = page.write(results)
     minutes = (time.monotonic() - started) / 60
     if as_json:

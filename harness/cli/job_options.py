@@ -85,7 +85,7 @@ job_options = options.together(
     options.methods,
     options.machines,
     click.option("--rerun", is_flag=True, help="Measure again what has a record."),
-    options.no_probe,
+    options.probe,
     options.as_json,
 )  # fmt: skip
 place_options = options.together(

@@ -114,12 +114,12 @@ def largest(**words: Any) -> None:
 
     if words["steps"] < FEWEST_STEPS:
         raise ValueError(f"--steps: expected at least {FEWEST_STEPS} for a probe, got {words['steps']}")
-    folders = _folders(words)
+    probe, folders = options.probe_of(words), _folders(words)
     jobs = make_jobs({**words, "num_layers": [1]}, folders)
     budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     check_corpus(jobs[0].workload)
     with reporter(words["as_json"]) as report:
-        runs = Sweep(words["results"], folders, report, words["rerun"], probe=is_probed(words))
+        runs = Sweep(words["results"], folders, report, words["rerun"], probe=probe)
         probes = [Probes(runs, job) for job in jobs]
         check_writable(words["results"])
         found = [find(method_probes, words["repeats"], max(words["num_layers"])) for method_probes in probes]
@@ -150,7 +150,7 @@ def largest(**words: Any) -> None:
     metavar="NAME=VALUE",
     help="With these: of any records in the folder, those that have this value.",
 )
-@options.no_probe
+@options.probe
 @options.as_json
 def case(**words: Any) -> None:
     """Make a figure of the papers, or all: run what is missing, write the table, draw it.
@@ -163,8 +163,8 @@ def case(**words: Any) -> None:
         check_writable(words["results"])
     if words["out"]:
         check_writable(words["out"], "--out")
-    told = {name: value for name, value in words.items() if name != "no_probe"}
-    sys.exit(exit_codes.of_records(collect.main(**told, probe=is_probed(words)), is_sweep=True))
+    probe = options.probe_of(words)
+    sys.exit(exit_codes.of_records(collect.main(**words, probe=probe), is_sweep=True))
 
 
 @click.command()
@@ -194,7 +194,7 @@ VERBS = (run, sweep, plan, search, case, setup, demo)
 
 
 def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
-    folders = _folders(words)
+    probe, folders = options.probe_of(words), _folders(words)
     asked = make_jobs(words, folders)
     jobs, left_out = [], []
     for job in asked:
@@ -220,7 +220,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     with reporter(words["as_json"]) as report:
-        records = Sweep(words["results"], folders, report, words["rerun"], place, is_probed(words)).run(jobs)
+        records = Sweep(words["results"], folders, report, words["rerun"], place, probe).run(jobs)
     if len(records) > 1 and not words["as_json"]:
         print_results(records)
     if len(asked) == 1 and not is_sweep and (records[0].status, records[0].phase) == ("does-not-fit", "plan"):
@@ -232,11 +232,6 @@ def _advise(job: Job, folders: tuple[Path, ...], as_json: bool) -> None:
     """Say what to call instead."""
     for call, why in next_calls(job, folders):
         print(json.dumps({"event": "next", "call": call, "why": why}) if as_json else f"try {call}\n    {why}")
-
-
-def is_probed(words: dict[str, Any]) -> bool | None:
-    """What --no-probe says: None without it."""
-    return False if words["no_probe"] else None
 
 
 def _folders(words: dict[str, Any]) -> tuple[Path, ...]:

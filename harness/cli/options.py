@@ -15,6 +15,7 @@ import click
 
 from harness.core import method, named_models
 from harness.devices import named_machines
+from harness.jobs.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
 MOST_NUMBERS = 10_000  # of one option
 
@@ -38,13 +39,41 @@ FILE = Named(path_type=Path, dir_okay=False)
 results = click.option(
     "--results", type=FOLDER, default=method.ROOT / "results", help="Folder of records, logs and figures."
 )
-no_probe = click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict says so.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 
 
 def together(*options: Any) -> Any:
     """One decorator of several options, which --help shows in this order."""
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+class Layers(click.IntRange):
+    """A number of them, or all."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def convert(self, value: Any, param: Any, context: Any) -> int:
+        return ALL_LAYERS if value == "all" else super().convert(value, param, context)
+
+    def get_metavar(self, *given: Any) -> str:
+        return "N|all"
+
+
+probe = together(
+    click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict says so."),
+    click.option("--probe-layers", type=Layers(), help=f"Layers that the probe trains (default: {LAYERS})."),
+    click.option("--probe-steps", type=click.IntRange(STEPS, MOST_STEPS), help=f"Its steps (default: {STEPS})."),
+)
+
+
+def probe_of(words: dict[str, Any]) -> Extent | None:
+    """What the options above say, taken out of the words of a call; None where they say nothing."""
+    is_left_out, *given = (words.pop(name) for name in ("no_probe", "probe_layers", "probe_steps"))
+    if is_left_out and any(given):
+        raise ValueError("expected --no-probe or an extent of the probe, got both; leave one out")
+    layers, steps = given
+    return NONE if is_left_out else Extent(layers or LAYERS, steps or STEPS) if any(given) else None
 
 
 methods = click.option(

@@ -42,6 +42,8 @@ class Evidence(TypedDict, total=False):
     reference: str
     reference_layers: int
     reference_ended: str
+    probe_layers: int
+    probe_steps: int
 
 
 class Machine(TypedDict, total=False):

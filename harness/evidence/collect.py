@@ -27,6 +27,7 @@ from harness.figures import any_runs, case
 from harness.figures.profile import Profile
 from harness.jobs.estimate import PROCESS_SECONDS, run_seconds
 from harness.jobs.largest_depth import Probes, find
+from harness.jobs.probe import Extent
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep, resolve
 
@@ -76,7 +77,7 @@ class Campaign:
 
     def __init__(
         self, numbers: Sequence[int], used: Profile, results: Path, report: Report | None = None,
-        methods: Sequence[str] | None = None, probe: bool | None = None,
+        methods: Sequence[str] | None = None, probe: Extent | None = None,
     ) -> None:  # fmt: skip
         self.numbers, self.used, self.methods = numbers, used, methods or method.names()
         self.sweep = Sweep(results, report=report, probe=probe)
@@ -192,7 +193,7 @@ def closing_line(points: Sequence[PlannedRun], used: Profile) -> str:
 
 def main(
     number: str, profile: str | None, machine: str | None, seconds: float | None, repeats: int | None, results: Path,
-    out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (), probe: bool | None = None,
+    out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (), probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
     """The records of what was run. A table or drawing alone is of any records, where there are none of a profile.
     Raises ValueError for an unknown case, profile or machine."""
@@ -223,7 +224,7 @@ def main(
 
 def make(
     numbers: Sequence[int], used: Profile, results: Path, out: Path, as_json: bool, seconds: float = math.inf,
-    methods: Sequence[str] | None = None, probe: bool | None = None,
+    methods: Sequence[str] | None = None, probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
     """Measure what the cases lack, of these methods (default: all), write their tables and draw them."""
     with reporter(as_json) as report:

@@ -6,8 +6,7 @@ from harness.core.job import Job, Plan, Workload
 from harness.core.method import Method
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import machine
-from harness.jobs.probe import STEPS
-from harness.jobs.probe_runs import MOST_LAYERS
+from harness.jobs.probe import Extent
 from harness.run.launch import is_small
 
 LONG_SECONDS = 600.0  # what is foreseen to take longer says so first
@@ -32,17 +31,17 @@ def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
     return PROCESS_SECONDS[job.device] + state / BUILT_BYTES_PER_SECOND + job.steps * step
 
 
-def probe_seconds(job: Job, run: float, trained: type[Method]) -> float:
+def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -> float:
     """Seconds of the gate's probe, by those of a run of the job: each of its trainings is as a run, but for its steps
     and layers. See probe_runs.py for how many there are."""
-    if trained.is_reference or not trained.is_exact:
+    if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
     load, is_wide, keeps_bits = job.workload, job.workload.dtype == "fp32", job.device != "cuda"
     num_runs = 2 if keeps_bits and trained.bit_exact else 3  # by the method, the reference, and it in parts
     if not is_wide:
         num_runs = 2 if keeps_bits and trained.bit_exact_in_half else 3 + num_runs
-    small = load.at_depth(min(MOST_LAYERS, load.num_layers))
-    share = STEPS / job.steps * small.flops_per_step / load.flops_per_step
+    small = load.at_depth(min(extent.layers, load.num_layers))
+    share = extent.steps / job.steps * small.flops_per_step / load.flops_per_step
     return num_runs * (PROCESS_SECONDS[job.device] + share * (run - PROCESS_SECONDS[job.device]))
 
 

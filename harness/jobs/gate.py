@@ -284,6 +284,8 @@ def _ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
 def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     """The verdict by the probe, too: what it found, or that it found nothing, and what was not tested."""
     evidence = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
+    layers, steps = probe.trials[0].extent if probe.trials else probing.NONE
+    evidence |= {"probe_layers": layers, "probe_steps": steps} if steps else {}
     tested, untested = [], [probe.untested] if probe.untested else []
     for trial in probe.trials:
         if untrained := _untrained(trial):
@@ -293,15 +295,15 @@ def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
             also = "" if verdict.passed else f"; the run itself: {verdict.text}"
             return _failed(found.reason, probing.told(trial, found) + also, **{**evidence, "step": found.step})
         tested.append(trial.dtype)
-        if (num := departure.comparable_steps(trial.record, trial.reference)) < probing.STEPS:
+        if (num := departure.comparable_steps(trial.record, trial.reference)) < trial.extent.steps:
             untested.append(f"{trial.dtype} was tested up to step {num}, before its loss scale changes")
     has = {name: departure.has_moments(record, moment) for name, moment in MOMENTS.items()}
     untested += [f"{name} were not tested: the method returns none" for name in has if not has[name]]
     if tested:
         parts = ["losses", "norms", "weights", *(["both moments"] if all(has.values()) else [n for n in has if has[n]])]
-        of, depth = (each.job.workload.num_layers for each in (record, probe.trials[0].record))
-        depth_told = f" of {depth} of its {of} layers" if depth < of else ""
-        rests = f"probe: {probing.STEPS} steps{depth_told} in {' and '.join(tested)}, {', '.join(parts)}"
+        of = record.job.workload.num_layers
+        depth_told = f" of {layers} of its {of} layers" if layers < of else ""
+        rests = f"probe: {steps} steps{depth_told} in {' and '.join(tested)}, {', '.join(parts)}"
         return dataclasses.replace(verdict, text="; ".join([verdict.text, rests, *untested]), evidence=evidence)
     if record.job.workload.learning_rate_at(record.job.steps) * WEIGHT_DECAY < SMALLEST_DECAY:
         untested.append("decay was not tested")

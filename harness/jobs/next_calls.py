@@ -14,6 +14,7 @@ from harness.core.job import Budget, Job, gib
 from harness.devices import machine, named_machines
 from harness.jobs import estimate
 from harness.jobs.command import command
+from harness.jobs.probe import Extent
 from harness.jobs.scale import PUBLISHED_ON, to_fit
 from harness.jobs.sweep import largest, resolve
 
@@ -75,5 +76,5 @@ def _minutes(job: Job, folders: tuple[Path, ...]) -> str:
         return ""
     rates = machine.rank_budget(job).rates
     run = estimate.run_seconds(resolved, plan, rates)
-    probe = estimate.probe_seconds(resolved, run, method.load(job.method, folders))
+    probe = estimate.probe_seconds(resolved, run, method.load(job.method, folders), Extent())
     return f"about {estimate.text(2 * run + probe)}, reference and probe included"

@@ -15,11 +15,31 @@ from harness.core.record import Record
 from harness.jobs import departure
 from harness.jobs.departure import Departure
 
-LEARNING_RATE, STEPS = 0.5, 20
+LEARNING_RATE = 0.5
+LAYERS, STEPS = 4, 20
+MOST_STEPS = 60  # for which the limits below are known to hold
 # Times the floor. Honest runs reach 18, planted faults begin at 400, at 100 where half precision alone has them
 # (bench/gate_power.py).
 ALLOWED = {"fp32": 50.0, "bf16": 30.0, "fp16": 30.0}
 NAMING = 5.0  # times the floor: of a probe that has departed the first departure is looked for from here on
+
+
+class Extent(NamedTuple):
+    """How much the probe trains: steps, and layers, if the job has as many. A method may need more layers."""
+
+    layers: int = LAYERS
+    steps: int = STEPS
+
+    def __bool__(self) -> bool:
+        """Without layers there is no probe."""
+        return self.layers > 0
+
+    def or_more(self, other: Extent) -> Extent:
+        return Extent(max(self.layers, other.layers), max(self.steps, other.steps))
+
+
+NONE = Extent(0, 0)
+ALL_LAYERS = 2**20
 
 
 class Trial(NamedTuple):
@@ -33,6 +53,10 @@ class Trial(NamedTuple):
     @property
     def dtype(self) -> str:
         return self.record.job.workload.dtype
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.record.job.workload.num_layers, self.record.job.steps)
 
 
 class Probe(NamedTuple):

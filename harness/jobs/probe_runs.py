@@ -1,7 +1,8 @@
 """The trainings that the gate's probe takes: jobs like any other, recorded in a folder of their own beside the records.
 
-A probe is about a method's code, not a size: it has the job's width, options and placement, at few layers. So many
-sizes share it, and it is made once for a method's source, its options, dtype, device and software.
+A probe is about a method's code, not a size: it has the job's width, options and placement, at few layers unless more
+are asked for. So many sizes share it, and it is made once for a method's source, its options, dtype, device and
+software.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Any, NamedTuple
 from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.jobs import departure
-from harness.jobs.probe import LEARNING_RATE, STEPS, Probe, Trial
+from harness.jobs.probe import LEARNING_RATE, Extent, Probe, Trial
 
 FOLDER = "probes"  # in the folder of results
-MOST_LAYERS = 4
 
 
 class Runs(NamedTuple):
@@ -30,12 +30,12 @@ class Runs(NamedTuple):
     twin_of: Callable[[Job, int], Job]
 
 
-def probe(job: Job, number: int, runs: Runs) -> Probe:
+def probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
     """The probe of one of a job's models. In half precision it is done in fp32, too, unless all bits are right."""
-    found = _trial(job, job.workload.dtype, number, runs)
+    found = _trial(job, job.workload.dtype, number, extent, runs)
     trials, untested = ([found], "") if isinstance(found, Trial) else ([], found)
     if job.workload.dtype != "fp32" and not (trials and departure.is_same(trials[0].record, trials[0].reference)):
-        wide = _trial(job, "fp32", number, runs)
+        wide = _trial(job, "fp32", number, extent, runs)
         if isinstance(wide, Trial):
             trials.insert(0, wide)
         else:
@@ -43,13 +43,14 @@ def probe(job: Job, number: int, runs: Runs) -> Probe:
     return Probe(tuple(trials), untested)
 
 
-def _trial(job: Job, dtype: str, number: int, runs: Runs) -> Trial | str:
+def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | str:
     """The records of a trial, or why there is none."""
-    changed = dataclasses.replace(job, workload=workload(job.workload, dtype), steps=STEPS, warmup=0, trace=None)
+    changed = dataclasses.replace(job, workload=workload(job.workload, dtype), steps=extent.steps, warmup=0, trace=None)
     if job.device == "sim":  # a slow link says nothing about training
         changed = dataclasses.replace(changed, budget=dataclasses.replace(job.budget, link_bytes_per_second=None))
     most = min(job.workload.num_layers, runs.fits(runs.reference_of(changed)))
-    depth, small, why = min(most, MOST_LAYERS), changed, f"no probe in {dtype}: the reference does not fit at any depth"
+    depth, small = min(most, extent.layers), changed
+    why = f"no probe in {dtype}: the reference does not fit at any depth"
     while 1 <= depth <= most:
         try:
             small = runs.twin_of(changed, depth)

@@ -19,7 +19,7 @@ from harness.core.record import Gate, Record, new_stem, read_all
 from harness.core.whole_file import own_folder
 from harness.devices import budgets, cuda_budget, machine
 from harness.jobs import estimate, gate, probe_runs
-from harness.jobs.probe import Probe
+from harness.jobs.probe import MOST_STEPS, NONE, Extent, Probe
 from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
@@ -93,7 +93,7 @@ def largest(trained: method.Method, job: Job, budget: Budget) -> int:
     return next((found for found in (depth, *lower) if found and fits(found, False)), 0)
 
 
-PROBES = True  # what a sweep does that is not told
+PROBES = Extent()  # of a sweep that is not told
 
 
 class FolderLost(Exception):
@@ -105,13 +105,13 @@ class Sweep:
 
     def __init__(
         self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
-        place: Place | None = None, probe: bool | None = None,
+        place: Place | None = None, probe: Extent | None = None,
     ) -> None:  # fmt: skip
-        """`probe`: put each method to the gate's probe, too; None: PROBES."""
+        """`probe`: how much of each method the gate's probe trains; None: PROBES."""
         self.results, self.rerun, self.place = results, rerun, place
         self.folders = folders or method.added()
         self.report = report or (lambda event: None)
-        self.has_probes = PROBES if probe is None else probe
+        self.extent = PROBES if probe is None else probe
         self._probe_records: Sweep | None = None
         found, complaints = read_all(results)
         self.records = {path: record for path, record in found.items() if record.origin == "run"}
@@ -216,9 +216,10 @@ class Sweep:
         there = (job.method, job.workload.dtype, job.device)
         for record in self.records.values():
             known = (record.job.method, record.job.workload.dtype, record.job.device)
-            if known == there and record.gate.evidence.get("probe"):
+            layers = min(self.extent.layers, job.workload.num_layers)
+            if known == there and _probed(record) == _probed(record).or_more(self.extent._replace(layers=layers)):
                 return 0.0
-        return estimate.probe_seconds(job, run, method.load(job.method, self.folders)) if self.has_probes else 0.0
+        return estimate.probe_seconds(job, run, method.load(job.method, self.folders), self.extent)
 
     def _launch(self, job: Job, key: str) -> Path:
         self.measured_now.add(key)
@@ -322,14 +323,15 @@ class Sweep:
         verdict = judge(None)
         if verdict.verdict == "untested" or verdict.reason in gate.CERTAIN or not whole.is_exact:
             return verdict
-        if not self.has_probes:
+        extent = self.extent.or_more(_probed(whole))  # of a record that was judged before not less
+        if not extent:
             return judge(Probe(untested="the probe was left out"))
-        return judge(probe_runs.probe(whole.job, number, self._probe_runs()))
+        return judge(probe_runs.probe(whole.job, number, extent, self._probe_runs()))
 
     def _probe_runs(self) -> probe_runs.Runs:
         if self._probe_records is None:
             folder = own_folder(self.results / probe_runs.FOLDER)
-            self._probe_records = Sweep(folder, self.folders, self._report_probe, place=self.place, probe=False)
+            self._probe_records = Sweep(folder, self.folders, self._report_probe, place=self.place, probe=NONE)
         records = self._probe_records
 
         def measure(job: Job) -> Record:
@@ -351,6 +353,12 @@ class Sweep:
         is_another = other.job.method != job.method and other.job.method in method.names(self.folders)
         passed = other.status == "ok" and other.gate.passed
         return same and is_another and passed and other.key == self.key(other.job)
+
+
+def _probed(record: Record) -> Extent:
+    """How much of the method the verdict's probe has trained."""
+    found = record.gate.evidence
+    return Extent(found.get("probe_layers", 0), min(found.get("probe_steps", 0), MOST_STEPS))
 
 
 def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:

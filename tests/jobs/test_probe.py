@@ -13,7 +13,7 @@ from harness.core.job import Budget, Job
 from harness.core.method import ROOT
 from harness.core.record import Gate, Record
 from harness.jobs import departure, gate, probe
-from harness.jobs.probe import Probe, Trial
+from harness.jobs.probe import ALL_LAYERS, NONE, Extent, Probe, Trial
 from harness.jobs.sweep import Sweep, resolve
 from tests.support import cli, records
 from tests.support.tiny import TINY, WORDS
@@ -189,10 +189,47 @@ def test_other_bits_are_measured_by_the_reference_in_parts_and_half_precision_in
 @pytest.mark.probe
 def test_forgotten_decay_fails_by_the_probe_alone(tmp_path: Path, in_process: None) -> None:
     forgotten = job("planted", {"fault": "no decay"})
-    assert Sweep(tmp_path, PLANTED, probe=False).run([forgotten])[0].gate.passed
+    assert Sweep(tmp_path, PLANTED, probe=NONE).run([forgotten])[0].gate.passed
     verdict = Sweep(tmp_path, PLANTED).run([forgotten])[0].gate
     assert (verdict.verdict, verdict.reason in ("update", "later")) == ("failed", True), verdict.text
     assert "is 5 times what rounding does here" in verdict.text
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize(
+    ("fault", "extent", "told"),
+    [
+        ("no decay beyond layer 4", Extent(layers=ALL_LAYERS), "probe: 20 steps of 4 of its 6 layers in fp32"),
+        ("no decay after step 20", Extent(steps=40), "probe: 20 steps of 4 of its 6 layers in fp32"),
+    ],
+)
+def test_more_layers_or_steps_see_what_is_wrong_in_them_alone(
+    fault: str, extent: Extent, told: str, tmp_path: Path, in_process: None
+) -> None:
+    forgotten = job("planted", {"fault": fault}, num_layers=6)
+    verdict = Sweep(tmp_path, PLANTED).run([forgotten])[0].gate
+    assert verdict.passed and told in verdict.text
+    verdict = Sweep(tmp_path, PLANTED, probe=extent).run([forgotten])[0].gate
+    assert (verdict.verdict, verdict.reason) == ("failed", "later"), verdict.text
+
+
+@pytest.mark.probe
+def test_a_later_verdict_rests_on_no_less_and_trains_nothing_again(tmp_path: Path, in_process: None) -> None:
+    extent = Extent(layers=ALL_LAYERS, steps=30)
+    first = Sweep(tmp_path, probe=extent).run([job(num_layers=5)])[0]
+    assert "probe: 30 steps in fp32" in first.gate.text
+    events: list[dict] = []
+    for less in (Extent(), NONE):
+        again = Sweep(tmp_path, report=events.append, probe=less).run([job(num_layers=5)])[0]
+        assert again.gate == first.gate
+    assert probed(events) == []
+
+
+def test_seconds_of_a_probe_grow_with_its_layers_and_steps(tmp_path: Path) -> None:
+    deep, foreseen = job(num_layers=8), []
+    for extent in (Extent(), Extent(layers=ALL_LAYERS), Extent(steps=60), NONE):
+        foreseen.append(Sweep(tmp_path, probe=extent).probe_seconds(deep, run=100.0))
+    assert foreseen[0] < foreseen[1] < foreseen[2] and foreseen[3] == 0
 
 
 @pytest.mark.heavy
@@ -211,7 +248,7 @@ def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, 
     sweep = Sweep(tmp_path)
     runs = sweep._probe_runs()._replace(fits=lambda reference: 0)
     tiny = dataclasses.replace(job(), budget=Budget(device_bytes=1))
-    found = probe_runs.probe(tiny, 0, runs)
+    found = probe_runs.probe(tiny, 0, Extent(), runs)
     assert found == Probe((), "no probe in fp32: the reference does not fit at any depth")
 
 
