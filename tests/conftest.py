@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import shutil
 import subprocess
@@ -28,16 +29,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Devices are taken in turns by locks in one folder: tests side by side have a device each.
     os.environ["TMPDIR"] = os.environ["HARNESS_LOCKS"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+    # After multiprocessing has removed its own folder in it.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir,), {"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the heavy tests, too; install and compile what they need")
     parser.addoption("--methods", action="append", default=[], help="another folder of methods to put to the contract")
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)
