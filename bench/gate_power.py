@@ -37,7 +37,7 @@ from harness.run import warm_start
 SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)
 FOLDERS = (Path(__file__).parent / "faults",)
 DTYPES = ("fp32", "bf16", "fp16")
-SEEDS = (1234, 7, 99)
+SEEDS = (1234, 7)
 # How a record is judged: with a CPU's tolerances, with CUDA's, by bits, and as before there was a probe.
 WAYS = ("cpu", "cuda", "bits", "without the probe")
 HONEST: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
