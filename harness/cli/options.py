@@ -56,13 +56,10 @@ class Layers(click.IntRange):
     def convert(self, value: Any, param: Any, context: Any) -> int:
         return ALL_LAYERS if value == "all" else super().convert(value, param, context)
 
-    def get_metavar(self, *given: Any) -> str:
-        return "N|all"
-
 
 probe = together(
     click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict says so."),
-    click.option("--probe-layers", type=Layers(), help=f"Layers that the probe trains (default: {LAYERS})."),
+    click.option("--probe-layers", type=Layers(), metavar="N|all", help=f"Layers it trains (default: {LAYERS})."),
     click.option("--probe-steps", type=click.IntRange(STEPS, MOST_STEPS), help=f"Its steps (default: {STEPS})."),
 )
 

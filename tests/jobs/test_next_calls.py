@@ -19,6 +19,7 @@ from harness.devices import machine
 from harness.jobs import estimate, progress, scale
 from harness.jobs.next_calls import next_calls
 from harness.jobs.plan_table import row
+from harness.jobs.probe import Extent
 from harness.jobs.sweep import resolve
 from tests.support.cli import run
 
@@ -110,7 +111,7 @@ def test_a_probe_takes_as_many_trainings_of_4_layers_as_its_dtype_and_promises_a
         job = Job(name, replace(load, dtype=dtype), device=device, steps=20)
         start = estimate.PROCESS_SECONDS[device]
         expected = num_runs * (start + 100 * share)
-        assert estimate.probe_seconds(job, start + 100, method.load(name)) == pytest.approx(expected)
+        assert estimate.probe_seconds(job, start + 100, method.load(name), Extent()) == pytest.approx(expected)
 
 
 def events(seconds: float) -> list[dict[str, Any]]:
