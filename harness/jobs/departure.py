@@ -30,6 +30,8 @@ FORWARD = "the forward pass, the batch or the starting weights are not the refer
 GRADIENT = "the gradients, or the norm of them, are not the reference's"
 UPDATE = "the first update, or when it takes effect, is not the reference's"
 LATER = "the update of step {} or the batch of step {} is not the reference's"
+UP_TO = "an update up to that of step {}, or the batch of step {}, is not the reference's"
+AS_FAINT = "; so little shows that it may be the forward pass, too"
 OUTSTANDING = 3.0  # times as far off as the others: where a fault of an update lies
 Moment = Literal["exp_avg", "exp_avg_sq"]
 
@@ -42,6 +44,7 @@ class Limits(NamedTuple):
     tensors: dict[str, dict[str, float]]  # by what of a tensor is compared, and its name
     medians: dict[str, float]
     told: str = "{:.1e} allowed"
+    faint: float = 0.0  # times a limit: what is first seen within that may have grown from below the limit
 
     def times(self, factor: float) -> Limits:
         return Limits(
@@ -117,20 +120,24 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
             told = _told("loss", step, record.losses[at], reference.losses[at], losses[at], limit)
             if step == 1:
                 return Departure("forward", f"{told}, before any update", FORWARD, step)
-            return _of_update(step, told)
+            return _of_update(step, told, losses[at] <= limits.faint * limits.losses[at])
         if at < len(norms) and not norms[at] <= limits.norms[at]:
             ours, theirs = record.grad_norms[at], reference.grad_norms[at]
             told = _told("gradient norm", step, ours, theirs, norms[at], limits.told.format(limits.norms[at]))
+            is_faint = norms[at] <= limits.faint * limits.norms[at]
             # Wrong weights that do not show in the loss do not change the gradient much.
             if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
-                return Departure("gradient", f"{told}, where the loss still agrees", GRADIENT, step)
-            return _of_update(step, told)
+                cause = GRADIENT + AS_FAINT * is_faint
+                return Departure("gradient", f"{told}, where the loss still agrees", cause, step)
+            return _of_update(step, told, is_faint)
     return None
 
 
-def _of_update(step: int, told: str) -> Departure:
+def _of_update(step: int, told: str, is_faint: bool) -> Departure:
     if step == 2:
-        return Departure("update", told, UPDATE, step)
+        return Departure("update", told, UPDATE + AS_FAINT * is_faint, step)
+    if is_faint:
+        return Departure("update", told, UP_TO.format(step - 1, step) + AS_FAINT, step)
     return Departure("later", told, LATER.format(step - 1, step), step)
 
 

@@ -292,7 +292,8 @@ def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
             untested.append(untrained)
             continue
         if (found := _departure_of(trial)) and verdict.reason not in CERTAIN:
-            also = "" if verdict.passed else f"; the run itself: {verdict.text}"
+            itself = verdict.text.removesuffix(f": {found.cause}")  # which is said once
+            also = "" if verdict.passed else f"; the run itself: {itself}"
             return _failed(found.reason, probing.told(trial, found) + also, **{**evidence, "step": found.step})
         tested.append(trial.dtype)
         if (num := departure.comparable_steps(trial.record, trial.reference)) < trial.extent.steps:
