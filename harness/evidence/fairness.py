@@ -6,6 +6,7 @@ import textwrap
 
 from harness.core.record import Record
 
+UNSAID = "not said"
 COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "recompute", "clipping")
 
 
@@ -19,7 +20,7 @@ def rows(records: list[Record]) -> list[dict[str, str]]:
     return [
         {
             "method": f"{name} {dtype}" + (f" ({options})" if options else ""),
-            **{column: record.description.get(column, "not said") for column in COLUMNS},
+            **{column: record.description.get(column, UNSAID) for column in COLUMNS},
             "version": _version(record),
             "kernels seen": ", ".join(record.kernels) or "not watched",
             "data": f"{record.data_sha256[:8]}, in order",
@@ -38,7 +39,7 @@ def _version(record: Record) -> str:
 
 def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
     """Each column as a heading, then each answer with the methods that give it: a line has no room for all columns.
-    Options are named only where they change a method's answer."""
+    Options are named only where they change a method's answer. At the foot which methods do not answer."""
     import pandas as pd
 
     table = pd.DataFrame(table_rows)
@@ -48,9 +49,19 @@ def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
         varies = table.groupby(method)[aspect].transform("nunique") > 1
         found.append(aspect)
         for answer, names in method.mask(varies, table["method"]).groupby(table[aspect], sort=False):
-            who = f"all {len(table)}" if len(names) == len(table) else ", ".join(names.unique())
-            found += textwrap.wrap(
-                f"{answer}: {who}", width, initial_indent="  ", subsequent_indent="      ", break_long_words=False,
-                break_on_hyphens=False,
-            )  # fmt: skip
+            if answer != UNSAID:
+                who = f"all {len(table)}" if len(names) == len(table) else ", ".join(names.unique())
+                found += _wrapped(f"{answer}: {who}", width)
+    unsaid = (table == UNSAID).any(axis=1)
+    if unsaid.any():
+        found += [
+            "what is not said",
+            *_wrapped(f"a method tells it by describe(): {', '.join(method[unsaid].unique())}", width),
+        ]
     return found
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+    )

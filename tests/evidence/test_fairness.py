@@ -57,6 +57,14 @@ def test_what_all_share_is_said_once_and_what_differs_names_who_has_it() -> None
     assert fairness.lines(rows, 80) == ["model", "  x: a, c", "  y: b", "clipping", "  exact: all 3"]
 
 
+def test_a_method_that_does_not_describe_itself_is_named_once_with_what_it_lacks() -> None:
+    rows = [{"method": "a", "model": "x", "recompute": "none"}, dict.fromkeys(("model", "recompute"), fairness.UNSAID)]
+    rows[1]["method"] = "b"
+    assert fairness.lines(rows, 80) == [
+        "model", "  x: a", "recompute", "  none: a", "what is not said", "  a method tells it by describe(): b",
+    ]  # fmt: skip
+
+
 def test_options_are_named_where_they_answer_otherwise() -> None:
     rows = [{"method": f"a (w={w})", "model": "x", "gate": gate} for w, gate in ((1, "ok"), (2, "failed"))]
     rows.append({"method": "b", "model": "y", "gate": "ok"})
