@@ -86,6 +86,12 @@ def _run() -> None:
     except BrokenPipeError:  # the reader of the output has ended, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(INTERRUPTED)
+    except click.NoSuchOption as error:
+        others = [
+            name for name, verb in door.commands.items() for each in verb.params if error.option_name in each.opts
+        ]
+        told = f"{error.message.rstrip('.')}; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it"
+        _fail(f"error: {told if others else error.format_message().rstrip('.') + '; see --help'}", USAGE)
     except click.ClickException as error:
         text = error.format_message()
         hint = "-h is the hidden size, help is --help" if "'-h'" in text else "see --help"

@@ -16,9 +16,11 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest name as a hint that ends with a space, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"did you mean {near[0]}? " if near else ""
+    """The nearest name, or those of which it is a part, as a hint that ends with a space, or nothing."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    near = near or [each for each in known if name.lower() in each.split("-")]
+    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def entries(file: Path, example: str) -> dict[str, Any]:

@@ -79,6 +79,8 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m resident --device cuda", "no cuda device"),
         ("no-such-verb", "No such command"),
         ("-m resident --no-such-option", "No such option"),
+        ("plan --params 7B", "No such option '--params'; advise has it\n"),
+        ("plan --model 7B", "no model '7B': did you mean llama-7b or llama2-7b? choose one of"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:
