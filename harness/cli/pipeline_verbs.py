@@ -113,6 +113,8 @@ def configure(
         for row in rows:
             print(json.dumps(vars(row)))
     else:
+        if folder is None:
+            print(f"{words['machine_name']}: {named_machines.load(words['machine_name']).about}")
         known = "--memory" if capacity else known
         print(f"memory of a device: {f'{gib(config.capacity)} ({known})' if config.capacity else 'not limited'}")
         if folder is None and not words["network"]:

@@ -152,10 +152,12 @@ class AutoConfig:
     def why_not(self) -> str:
         """Where nothing fits: what the configuration that needs least lacks."""
         least, capacity = min(self._rows, key=lambda row: row.device_bytes), self.capacity or 0
+        tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
+        tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
         return (
             f"nothing fits: {least.num_stages} stages of micro-batches of {least.chunk_size} need"
             f" {gib(least.device_bytes)} of a device's memory, {gib(least.device_bytes - capacity)} more than the"
-            f" {gib(capacity)} there are; try more devices and CutPoints, or smaller micro-batches"
+            f" {gib(capacity)} there are; try {', '.join(tries)}, devices of more memory or a smaller model"
         )
 
     def table(self) -> list[Row]:

@@ -54,7 +54,7 @@ def test_the_largest_named_gpt_gets_stages_that_fit() -> None:
     words = ("--model", "varuna-8.3b", "--machine", "h200", "--gpus", 16, "--batch", 64, "--memory", "40GiB")
     done = cli.run("varuna", "configure", *words)
     assert done.returncode == 0, done.stderr
-    memory, network, chosen = done.stdout.splitlines()[:3]
+    _, memory, network, chosen = done.stdout.splitlines()[:4]
     assert memory == "memory of a device: 40.0 GiB (--memory)"
     assert network == "messages and sums of gradients: 0 s (assumed; try --network)"
     assert chosen.startswith("chosen: ") and int(chosen.split()[1]) >= 4 and chosen.endswith(" of 16 devices")
@@ -64,10 +64,18 @@ def test_the_20_best_configurations_are_shown_with_what_limits_each() -> None:
     """Of 97. All that is shown fits the memory of the entry, but for its reserve; two stages fit nowhere."""
     words = ("varuna", "configure", "--model", "varuna-8.3b", "--machine", "h200", "--gpus", 16, "--batch", 64)
     done, every = cli.run(*words), cli.run(*words, "--json").stdout.splitlines()
-    assert done.stdout.startswith("memory of a device: 29.8 GiB (h200 in machines.yaml: 31GiB, less a reserve)\n")
+    assert "\nmemory of a device: 29.8 GiB (h200 in machines.yaml: 31GiB, less a reserve)\n" in done.stdout
     rows = [line for line in done.stdout.splitlines() if line[:7].strip().isdigit()]
     assert len(rows) == 20 and all(line.rstrip().endswith("passes") for line in rows)
     assert f"the best 20 of {len(every)} configurations; --json prints all" in done.stdout
+
+
+@pytest.mark.parametrize(("gpus", "told"), [(2, "more devices"), (64, "more CutPoints")])
+def test_where_nothing_fits_only_what_can_help_is_named(gpus: int, told: str) -> None:
+    """It was smaller micro-batches, of one sample each."""
+    words = ("--machine", "h200", "-l", 8, "-h", 65536, "--gpus", gpus, "--batch", 64)
+    done = cli.run("varuna", "configure", *words)
+    assert done.returncode == 4 and done.stderr.endswith(f"; try {told}, devices of more memory or a smaller model\n")
 
 
 def test_where_nothing_fits_each_row_says_what_it_lacks_the_least_first() -> None:
