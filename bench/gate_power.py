@@ -264,7 +264,7 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
     unique = {job.key(): job for job in jobs}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([*warm_start.PRELOADED, "bench.gate_power"])
+    server.set_forkserver_preload([*warm_start.PRELOADED, "click", "harness.jobs.probe_runs"])  # what is imported above
     found: dict[str, Record] = {}
     for is_engine in (True, False):
         some = {key: job for key, job in unique.items() if (job.method in ENGINES) == is_engine}
