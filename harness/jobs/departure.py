@@ -171,6 +171,8 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
 
 def comparable_steps(record: Record, reference: Record) -> int:
     """Of fp16 those before the first whose loss scale differs: from there on other steps are skipped."""
+    if "fp16" not in (record.job.workload.dtype, reference.job.workload.dtype):
+        return min(len(record.losses), len(reference.losses))
     pairs = zip(record.loss_scales, reference.loss_scales, strict=False)
     skips = set(record.skipped_steps) ^ set(reference.skipped_steps)
     differing = [step for step, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs]

@@ -61,6 +61,7 @@ SMALLEST_DECAY = 2**-25
 # farthest is held to the farthest: one alone may by chance be near where dropout leaves another. The honest
 # runs by which this was chosen needed 1.6 to 3.6 times (results/LOG.md), those of bench/dropout_rule.py 0.8 to 2.9.
 DROPOUT_ALLOWED = 6.0
+UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
 # Reasons that are as certain as a probe's: they name what is missing.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
 MOMENTS: dict[str, departure.Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
@@ -287,16 +288,25 @@ def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     layers, steps = probe.trials[0].extent if probe.trials else probing.NONE
     evidence |= {"probe_layers": layers, "probe_steps": steps} if steps else {}
     tested, untested = [], [probe.untested] if probe.untested else []
+    if probe.refused and verdict.passed:
+        return Gate("untested", "probe", f"{probe.refused}; {UNPROBED}", evidence)
     for trial in probe.trials:
-        if untrained := _untrained(trial):
+        if untrained := _untrained_reference(trial):
             untested.append(untrained)
+            continue
+        if trial.record.status != "ok":
+            ended = f"the probe in {trial.dtype} ended as {trial.record.status}: {trial.record.reason}"
+            if verdict.passed:
+                return Gate("untested", "probe", f"{ended}; {UNPROBED}", evidence)
+            untested.append(ended)
             continue
         if (found := _departure_of(trial)) and verdict.reason not in CERTAIN:
             itself = verdict.text.removesuffix(f": {found.cause}")  # which is said once
             also = "" if verdict.passed else f"; the run itself: {itself}"
             return _failed(found.reason, probing.told(trial, found) + also, **{**evidence, "step": found.step})
-        tested.append(trial.dtype)
-        if (num := departure.comparable_steps(trial.record, trial.reference)) < trial.extent.steps:
+        num = departure.comparable_steps(trial.record, trial.reference)
+        tested += [trial.dtype] * (num > 0)
+        if num < trial.extent.steps:
             untested.append(f"{trial.dtype} was tested up to step {num}, before its loss scale changes")
     has = {name: departure.has_moments(record, moment) for name, moment in MOMENTS.items()}
     untested += [f"{name} were not tested: the method returns none" for name in has if not has[name]]
@@ -311,10 +321,8 @@ def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     return dataclasses.replace(verdict, text="; ".join([verdict.text, *untested]), evidence=evidence)
 
 
-def _untrained(trial: Trial) -> str:
-    """Why a trial cannot be compared; empty if it can."""
-    if trial.record.status != "ok":
-        return f"the probe in {trial.dtype} ended as {trial.record.status}: {trial.record.reason}"
+def _untrained_reference(trial: Trial) -> str:
+    """Why there is nothing to compare a trial with; empty if there is."""
     for other in (trial.reference, *trial.others):
         own = _own_conditions(other) if other.status == "ok" else Gate(text=f"ended as {other.status}: {other.reason}")
         if own:
@@ -326,6 +334,9 @@ def _departure_of(trial: Trial) -> Departure | None:
     own = _own_conditions(trial.record)
     if own is None and set(trial.record.tensors) != set(trial.reference.tensors):
         own = Gate("failed", "missing", "the tensors are not the reference's")
+    scales = [(each.loss_scales, each.skipped_steps) for each in (trial.record, trial.reference)]
+    if own is None and trial.dtype != "fp16" and scales[0] != scales[1]:
+        own = Gate("failed", "loss-scale", _other_scales(trial.record, trial.reference))
     if own:
         return Departure(own.reason, own.text)
     return probing.find(trial, trial.record.bit_exact and _kernels(trial.record)[0] == "cpu")

@@ -62,10 +62,12 @@ class Trial(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Trials, the one in fp32 first, and what could not be tested, for people."""
+    """Trials, the one in fp32 first, and what could not be tested, for people. `refused`: why the method does not train
+    at the probe's rate what it trained at another."""
 
     trials: tuple[Trial, ...] = ()
     untested: str = ""
+    refused: str = ""
 
 
 def find(trial: Trial, is_held_to_bits: bool) -> Departure | None:

@@ -30,20 +30,28 @@ class Runs(NamedTuple):
     twin_of: Callable[[Job, int], Job]
 
 
+class Missing(NamedTuple):
+    """Why there is no trial. One of the whole size is the run itself, at another rate."""
+
+    why: str
+    is_of_the_size_that_trained: bool
+
+
 def probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
     """The probe of one of a job's models. In half precision it is done in fp32, too, unless all bits are right."""
     found = _trial(job, job.workload.dtype, number, extent, runs)
-    trials, untested = ([found], "") if isinstance(found, Trial) else ([], found)
+    trials, untested = ([found], "") if isinstance(found, Trial) else ([], found.why)
+    refused = found.why if isinstance(found, Missing) and found.is_of_the_size_that_trained else ""
     if job.workload.dtype != "fp32" and not (trials and departure.is_same(trials[0].record, trials[0].reference)):
         wide = _trial(job, "fp32", number, extent, runs)
         if isinstance(wide, Trial):
             trials.insert(0, wide)
         else:
-            untested = "; ".join(filter(None, (untested, wide)))
-    return Probe(tuple(trials), untested)
+            untested = "; ".join(filter(None, (untested, wide.why)))
+    return Probe(tuple(trials), untested, refused)
 
 
-def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | str:
+def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | Missing:
     """The records of a trial, or why there is none."""
     changed = dataclasses.replace(job, workload=workload(job.workload, dtype), steps=extent.steps, warmup=0, trace=None)
     if job.device == "sim":  # a slow link says nothing about training
@@ -51,17 +59,18 @@ def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Tri
     most = min(job.workload.num_layers, runs.fits(runs.reference_of(changed)))
     depth, small = min(most, extent.layers), changed
     why = f"no probe in {dtype}: the reference does not fit at any depth"
-    while 1 <= depth <= most:
+    while depth >= 1:
         try:
             small = runs.twin_of(changed, depth)
             why = runs.why_not(small) or ""
         except ValueError as error:  # so few layers are no model of this method
             why = str(error)
-        if not why:
+        why = f"no probe in {dtype}: {why}" if why else ""
+        if not why or depth == most:
             break
-        depth, why = 2 * depth, f"no probe in {dtype}: {why}"
+        depth = min(2 * depth, most)
     if why:
-        return why
+        return Missing(why, depth == job.workload.num_layers and small.workload.batch_size == job.workload.batch_size)
     whole = runs.measure(small)
     record = whole.models()[min(number, len(whole.others))]
     reference = runs.reference_of(record.job)

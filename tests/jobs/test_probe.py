@@ -16,6 +16,7 @@ from harness.jobs import departure, gate, probe
 from harness.jobs.probe import ALL_LAYERS, NONE, Extent, Probe, Trial
 from harness.jobs.sweep import Sweep, resolve
 from tests.support import cli, records
+from tests.support.page import page_blocks
 from tests.support.tiny import TINY, WORDS
 
 PLANTED = (ROOT / "bench" / "faults",)
@@ -49,7 +50,7 @@ def trained(losses: list[float], norms: list[float] | None = None, **changes) ->
 
 
 BASE = [2.0, 1.9, 1.8, 1.7]
-LIMITS = departure.floor(trained(BASE), [trained(BASE)]).times(10)
+LIMITS = departure.floor(trained(BASE), [trained(BASE)]).times(10)._replace(faint=probe.FAINT)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +135,9 @@ def test_what_drops_nothing_is_named_where_dropout_shows() -> None:
 
 
 def test_steps_that_fp16_skipped_otherwise_are_not_compared() -> None:
-    skipping = trained([2.0, 1.9, 1.5, 1.4], loss_scales=[8.0, 8.0, 8.0, 4.0], skipped_steps=[3])
-    steady = trained(BASE, loss_scales=[8.0] * 4)
+    half = dataclasses.replace(job(dtype="fp16"), steps=4, warmup=0)
+    skipping = trained([2.0, 1.9, 1.5, 1.4], loss_scales=[8.0, 8.0, 8.0, 4.0], skipped_steps=[3], job=half)
+    steady = trained(BASE, loss_scales=[8.0] * 4, job=half)
     assert departure.comparable_steps(skipping, steady) == 2
     assert departure.departure(skipping, steady, LIMITS) is None
 
@@ -147,10 +149,42 @@ def test_without_a_probe_the_verdict_says_that_decay_was_not_tested() -> None:
     assert verdict.passed and verdict.text.endswith("; the probe was left out; decay was not tested")
 
 
-def test_a_probe_that_ended_badly_tests_nothing() -> None:
+def test_a_run_whose_probe_ended_badly_has_no_throughput() -> None:
+    """What trains wrongly and knows the probe could end there."""
     trial = Trial(trained(BASE, status="timeout", reason="too slow"), trained(BASE))
     verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((trial,)))
-    assert verdict.passed and "the probe in fp32 ended as timeout: too slow" in verdict.text
+    assert (verdict.verdict, verdict.reason) == ("untested", "probe")
+    assert verdict.text.startswith("the probe in fp32 ended as timeout: too slow; ") and "--no-probe" in verdict.text
+
+
+def test_where_the_reference_s_probe_ended_badly_nothing_is_tested() -> None:
+    ended = trained(BASE, status="timeout", reason="too slow")
+    for trial in (Trial(trained(BASE), ended), Trial(ended, ended)):
+        verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((trial,)))
+        assert verdict.passed and "the reference's probe in fp32 did not train: ended as timeout" in verdict.text
+
+
+def test_a_step_skipped_outside_fp16_fails_the_probe() -> None:
+    """No step after it was compared, and the verdict passed."""
+    skipping = trained([2.0, 1.9, 1.5, 1.4], skipped_steps=[1])
+    verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((Trial(skipping, trained(BASE), (trained(BASE),)),)))
+    assert (verdict.verdict, verdict.reason) == ("failed", "loss-scale"), verdict.text
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize("mistake", ["raise ValueError('not at this rate')", "raise SystemExit(0)"])
+def test_a_method_that_plans_no_probe_of_its_run_s_own_size_has_no_throughput(
+    mistake: str, tmp_path: Path, in_process: None
+) -> None:
+    name = f"refuses{len(mistake)}"
+    refusal = f"if workload.learning_rate > 0.1:\n            {mistake}\n        "
+    text = page_blocks("python")[0].replace("params = workload.num_params", f"{refusal}params = workload.num_params")
+    (tmp_path / f"{name}.py").write_text(text)
+    refusing = resolve(Job(name, TINY, steps=4, warmup=1), (tmp_path,))[0]
+    record = Sweep(tmp_path, (tmp_path,)).run([refusing])[0]
+    assert record.status == "ok" and (record.gate.verdict, record.gate.reason) == ("untested", "probe"), (
+        record.gate.text
+    )
 
 
 def test_a_departing_probe_fails_a_run_that_agrees_and_names_the_cause() -> None:
