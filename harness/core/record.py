@@ -188,6 +188,11 @@ class Record:
         """What no run can have measured, in one line; empty if there is nothing of the kind."""
         if wrong := wrong_num_models(self.schedule, self.others):
             return wrong
+        if self.moved_bytes < 0:
+            return f"expected moved_bytes of at least 0, got {self.moved_bytes}"
+        for name in ("probe_layers", "probe_steps"):
+            if (told := self.gate.evidence.get(name, 1)) < 1:
+                return f"gate.evidence.{name}: expected at least 1, got {told}"
         intervals = -(-self.job.steps // self.interval_steps)
         if len(self.step_seconds) > intervals:
             return f"expected at most {intervals} step_seconds, got {len(self.step_seconds)}"

@@ -19,7 +19,7 @@ from harness.core.record import Gate, Record, new_stem, read_all
 from harness.core.whole_file import own_folder
 from harness.devices import budgets, cuda_budget, machine
 from harness.jobs import estimate, gate, probe_runs
-from harness.jobs.probe import MOST_STEPS, NONE, Extent, Probe
+from harness.jobs.probe import MOST_STEPS, NONE, STEPS, Extent, Probe
 from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
@@ -358,7 +358,8 @@ class Sweep:
 def _probed(record: Record) -> Extent:
     """How much of the method the verdict's probe has trained."""
     found = record.gate.evidence
-    return Extent(found.get("probe_layers", 0), min(found.get("probe_steps", 0), MOST_STEPS))
+    layers, steps = found.get("probe_layers"), found.get("probe_steps")
+    return Extent(layers, min(max(STEPS, steps), MOST_STEPS)) if layers and steps else NONE
 
 
 def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:

@@ -271,7 +271,8 @@ class Watch:
     def _take(self, event: dict[str, Any]) -> None:
         self.last_event = time.monotonic()
         if event["event"] == "record":
-            self.record = Record.from_dict(event["record"])
+            with contextlib.suppress(ValueError):  # from the worker's pipe, not by its code: it ended without a result
+                self.record = Record.from_dict(event["record"])
             return
         if self.wall and event["event"] == "phase" and event["phase"] in AFTER_TRAINING:
             self.wall.lift()

@@ -169,6 +169,11 @@ class Run:
                     self.measured["kernels"] = sorted(kernels.names)
                 else:
                     step = next(training)
+                for told in (step.loss, step.grad_norm):
+                    if (
+                        told is not None and type(told) is not self.clock.torch.Tensor
+                    ):  # another's value takes time later
+                        raise TypeError(f"expected a torch.Tensor as a step's loss or norm, got {type(told).__name__}")
                 self._ahead.add(self._num_taken - len(self.clock.marks))
                 self._waiting.append(step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm)))
                 if len(self.clock.marks) == self.job.warmup:
@@ -240,13 +245,30 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     gc.collect()
     if "peaks" not in run.measured:
         run.measured |= memory_of_training(job.device)
-    return Record(
+    record = Record(
         job=job, key=key, phase=run.phase, clock=job.device, machine=machine.facts(), software=machine.software(),
         started=started, limits=enforced, **end.changes(evidence),
         predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
         bit_exact=method.bit_exact if job.workload.dtype == "fp32" else method.bit_exact_in_half,
         is_exact=method.is_exact, **run.measured,
     )  # fmt: skip
+    return _readable(record)
+
+
+def _readable(record: Record) -> Record:
+    """The record or, where the method returned what no record can hold, one of a crash without what it returned."""
+    try:
+        Record.from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))
+    except (TypeError, ValueError, OverflowError) as error:
+        told = " ".join(str(error).split())
+        reason = (
+            f"expected of {record.job.method} a plan, steps, Trained and describe() that a record can hold, got {told}"
+        )
+        return dataclasses.replace(
+            record, **failures.Failure("crash", reason, {"class": "exception"}).changes(record.evidence), moved_bytes=0,
+            schedule={}, tensors={}, others=[], loss_scales=[], description={}, predicted={},
+        )  # fmt: skip
+    return record
 
 
 def device_peaks(device: str) -> dict[str, int]:

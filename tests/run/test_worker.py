@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.job import Job
+from harness.core.record import Record
 from harness.run import worker
 from tests.support.tiny import TINY
 
@@ -29,15 +30,18 @@ class Tells:
     def train(self, workload, batches, device):
         waiting = []
         for _ in batches:
-            waiting.append(Step(torch.tensor(1.0)))
+            waiting.append(Step(LOSSES.get(self.how, torch.tensor(1.0))))
             if len(waiting) == {"pairs": 2, "at the end": 9}.get(self.how, 1):
                 yield from waiting
                 waiting = []
         yield from waiting
-        return Trained([], schedule=SCHEDULES.get(self.how, {}))
+        return Trained([], MOVED.get(self.how, 0), SCHEDULES.get(self.how, {}))
 
 
-SCHEDULES = {"models": {"num_models": 1000}, "none": {"num_models": 0}, "resumed": {"resumed_steps": 3}}
+SCHEDULES = {"models": {"num_models": 1000}, "none": {"num_models": 0}, "resumed": {"resumed_steps": 3},
+             "object": {"a": object()}}
+MOVED = {"words": "many", "less than none": -5}
+LOSSES = {"later": torch.nn.Parameter(torch.tensor(1.0))}
 """
 
 
@@ -50,6 +54,10 @@ SCHEDULES = {"models": {"num_models": 1000}, "none": {"num_models": 0}, "resumed
         ("models", "expected num_models 1, one more than `others`, got 1000"),
         ("none", "expected num_models 1, one more than `others`, got 0"),
         ("resumed", "expected resumed_steps 0 without the option resume, got 3"),
+        ("later", "expected a torch.Tensor as a step's loss or norm, got Parameter"),
+        ("words", "got moved_bytes: expected a valid integer, got 'many'"),
+        ("less than none", "expected moved_bytes of at least 0, got -5"),
+        ("object", "Object of type object is not JSON serializable"),
     ],
 )
 def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refused: str) -> None:
@@ -57,3 +65,4 @@ def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refus
     job = Job("tells", TINY, {"how": how}, steps=4, warmup=1)
     record = worker.run(job, "key", (tmp_path,), lambda event: None)
     assert (record.status, refused in record.reason) == ("crash" if refused else "ok", True), record.reason
+    Record.from_dict(record.to_dict())
