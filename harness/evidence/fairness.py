@@ -37,27 +37,35 @@ def _version(record: Record) -> str:
     return f"{package} {record.software.get(package)}"
 
 
-def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
-    """Each column as a heading, then each answer with the methods that give it: a line has no room for all columns.
-    Options are named only where they change a method's answer. At the foot which methods do not answer."""
+def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Each answer of each column with the methods that give it: no page has room for all columns beside each other.
+    Options are named only where they change a method's answer. Last which methods do not answer."""
     import pandas as pd
 
     table = pd.DataFrame(table_rows)
+    if table.empty:
+        return []
     method = table["method"].str.partition(" (")[0]
     found = []
     for aspect in table.columns.drop("method"):
         varies = table.groupby(method)[aspect].transform("nunique") > 1
-        found.append(aspect)
         for answer, names in method.mask(varies, table["method"]).groupby(table[aspect], sort=False):
             if answer != UNSAID:
                 who = f"all {len(table)}" if len(names) == len(table) else ", ".join(names.unique())
-                found += _wrapped(f"{answer}: {who}", width)
+                found.append({"what": aspect, "answer": str(answer), "methods": who})
     unsaid = (table == UNSAID).any(axis=1)
     if unsaid.any():
-        found += [
-            "what is not said",
-            *_wrapped(f"a method tells it by describe(): {', '.join(method[unsaid].unique())}", width),
-        ]
+        told = {"what": "what is not said", "answer": "a method tells it by describe()"}
+        found.append({**told, "methods": ", ".join(method[unsaid].unique())})
+    return found
+
+
+def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
+    """Each column as a heading, then its answers."""
+    found: list[str] = []
+    for told in answers(table_rows):
+        found += [told["what"]] * (told["what"] not in found)
+        found += _wrapped(f"{told['answer']}: {told['methods']}", width)
     return found
 
 

@@ -34,7 +34,7 @@ from harness.report.tables import Cell, Entry
 
 TEMPLATES = Path(__file__).parent
 PAGE, REVIEW = "index.html", "review.md"
-PASSING_FACTS = ("load_average", "foreign_processes", "ranks")  # of a run, not of its machine
+PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "source")  # of a run, not of its machine
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "findings": here,
         "tally": tally(here),
         "tally_published": tally(there),
-        "fairness": pages.table("What each method ran with", fairness.rows(records)),
+        "fairness": pages.table("What each method ran with", fairness.answers(fairness.rows(records))),
         "records": pages.table("Every record, oldest first", map(pages.record_row, entries)),
         "entries": entries,
         "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
@@ -123,7 +123,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
         "machines": _each(pages.machine(record) for record in runs),
         "facts": _each(
-            told for record in runs for told in (pages.pairs(lasting(record.machine)), pages.pairs(record.software))
+            told for record in runs for told in map(pages.pairs, (lasting(record.machine), lasting(record.software)))
         ),
         "methods": _each(record.job.method for record in records),
         "num_runs": len(runs),
@@ -217,7 +217,7 @@ def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
 
 
 def lasting(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a machine that stay the same from run to run."""
+    """The facts of a machine, or of its software, that stay the same from run to run."""
     return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 
