@@ -11,7 +11,9 @@ from bench import gate_power
 from bench.gate_power import Case
 from harness.core import method
 from harness.core.method import ROOT
-from harness.core.record import Record
+from harness.core.record import Gate, Record
+from harness.jobs import probe
+from harness.jobs.probe import Trial
 from tests.support.training import STEPS
 
 FIGURES = json.loads((ROOT / "results" / "gate-power.json").read_text())["figures"]
@@ -66,9 +68,10 @@ def test_the_artifact_tells_how_many_honest_runs_and_faults_were_held_out() -> N
     fp32, bf16, fp16 = (row["honest"] for row in rows)
     assert fp32 + bf16 + fp16 >= 100
     assert f"0 of {fp32} honest runs in fp32, 0 of {bf16} in bf16 and 0 of {fp16} in fp16" in page
-    seen = [f"{row['seen']} of {row['faults']}" for row in rows]
-    named = f"and names {rows[0]['named']} and {rows[1]['named']} rightly"
-    assert f"{seen[0]} faults in fp32 and {seen[1]} in bf16, {named}" in page
+    seen, names = ([str(row[what]) for row in rows] for what in ("seen", "named"))
+    faults = [f"{each} of {row['faults']}" for each, row in zip(seen, rows, strict=True)]
+    assert f"It sees {faults[0]}, {faults[1]} and {faults[2]} faults" in page
+    assert f"and names {names[0]}, {names[1]} and {names[2]} rightly" in page
 
 
 def test_every_fault_has_a_right_name() -> None:
@@ -93,6 +96,20 @@ def test_a_planted_fault_is_seen_and_named(fault: str) -> None:
     for way in ("cpu", "cuda", "bits"):
         assert found.verdicts[way].verdict == "failed", found.verdicts[way].text
         assert found.is_named(way), found.verdicts[way].text
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("fault", sorted(set(gate_power.RIGHT) - {"no fp32 master"}))
+def test_the_probe_in_fp32_sees_each_planted_fault_and_names_all_but_one(fault: str) -> None:
+    (case,) = gate_power.fault_cases("fp32", [fault])
+    cases = (case, case.reference(), case.split())
+    JOBS.update({each.probe("fp32").key(): each.probe("fp32") for each in cases})
+    ours, theirs, split = (trained(each.probe("fp32").key()) for each in cases)
+    found = probe.find(Trial(ours, theirs, (split,)), is_held_to_bits=False)
+    assert found is not None
+    verdict = Gate("failed", found.reason, found.text, {"step": found.step})
+    named = gate_power.Outcome(case, {"cpu": verdict}).is_named("cpu")
+    assert named is (fault != "tanh GELU"), found.text
 
 
 def test_honest_rounding_passes_and_says_what_that_rests_on() -> None:
