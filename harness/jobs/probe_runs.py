@@ -8,6 +8,7 @@ software.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,8 +55,12 @@ def probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
 def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | Missing:
     """The records of a trial, or why there is none."""
     changed = dataclasses.replace(job, workload=workload(job.workload, dtype), steps=extent.steps, warmup=0, trace=None)
+    budget = job.budget
     if job.device == "sim":  # a slow link says nothing about training
-        changed = dataclasses.replace(changed, budget=dataclasses.replace(job.budget, link_bytes_per_second=None))
+        budget = dataclasses.replace(budget, link_bytes_per_second=None)
+    if budget.seconds and job.steps < extent.steps:  # what suffices for the run's steps, for each of these
+        budget = dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))
+    changed = dataclasses.replace(changed, budget=budget)
     most = min(job.workload.num_layers, runs.fits(runs.reference_of(changed)))
     depth, small = min(most, extent.layers), changed
     why = f"no probe in {dtype}: the reference does not fit at any depth"

@@ -172,6 +172,16 @@ def test_a_step_skipped_outside_fp16_fails_the_probe() -> None:
 
 
 @pytest.mark.probe
+def test_a_limit_of_time_for_few_steps_is_longer_for_a_probe_of_more(tmp_path: Path, in_process: None) -> None:
+    """Else a run within its limit would have no throughput since its probe is not."""
+    events: list[dict] = []
+    limited = dataclasses.replace(job(), budget=Budget(seconds=100))
+    Sweep(tmp_path, report=events.append).run([limited])
+    starts = [event for event in events if event["event"] == "start" and event.get("role") == "probe"]
+    assert {(event["job"].steps, event["job"].budget.seconds) for event in starts} == {(20, 500)}
+
+
+@pytest.mark.probe
 @pytest.mark.parametrize("mistake", ["raise ValueError('not at this rate')", "raise SystemExit(0)"])
 def test_a_method_that_plans_no_probe_of_its_run_s_own_size_has_no_throughput(
     mistake: str, tmp_path: Path, in_process: None
