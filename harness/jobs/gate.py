@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from harness.core.job import WEIGHT_DECAY
+from harness.core.job import BETAS, WEIGHT_DECAY
 from harness.core.record import VERDICTS, Gate, Record
 from harness.jobs import departure
 from harness.jobs import probe as probing
@@ -64,6 +64,7 @@ DROPOUT_ALLOWED = 6.0
 UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
 # Reasons that are as certain as a probe's: they name what is missing.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
+ROUNDED_AWAY = 1e-3  # of a difference of two squares in fp32, relative to the larger one's root
 MOMENTS: dict[str, departure.Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
 # Share of a tensor's elements that changed, relative to the reference's.
 CHANGED_TOLERANCE = 0.1
@@ -166,7 +167,7 @@ def _compare(record: Record, reference: Record, undropped: Record | None = None)
         # What shows late at the published rate, beyond a tolerance, may have begun at any step before.
         found = _partial_update(record, reference) or (found if must_be_exact else Departure("loss", found.seen))
     found = found or _partial_update(record, reference) or _update_size(record, reference)
-    if found := found or departure.in_tensors(record, reference, limits):
+    if found := found or departure.in_tensors(record, reference, limits) or _grown_keys(record):
         return _failed(found.reason, found.text, tolerance=tolerance, **evidence, step=found.step)
     if must_be_exact:
         return _failed("weights", "losses agree but the final weights are not the reference's bits", **evidence)
@@ -271,6 +272,22 @@ def _update_size(record: Record, reference: Record) -> Departure | None:
     if abs(ratios[worst] - 1) <= SIZE_TOLERANCE and abs(median - 1) <= MEDIAN_TOLERANCE:
         return None
     return Departure("update-size", f"{worst} moved {ratios[worst]:.3g} times as far as in the reference")
+
+
+def _grown_keys(record: Record) -> Departure | None:
+    """A bias of keys, which no gradient moves but by rounding, beyond what AdamW makes of any gradient: a step of an
+    element is at most the learning rate times (1 - beta1) / sqrt(1 - beta2). It starts at 0. Source: Kingma and Ba
+    2015, section 2.1."""
+    load = record.job.workload
+    rates = sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
+    allowed = math.sqrt(load.hidden_size) * rates * (1 - BETAS[0]) / math.sqrt(1 - BETAS[1])
+    for name, tensor in record.tensors.items():
+        if tensor.get("left_out") == "keys":
+            keys = math.sqrt(max(0.0, tensor.get("size", 0.0) ** 2 - tensor["moved"] ** 2))
+            if keys > allowed + ROUNDED_AWAY * tensor["moved"]:
+                told = f"{name}: the keys' part is {keys:.1e} large, where AdamW cannot make it more than {allowed:.1e}"
+                return Departure("weights", told)
+    return None
 
 
 def _ratios(record: Record, reference: Record, key: str) -> dict[str, float]:

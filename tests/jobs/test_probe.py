@@ -164,6 +164,21 @@ def test_where_the_reference_s_probe_ended_badly_nothing_is_tested() -> None:
         assert verdict.passed and "the reference's probe in fp32 did not train: ended as timeout" in verdict.text
 
 
+def test_another_norm_beside_the_reference_s_bits_fails_the_probe() -> None:
+    """What a method says of its norm was not compared where its weights were the reference's."""
+    said = trained(BASE, [1.00009] * 4)
+    verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((Trial(said, trained(BASE), (trained(BASE),)),)))
+    assert (verdict.verdict, verdict.reason) == ("failed", "gradient"), verdict.text
+
+
+@pytest.mark.parametrize(("keys", "verdict"), [(8.3e-6, "tolerance"), (8.5e-6, "failed")])
+def test_a_bias_of_keys_may_end_anywhere_that_adamw_can_take_it(keys: float, verdict: str) -> None:
+    """By hand: rates of 4.7e-8 times 1, 2, 3 and 4 are 4.7e-7, times 3.16 and the root of 32 elements 8.4e-6."""
+    end = {"layers.0.attn.qkv.bias": tensor(moved=1e-6, size=math.hypot(1e-6, keys), left_out="keys")}
+    found = gate.judge(trained([loss * (1 + 1e-7) for loss in BASE], tensors=end), trained(BASE, tensors=end))
+    assert (found.verdict, found.reason) == (verdict, "weights" if verdict == "failed" else ""), found.text
+
+
 def test_a_step_skipped_outside_fp16_fails_the_probe() -> None:
     """No step after it was compared, and the verdict passed."""
     skipping = trained([2.0, 1.9, 1.5, 1.4], skipped_steps=[1])
