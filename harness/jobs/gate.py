@@ -120,10 +120,20 @@ def _own_conditions(record: Record) -> Gate | None:
             return _failed("not-finite", f"the loss is {loss} from step {step} on", step=step)
     if len(record.losses) != record.job.steps:
         return _failed("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
+    if record.origin == "run" and len(record.grad_norms) == len(record.losses):
+        for step, norm in enumerate(record.grad_norms, start=1):
+            if norm is not None and not math.isfinite(norm) and step not in record.skipped_steps:
+                return _failed("not-finite", f"the gradient norm is {norm} at step {step}", step=step)
     if not record.tensors:
         return _failed("missing", "the method returned no trained tensors")
     for name, tensor in record.tensors.items():
-        numbers = (tensor["moved"], tensor.get("exp_avg"), tensor.get("exp_avg_sq"), *(tensor.get("sketch") or ()))
+        numbers = (
+            tensor["moved"],
+            tensor.get("size"),
+            tensor.get("exp_avg"),
+            tensor.get("exp_avg_sq"),
+            *(tensor.get("sketch") or ()),
+        )
         if not all(number is None or math.isfinite(float(number)) for number in numbers):
             return _failed("not-finite", f"{name} or a moment of it is not finite after the last step")
     last_rate = record.job.workload.learning_rate_at(record.job.steps)
@@ -327,8 +337,15 @@ def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
             untested.append(f"{trial.dtype} was tested up to step {num}, before its loss scale changes")
     has = {name: departure.has_moments(record, moment) for name, moment in MOMENTS.items()}
     untested += [f"{name} were not tested: the method returns none" for name in has if not has[name]]
+    has_norms = all(len(each.grad_norms) == len(each.losses) for each in (record, *(t.record for t in probe.trials)))
+    untested += [] if has_norms else ["norms were not tested: the method returns none, or not in every step"]
     if tested:
-        parts = ["losses", "norms", "weights", *(["both moments"] if all(has.values()) else [n for n in has if has[n]])]
+        parts = [
+            "losses",
+            *["norms"] * has_norms,
+            "weights",
+            *(["both moments"] if all(has.values()) else [n for n in has if has[n]]),
+        ]
         of = record.job.workload.num_layers
         depth_told = f" of {layers} of its {of} layers" if layers < of else ""
         rests = f"probe: {steps} steps{depth_told} in {' and '.join(tested)}, {', '.join(parts)}"

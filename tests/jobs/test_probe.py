@@ -171,6 +171,21 @@ def test_another_norm_beside_the_reference_s_bits_fails_the_probe() -> None:
     assert (verdict.verdict, verdict.reason) == ("failed", "gradient"), verdict.text
 
 
+@pytest.mark.parametrize("part", ["norm", "keys"])
+def test_what_is_not_finite_fails_even_beside_the_reference_s_bits(part: str) -> None:
+    end = {"layers.0.attn.qkv.bias": tensor(left_out="keys", size=math.nan if part == "keys" else 1.0)}
+    record = trained(BASE, [1.0, math.nan if part == "norm" else 1.0, 1.0, 1.0], tensors=end)
+    verdict = gate.judge(record, trained(BASE, tensors=end))
+    assert (verdict.verdict, verdict.reason) == ("failed", "not-finite"), verdict.text
+
+
+def test_norms_that_a_method_does_not_return_are_not_said_to_be_tested() -> None:
+    silent = trained(BASE, grad_norms=[])
+    verdict = gate.judge(silent, trained(BASE), probe=Probe((Trial(silent, trained(BASE)),)))
+    assert verdict.passed and "norms were not tested: the method returns none" in verdict.text
+    assert "losses, weights" in verdict.text
+
+
 @pytest.mark.parametrize(("keys", "verdict"), [(8.3e-6, "tolerance"), (8.5e-6, "failed")])
 def test_a_bias_of_keys_may_end_anywhere_that_adamw_can_take_it(keys: float, verdict: str) -> None:
     """By hand: rates of 4.7e-8 times 1, 2, 3 and 4 are 4.7e-7, times 3.16 and the root of 32 elements 8.4e-6."""
