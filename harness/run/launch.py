@@ -123,7 +123,8 @@ class Watch:
         self.job, self.key, self.path, self.log, self.report = job, key, path, Path(log.name), report
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
         self.sampled = dict(self.peaks)
-        self.trainers: list[psutil.Process] = []  # their memory counts: the worker and its children, or the ranks
+        self.processes: list[psutil.Process] = []  # the worker and its children, or the ranks and theirs
+        self.trainers: list[psutil.Process] = []  # of these, those whose memory counts
         self.listed = 0.0  # time of the last list of these
         self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
@@ -215,7 +216,7 @@ class Watch:
         self._signal(signal.SIGKILL)
         self.process.wait()
         self.events.feed(b"")
-        ranks.end_all(self.trainers, GRACE_SECONDS)  # they have sessions of their own
+        ranks.end_all(self.processes, GRACE_SECONDS)  # they have sessions of their own
         for folder in (ranks.folder_of(self.path), self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
         self.end = self._end()
@@ -282,8 +283,9 @@ class Watch:
 
     def _sample(self) -> None:
         """Anonymous and shared memory, page-locked included, of the worker and its children, or of all ranks and
-        theirs. The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch,
-        results/LOG.md."""
+        theirs. A child counts from its second list on: until it runs its program, for milliseconds, it has its
+        parent's memory. The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of
+        torch, results/LOG.md."""
         if self.events.phase in AFTER_TRAINING:
             return
         self._sample_shm()
@@ -292,7 +294,8 @@ class Watch:
             if time.monotonic() - self.listed > LIST_SECONDS:
                 worker, self.listed = psutil.Process(self.process.pid), time.monotonic()
                 alone = [worker] if self.job.world_size == 1 else []  # the agent of several ranks trains nothing
-                self.trainers = [*alone, *worker.children(recursive=True)]
+                before, self.processes = self.processes, [*alone, *worker.children(recursive=True)]
+                self.trainers = [process for process in self.processes if process in [*alone, *before]]
         for process in self.trainers:
             with contextlib.suppress(psutil.Error):  # it may be gone
                 sizes = budgets.process_bytes(process.pid)

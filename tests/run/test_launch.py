@@ -49,6 +49,36 @@ Path("{folder}/unfinished").write_text(str(compiler.pid))
 Path("{folder}/unfinished").rename("{folder}/pid")
 compiler.wait()
 """
+HAS_CHILDREN = """
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from harness.core.method import Step, Trained
+from harness.core.job import Plan
+
+
+@dataclass(frozen=True)
+class HasChildren:
+    brief: bool = True
+
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 16 * workload.num_params})
+
+    def train(self, workload, batches, device):
+        import torch
+
+        held = torch.ones(100_000_000)  # 400 MB
+        for inputs, targets in batches:
+            if self.brief:  # half a second until each runs its program
+                for _ in range(5):
+                    subprocess.run(["true"], preexec_fn=lambda: time.sleep(0.5))
+            else:
+                taken = "held = b'1' * 400_000_000; import time; time.sleep(4)"
+                subprocess.run([sys.executable, "-c", taken])
+            yield Step(torch.tensor(1.0))
+        return Trained([])
+"""
 COLLECTS_LATE = """
 import time
 from dataclasses import dataclass
@@ -77,6 +107,17 @@ def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path:
     (tmp_path / "collects_late.py").write_text(COLLECTS_LATE)
     path = launch(Job("collects-late", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
     assert Record.read(path).host_peak_bytes < 400e6
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("brief", "least", "most"), [(True, 400e6, 900e6), (False, 900e6, 1300e6)])
+def test_a_child_counts_unless_it_is_about_to_run_a_program(
+    tmp_path: Path, brief: bool, least: float, most: float
+) -> None:
+    """torch's 400 MB and as much of a child's; the rest of a worker has 230 MB."""
+    (tmp_path / "has_children.py").write_text(HAS_CHILDREN)
+    path = launch(Job("has-children", TINY, {"brief": brief}, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
+    assert least < Record.read(path).host_peak_bytes < most
 
 
 @pytest.mark.heavy
