@@ -186,4 +186,5 @@ def check_writable(folder: Path, option: str = "--results") -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}; try another folder with {option}") from error
+        got = "it is a link to nothing" if folder.is_symlink() and not folder.exists() else error.strerror
+        raise ValueError(f"cannot write to {folder}: {got}; try another folder with {option}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli.options import check_writable
 from harness.core.method import ROOT
 from tests.support import tiny
 
@@ -83,3 +84,9 @@ def test_a_results_folder_that_goes_away_during_a_run_is_one_line(how: str, tmp_
     results.exists() and results.chmod(0o700)
     told = f"error: expected a folder of results to write to, got {results} removed or closed while a job ran, and its "
     assert done.returncode == 3 and done.stderr == f"{told}record is lost; try again with another --results\n"
+
+
+def test_a_folder_that_is_a_link_to_nothing_is_said_to_be_one(tmp_path: Path) -> None:
+    (link := tmp_path / "results").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="results: it is a link to nothing; try another folder with --results"):
+        check_writable(link)
