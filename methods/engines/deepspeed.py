@@ -100,6 +100,7 @@ def import_deepspeed(device: str) -> Any:
         port = free.getsockname()[1]
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "LOCAL_SIZE": "1",  # as its launcher says: on a CPU it would start numactl several times a step
         "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies there
     }  # fmt: skip

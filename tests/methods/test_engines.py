@@ -70,6 +70,16 @@ def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.heavy
+def test_a_run_starts_no_program_to_count_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, started = tmp_path / "numactl", tmp_path / "started"
+    program.write_text(f"#!/bin/sh\ntouch {started}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert run(tmp_path, "zero-infinity", SMALL).gate.passed
+    assert not started.exists()
+
+
+@pytest.mark.heavy
 def test_the_gate_catches_zenflows_start(shared_results: Path, forked: None) -> None:
     assert run(shared_results, "zenflow", LARGE).gate.reason == "forward"
 
