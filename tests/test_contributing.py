@@ -79,14 +79,35 @@ def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> No
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("METRIC = 1", "is no case: expected METHODS"), ("1 +", "does not load: SyntaxError")], ids=["lacking", "broken"],
-)  # fmt: skip
+    [
+        ("METRIC = 1", "is no case: expected METHODS"),
+        ("1 +", "does not load: SyntaxError"),
+        (CASE.replace("samples_per_second", "speed"), "METRIC: expected one of params, samples_per_second, step_s"),
+    ],
+    ids=["lacking", "broken", "metric"],
+)
 def test_a_file_that_is_no_case_is_named(tmp_path: Path, text: str, told: str) -> None:
     number = 800 + len(text)  # modules are loaded once in a process
     (tmp_path / f"case{number}.py").write_text(text)
     for words in (["case", number, "--profile", "demo", "--extract"], ["verify"]):
         done = run(*words, "--cases", tmp_path, "--results", tmp_path)
         assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ("used.depth(", "used.dpeth(", "AttributeError: 'Profile' object has no attribute 'dpeth'"),
+        ('"demo", "quick", ', "", "KeyError: 'demo', case832.py line 11"),
+    ],
+)
+def test_a_case_whose_jobs_fail_is_told_in_a_line(tmp_path: Path, right: str, wrong: str, told: str) -> None:
+    number = 831 + (not wrong)
+    (file := tmp_path / f"case{number}.py").write_text(CASE.replace(right, wrong))
+    for last in ([], ["--extract"]):
+        done = run("case", number, "--profile", "demo", *last, "--cases", tmp_path, "--results", tmp_path)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {file}'s jobs() fails: {told}")
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_two_cases_of_one_number_are_refused(tmp_path: Path) -> None:

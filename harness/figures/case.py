@@ -44,7 +44,7 @@ from harness.core.record import Gate, Record
 from harness.core.whole_file import write_whole
 from harness.devices import machine
 from harness.figures import plot, profile
-from harness.figures.point import FigureRow, machine_of, row_of
+from harness.figures.point import METRICS, FigureRow, machine_of, row_of
 from harness.figures.profile import PROBE, Profile
 from harness.jobs.depth_search import Answer, Outcome, Trial
 from harness.jobs.sweep import context
@@ -113,15 +113,17 @@ def load(number: int | str) -> Any:
     module = imported(f"cases.{path.stem}", path)
     if lacking := [name for name in ("METRIC", "METHODS", "SEARCHES", "RUNS", "jobs") if not hasattr(module, name)]:
         raise ValueError(f"{path} is no case: expected {', '.join(lacking)}; see CONTRIBUTING.md")
+    if module.METRIC not in METRICS:
+        raise ValueError(f"{path}: METRIC: expected one of {', '.join(METRICS)}, got {module.METRIC!r}")
     for name, item in vars(module).items():
         if isinstance(item, FunctionType) and item.__module__ == module.__name__ and not hasattr(item, "__wrapped__"):
-            setattr(module, name, _never_the_end(item, path))
+            setattr(module, name, _told_in_a_line(item, path))
     return module
 
 
-def _never_the_end(function: Callable[..., Any], path: Path) -> Callable[..., Any]:
-    """The function of a case; where it would end the process, it raises ValueError, one line."""
-    guarded = functools.partial(told, f"{function.__name__}()", path, (Exception,))
+def _told_in_a_line(function: Callable[..., Any], path: Path) -> Callable[..., Any]:
+    """The function of a case; where it fails or would end the process, it raises ValueError, one line."""
+    guarded = functools.partial(told, f"{function.__name__}()", path, (OSError,))
 
     def each(found: Iterator[Any]) -> Iterator[Any]:
         with guarded():
