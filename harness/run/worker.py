@@ -136,6 +136,8 @@ class Run:
             budgets.lift(job)  # the inspection's memory is not the training's
 
         training = method.train(job.workload, Counted(feed(), job.steps), job.device)
+        if not hasattr(training, "close"):  # no generator
+            raise TypeError(f"expected train() to yield a Step for each batch, got {type(training).__name__} from it")
         try:
             trained = self._drive(training)
         finally:

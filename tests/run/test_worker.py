@@ -66,3 +66,11 @@ def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refus
     record = worker.run(job, "key", (tmp_path,), lambda event: None)
     assert (record.status, refused in record.reason) == ("crash" if refused else "ok", True), record.reason
     Record.from_dict(record.to_dict())
+
+
+def test_a_method_that_yields_nothing_is_told_what_to_yield(tmp_path: Path) -> None:
+    (tmp_path / "yields_none.py").write_text(
+        TELLS.split("        waiting")[0].replace("class Tells", "class YieldsNone") + "        return Trained([])\n"
+    )
+    record = worker.run(Job("yields-none", TINY, steps=4, warmup=1), "key", (tmp_path,), lambda event: None)
+    assert record.reason.startswith("TypeError: expected train() to yield a Step for each batch, got Trained from it")
