@@ -10,6 +10,7 @@ from typing import Any
 from pandas import DataFrame
 
 from harness.core import method
+from harness.core.job import Job, Workload
 from harness.core.record import Record, read_all
 from harness.report.tables import options
 
@@ -23,9 +24,12 @@ def load(folder: Path | str) -> DataFrame:
     for complaint in complaints:
         warnings.warn(complaint, stacklevel=3)
     reference = method.reference()
-    found = DataFrame([_row(path, record) | {"is_reference": record.job.method == reference}
-                       for path, record in records.items()])  # fmt: skip
-    return found.astype({"samples_per_second": float}) if records else found
+    rows = [_row(path, record) | {"is_reference": record.job.method == reference} for path, record in records.items()]
+    if not rows:  # the columns are there
+        job = Job(reference, Workload())
+        nothing = _row(Path(), Record(job, "", "ok")) | {"is_reference": True}
+        return DataFrame(columns=list(nothing)).astype({"samples_per_second": float, "is_reference": bool})
+    return DataFrame(rows).astype({"samples_per_second": float})
 
 
 def _row(path: Path, record: Record) -> dict[str, Any]:

@@ -38,6 +38,11 @@ def test_a_folder_is_a_row_a_record_whose_speed_is_gated(tmp_path: Path) -> None
     assert found.groupby("method")["samples_per_second"].median()["l2l"] == 4
 
 
+def test_an_empty_folder_has_the_columns_that_are_asked_for(tmp_path: Path) -> None:
+    found = harness.load(tmp_path)
+    assert len(found[~found.is_reference].groupby("method")["samples_per_second"].median()) == 0
+
+
 def test_a_file_that_is_no_record_is_warned_of(tmp_path: Path) -> None:
     records.write(tmp_path, records.record(JOB))
     (tmp_path / "log_half.json").write_text("{")
