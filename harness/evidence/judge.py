@@ -56,7 +56,7 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
         try:
             found[profile] = _choose(claim, rows)
         except LookupError as error:
-            missing = missing or str(error)
+            missing = missing or (str(error) if rows else "")  # of a table without rows anything is missing
     judged = [_judge(claim, profile, rows) for profile, rows in found.items() if all(is_there(claim, r) for r in rows)]
     if judged:
         return next((finding for finding in judged if finding.verdict != NOT_TESTED), judged[0])

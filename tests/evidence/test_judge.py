@@ -133,6 +133,11 @@ def test_an_expected_failure_says_its_reason_and_holding_is_not_kept_quiet(fast:
     assert verify.failed([found]) == (verdict == "XPASS")
 
 
+def test_what_is_missing_is_told_of_a_table_that_has_rows() -> None:
+    tables = {"paper": [], "quick": [row("stronghold", 3.0)]}
+    assert verdicts.judge(claim(TWICE), tables, lambda *row: True).note.endswith("(no row of l2l)")
+
+
 def test_what_has_no_rows_is_not_tested_and_names_the_command() -> None:
     found = judge(TWICE, [row("stronghold", 3.0)])
     assert (found.verdict, found.note) == ("NOT TESTED", "./run.sh case 3 --profile quick (no row of l2l)")
