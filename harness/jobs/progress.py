@@ -60,6 +60,7 @@ class _Lines:
     def __init__(self, write: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
         self.write, self.steps, self.host_bytes = write, 0, 0
         self.has_reference: bool | None = False
+        self.probe_runs = 0.0  # how many runs of the job its probe takes as long as
         self.told: Job | None = None
 
     def report(self, event: dict[str, Any]) -> None:
@@ -68,8 +69,9 @@ class _Lines:
             plan, job = event["plan"], event["job"]
             self.told = job if event.get("total", 1) > 1 else None
             self.steps, self.host_bytes, self.has_reference = job.steps, plan.host_bytes, event.get("has_reference")
+            self.probe_runs = event.get("probe_runs", 0.0)
             if (foreseen := event.get("foreseen_seconds", 0.0)) > estimate.LONG_SECONDS:
-                told = f"about {estimate.text(foreseen)}{', its reference included' * bool(self.has_reference)}"
+                told = f"about {estimate.text(foreseen)}{self._included()}"
                 self.write(f"long: {told}, by the machine's rates or a rough guess: {estimate.SHORTER}")
             options = "".join(f" {name}={value}" for name, value in job.options.items())
             seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
@@ -106,10 +108,14 @@ class _Lines:
     def foretell(self, event: dict[str, Any]) -> None:
         """After the first step, how long the rest takes, if that is long enough to be waited for."""
         left = (self.steps - event["step"]) * event["seconds"]
-        left += self.steps * event["seconds"] * bool(self.has_reference)
+        left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and left > LEAST_FORETOLD:
-            told = f"about {estimate.text(left)} left{', its reference included' * bool(self.has_reference)}"
+            told = f"about {estimate.text(left)} left{self._included()}"
             self.write(f"  {told}{f': {estimate.SHORTER}' if left > estimate.LONG_SECONDS else ''}")
+
+    def _included(self) -> str:
+        parts = ["its reference"] * bool(self.has_reference) + ["its probe"] * bool(self.probe_runs)
+        return f", {' and '.join(parts)} included" if parts else ""
 
 
 class _Bar:

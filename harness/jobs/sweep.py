@@ -202,14 +202,15 @@ class Sweep:
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
 
     def _foreseen(self, job: Job, plan: Plan) -> dict[str, Any]:
-        """Seconds of the job, with those of a reference and a probe that are still to run, and if there is such a
-        reference."""
+        """Seconds of the job, with those of a reference and a probe that are still to run; if there is such a
+        reference; and as how many runs of the job the probe takes."""
         other = self._reference(job)
         is_own = other.method == job.method and other.device == job.device
         runs = 1 if is_own or self._known(self.key(resolve(other, self.folders)[0])) else 2
         rates = machine.rank_budget(job).rates
         run = estimate.run_seconds(job, plan, rates)
-        return {"foreseen_seconds": runs * run + self.probe_seconds(job, run), "has_reference": runs == 2}
+        probe = self.probe_seconds(job, run)
+        return {"foreseen_seconds": runs * run + probe, "has_reference": runs == 2, "probe_runs": probe / run}
 
     def probe_seconds(self, job: Job, run: float) -> float:
         """Of a probe that the job's verdict still takes, by the seconds of a run; 0 once its method was probed."""

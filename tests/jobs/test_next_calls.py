@@ -136,6 +136,15 @@ def test_a_long_run_says_so_first_and_the_rest_is_foretold_after_a_step(seconds:
     assert len(lines) == len(told) + 1  # and the second step
 
 
+def test_what_is_left_after_a_step_has_the_time_of_the_reference_and_of_the_probe() -> None:
+    lines: list[str] = []
+    report = progress._Lines(lines.append).report
+    start, step, _ = events(3.0)
+    for event in ({**start, "probe_runs": 2.0}, step):
+        report(event)
+    assert lines[1] == "  about 4 minutes left, its reference and its probe included"  # 19 + 20 + 40 steps of 3 s
+
+
 def test_factors_divide_by_the_heads() -> None:
     odd = Workload(hidden_size=48, num_heads=3, seq_len=40, vocab_size=97)
     assert scale.shrunk(odd, Budget(2**20), 4)[0] == replace(odd, hidden_size=12, seq_len=16, vocab_size=64)
