@@ -1,6 +1,6 @@
-# Sourced by run.sh and test.sh with extras of pyproject.toml or "": makes .venv from the pinned dependencies
-# where it is missing or stale, and sets $root and $python. An interrupted set-up leaves no stamp, so it is done again.
-# Prints one line a phase; what uv or pip prints goes to .venv.log.
+# Sourced by run.sh and test.sh with extras of pyproject.toml or "": makes .venv from the lock in requirements/ where it
+# is missing or stale, and sets $root and $python. An interrupted set-up leaves no stamp, so it is done again, from the
+# start. Prints one line a phase; what uv or pip prints goes to .venv.log.
 
 # The folder of the call may hold anything, such as a torch.py in an unpacked archive: never import from there.
 export PYTHONSAFEPATH=1
@@ -22,7 +22,7 @@ base_python() {
 }
 
 pins() {
-    cat "$root/pyproject.toml" "$root/hashes.txt" | cksum
+    cat "$root/pyproject.toml" "$root"/requirements/*.txt | cksum
 }
 
 installed() {  # the extras that are installed by the present pins; fails where none of these is
@@ -46,64 +46,63 @@ failed() {
     return 2
 }
 
-# Writes .venv/locked.txt: the files that pip would install, by hashes that hashes.txt lists. Of the packages named in
-# HARNESS_UNHASHED, or of all, any file will do. --use-pep517: a pip before 23.1, such as Debian 12's, else runs a
-# source's setup.py where PYTHONSAFEPATH keeps it from the files beside it.
-lock() {
-    "$python" -m pip install --disable-pip-version-check --use-pep517 --dry-run --ignore-installed \
-        --report "$root/.venv/report.json" \
-        -c <(sed 's/ *--hash.*//' "$root/hashes.txt") "$@" >> "$log" 2>&1 || failed "resolving packages" || return
-    "$python" - "$root" "${HARNESS_UNHASHED:-}" > "$root/.venv/locked.txt" <<'END'
-import json, pathlib, re, sys
-root, free, known = pathlib.Path(sys.argv[1]), sys.argv[2].split(), {}
-normal = lambda name: re.sub(r"[-_.]+", "-", name).lower()
-for line in (root / "hashes.txt").read_text().splitlines():
-    known.setdefault(normal(re.split("[ =]", line)[0]), set()).update(re.findall("sha256:([0-9a-f]{64})", line))
-for item in json.loads((root / ".venv/report.json").read_text())["install"]:
-    name, version = normal(item["metadata"]["name"]), item["metadata"]["version"]
-    archive = item["download_info"].get("archive_info", {})
-    found = archive.get("hashes", {}).get("sha256") or archive.get("hash", "none").removeprefix("sha256=")
-    if found not in known.get(name, ()) and not {name, "all"} & set(free):
-        file = item["download_info"]["url"].rpartition("/")[2]
-        sys.exit(f"error: expected a file of {name} {version} that hashes.txt lists, got {file} of sha256 {found[:12]}...;"
-                 f" where you trust its maker, try HARNESS_UNHASHED={name} (names, or all)")
-    print(f"{name}=={version} --hash=sha256:{found}")
-END
+setting() {  # setting NAME: of pip's, which uv does not read: from the environment, else of install, else of all commands
+    local section
+    for section in :env: install global; do
+        sed -n "s/^$section\.$1=['\"]\(.*\)['\"]$/\1/p" <<< "$settings" | sed 's/\\n/ /g' | xargs | grep . && return
+    done
 }
 
-install() {  # installs with uv where it is installed; with pip otherwise, or where uv fails (uv reads no pip.conf)
-    local count words=(--no-deps --require-hashes -r "$root/.venv/locked.txt")
-    echo "Resolving $# packages and their dependencies ..." >&2
-    lock "$@" || return 2
-    count=$(wc -l < "$root/.venv/locked.txt")
-    if command -v uv > /dev/null; then
-        echo "Installing $count packages with uv ..." >&2
-        uv pip install --python "$python" "${words[@]}" >> "$log" 2>&1 && return
+with_uv() (  # uv, told what pip's configuration says
+    settings=$("$python" -m pip config list 2>> "$log")
+    given() { [ -z "$2" ] || [ -n "${!1:-}" ] || export "$1=$2"; }
+    given UV_DEFAULT_INDEX "$(setting index-url)"
+    given UV_INDEX "$(setting extra-index-url)"
+    given UV_FIND_LINKS "$(setting find-links | tr ' ' ,)"
+    given SSL_CERT_FILE "$(setting cert)"
+    [ -z "$(setting no-index)" ] || set -- --no-index "$@"
+    "$root/.venv/bin/uv" pip install --no-config --python "$python" "$@" >> "$log" 2>&1
+)
+
+# --use-pep517: a pip before 23.1, such as Debian 12's, else runs a source's setup.py where PYTHONSAFEPATH keeps it from
+# the files beside it.
+with_pip() {
+    "$python" -m pip install --disable-pip-version-check --use-pep517 "$@" >> "$log" 2>&1
+}
+
+# Installs the lock's part that the extras need, and the project itself, editable: with uv, or with pip where uv cannot
+# be had or fails. uv resolves, so torch's CPU build needs nothing of cuda.txt; pip is asked without that file first.
+install() {
+    local lock=$root/requirements project=(--no-deps --no-build-isolation -e "$root")
+    local each extras=() all=(-r "$lock/run.txt")
+    for each in $extra; do
+        extras+=(--extra "$each")
+        all=(-r "$lock/run.txt" -r "$lock/extras.txt")
+    done
+    if ! with_pip --require-hashes -r "$lock/uv.txt"; then
+        echo "uv cannot be had (see $log)." >&2
+    else
+        echo "Installing packages with uv (half a minute; 1.6 GB without CUDA) ..." >&2
+        with_uv --verify-hashes --index-strategy unsafe-best-match -r "$root/pyproject.toml" "${extras[@]}" \
+            -c "$lock/run.txt" -c "$lock/extras.txt" -c "$lock/cuda.txt" && with_uv "${project[@]}" && return
         echo "uv failed (see $log)." >&2
     fi
-    echo "Installing $count packages with pip (minutes; 1.6 GB without CUDA) ..." >&2
-    "$python" -m pip install --disable-pip-version-check --use-pep517 "${words[@]}" >> "$log" 2>&1 || failed "installing packages"
+    echo "Installing the same packages with pip (minutes; 1.6 GB without CUDA) ..." >&2
+    with_pip --require-hashes "${all[@]}" || with_pip --require-hashes "${all[@]}" -r "$lock/cuda.txt" \
+        && with_pip "${project[@]}" || failed "installing packages"
 }
 
 set_up() {
-    local base dependencies
+    local base
     base=$(base_python) || return 2
     extra=$(printf '%s\n' $extra $(installed) | sort -u | xargs)  # what is there stays
-    rm -f "$root/.venv/.stamp"
     : > "$log"
-    if ! "$python" -m pip --version > /dev/null 2>&1; then
+    if [ ! -e "$root/.venv/.stamp" ] || ! "$python" -m pip --version > /dev/null 2>&1; then
         echo "Making .venv with $base ..." >&2
         "$base" -m venv --clear "$root/.venv" >> "$log" 2>&1 || failed "making .venv" || return
     fi
-    dependencies=$("$python" - "$root/pyproject.toml" "$extra" <<'END'
-import sys, tomllib
-project = tomllib.load(open(sys.argv[1], "rb"))["project"]
-extras = [project["optional-dependencies"][name] for name in sys.argv[2].split()]
-print("\n".join(sum(extras, project["dependencies"])))
-END
-    ) || return 2
-    # shellcheck disable=SC2086
-    install $dependencies || return
+    rm "$root/.venv/.stamp" 2> /dev/null
+    install || return
     echo "$(pins) $extra" > "$root/.venv/.stamp"
     echo "Set-up is done." >&2
 }
@@ -120,4 +119,4 @@ if ! is_set_up; then
     fi
     exec 9>&-
 fi
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}  # where the checkout was moved, .venv leads to its old place

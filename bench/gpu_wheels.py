@@ -1,4 +1,4 @@
-"""The wheels that a machine with Python 3.12 and torch but without a network lacks, as constraints.txt pins them.
+"""The wheels that a machine with Python 3.12 and torch but without a network lacks, as requirements/ pins them.
 
     bench/gpu.sh --wheels DIR [NAME ...]
 
@@ -30,16 +30,15 @@ def normal(name: str) -> str:
 
 def pins(text: str) -> dict[str, str]:
     """Versions by normal name."""
-    lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return {normal(name): version for name, equals, version in (line.partition("==") for line in lines) if equals}
+    return {normal(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, flags=re.MULTILINE)}
 
 
 def pinned(names: tuple[str, ...]) -> list[str]:
     """Requirements. Raises ValueError for a package without a pin."""
-    known = pins((ROOT / "constraints.txt").read_text())
+    known = pins("".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt")))
     unknown = [name for name in names if normal(name) not in known]
     if unknown:
-        raise ValueError(f"expected packages of constraints.txt, got {', '.join(unknown)}")
+        raise ValueError(f"expected packages of requirements/, got {', '.join(unknown)}")
     return [f"{name}=={known[normal(name)]}" for name in names]
 
 

@@ -1,6 +1,6 @@
 """How good Sharded-LRTF is, by simulation alone: ratios to the proved optimum, and the speed-up on up to 1,000 devices.
 
-    PYTHONPATH=. .venv/bin/python -m bench.schedules
+    .venv/bin/python -m bench.schedules
 
 The clock is virtual; no model is trained. Models are of the published size: 12 of them, half with batch 16 (13 shards),
 half with batch 8 (8 shards), 20 minibatches.

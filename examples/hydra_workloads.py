@@ -1,8 +1,8 @@
 """Hydra's two workloads, scaled to minutes: twelve language models that differ in learning rate and batch size, on text
 that every Python has, and twelve vision transformers on images that are made here.
 
-    PYTHONPATH=. .venv/bin/python examples/hydra_workloads.py lm
-    PYTHONPATH=. .venv/bin/python examples/hydra_workloads.py vit
+    .venv/bin/python examples/hydra_workloads.py lm
+    .venv/bin/python examples/hydra_workloads.py vit
 
 Each model is a list of layers, so larger ones need a larger --layers and --width alone. The original's language models
 have 48 layers of 1600.

@@ -3,7 +3,7 @@
 One predicts the next character, the other the module that a line of code is from. To run it, optionally with the
 number of processes on which the models alternate:
 
-    PYTHONPATH=. .venv/bin/python examples/two_models.py 2
+    .venv/bin/python examples/two_models.py 2
 """
 
 from __future__ import annotations

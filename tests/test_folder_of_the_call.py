@@ -22,14 +22,16 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / "harness").mkdir()
-    for name in ("run.sh", "venv.sh", "pyproject.toml", "hashes.txt"):
+    for name in ("run.sh", "venv.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "requirements", folder / "requirements")
     (folder / "harness/__init__.py").touch()  # else a harness elsewhere on PYTHONPATH, a package, would go first
     (folder / "harness/__main__.py").write_text("import click\nprint('ours')\n")
     python = folder / ".venv/bin/python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    pins = b"".join((folder / name).read_bytes() for name in ("pyproject.toml", "hashes.txt"))
+    locks = sorted((folder / "requirements").glob("*.txt"))
+    pins = b"".join(path.read_bytes() for path in (folder / "pyproject.toml", *locks))
     stamp = subprocess.run(["cksum"], input=pins, capture_output=True, check=True).stdout.decode().strip()
     (folder / ".venv/.stamp").write_text(f"{stamp} \n")
     return folder
@@ -58,6 +60,13 @@ def test_no_process_of_a_run_imports_from_the_folder_of_the_call(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     assert ask("answer", None) == "ours"
+
+
+def test_the_project_is_importable_from_any_folder(tmp_path: Path) -> None:
+    """By the Python of .venv, into which set-up installs the project."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-c", "import harness, methods.hydra"]
+    assert subprocess.run(words, cwd=tmp_path, env=environment).returncode == 0
 
 
 def test_cdpath_does_not_lead_to_another_project(project: Path, tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ NO_ENGINE = "no container engine answers: apt-get install docker.io, start docke
 def default_image(device: str) -> str:
     """Its tag is a hash of its pins: other pins make another image."""
     key = hashlib.sha256()
-    for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml", "hashes.txt"):
-        key.update((ROOT / name).read_bytes())
+    names = (ROOT / name for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml"))
+    for path in (*names, *sorted((ROOT / "requirements").glob("*.txt"))):
+        key.update(path.read_bytes())
     return f"harness:{'cuda' if device == 'cuda' else 'cpu'}-{key.hexdigest()[:12]}"
 
 

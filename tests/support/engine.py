@@ -132,8 +132,11 @@ def make_image(folder: Path) -> None:
     needed = re.sub(rf'^ +"({"|".join(LEFT_OUT)})==.*\n', "", pins.read_text(), flags=re.MULTILINE)
     pins.write_text(needed)
     direct = re.findall(r'^    "([^"]*==[^"]*)",', needed.split("optional-dependencies")[0], flags=re.MULTILINE)
-    words = [sys.executable, "-m", "pip", "wheel", "-q", "-w", str(wheels), "-c", str(ROOT / "constraints.txt")]
-    fetch(*words, *direct)
+    pins = folder / "pins.txt"
+    pins.write_text(re.sub(r" --hash=\S+", "", (ROOT / "requirements/run.txt").read_text()))
+    fetch(sys.executable, "-m", "pip", "wheel", "-q", "-w", str(wheels), "-c", str(pins), *direct)
+    words = [sys.executable, "-m", "pip", "download", "-q", "-d", str(wheels), "--require-hashes"]
+    fetch(*words, "-r", str(ROOT / "requirements/uv.txt"))
     words = [sys.executable, "-m", "harness", "image", "build", "--image", IMAGE, "--base", BASE]
     words += ["--wheelhouse", str(wheels), "--build-arg", "PACKAGES=python3-venv", "--build-arg", "EXTRA="]
     environment = {**os.environ, "DOCKER_HOST": address, "PYTHONPATH": os.pathsep.join([str(project), *sys.path])}
