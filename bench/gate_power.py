@@ -122,7 +122,7 @@ class Case(NamedTuple):
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
-        return self._job(probe_runs.workload(self.size, dtype), self.probe_steps)
+        return self._job(probe_runs.capped(probe_runs.workload(self.size, dtype)), self.probe_steps)
 
     def _job(self, size: Workload, steps: int = 20) -> Job:
         size = dataclasses.replace(size, **self.changes, seed=self.seed)

@@ -6,6 +6,7 @@ from harness.core.job import Job, Plan, Workload
 from harness.core.method import Method
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import machine
+from harness.jobs import probe_runs
 from harness.jobs.probe import Extent
 from harness.run.launch import is_small
 
@@ -33,14 +34,14 @@ def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
 
 def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -> float:
     """Seconds of the gate's probe, by those of a run of the job: each of its trainings is as a run, but for its steps
-    and layers. See probe_runs.py for how many there are."""
+    and its size. See probe_runs.py for how many there are."""
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
     load, is_wide, keeps_bits = job.workload, job.workload.dtype == "fp32", job.device != "cuda"
     num_runs = 2 if keeps_bits and trained.bit_exact else 3  # by the method, the reference, and it in parts
     if not is_wide:
         num_runs = 2 if keeps_bits and trained.bit_exact_in_half else 3 + num_runs
-    small = load.at_depth(min(extent.layers, load.num_layers))
+    small = probe_runs.capped(load.at_depth(min(extent.layers, load.num_layers)))
     share = extent.steps / job.steps * small.flops_per_step / load.flops_per_step
     return num_runs * (PROCESS_SECONDS[job.device] + share * (run - PROCESS_SECONDS[job.device]))
 
