@@ -85,7 +85,9 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps train in this process instead of a worker's: for tests of what they do with the records."""
     from harness.run import worker
 
-    def launch(job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Any, recorded: Any) -> Path:
+    def launch(
+        job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Any, recorded: Any, **turn: Any
+    ) -> Path:  # fmt: skip
         if found := recorded():
             return found
         path = Path(f"{new_stem(results, job)}.json")

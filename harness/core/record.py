@@ -68,6 +68,7 @@ class Record:
     origin: str = "run"  # or imported: read from a log that another harness, or this one, printed
     interval_steps: int = 1  # what one value of losses and step_seconds is the mean of
     clock: str = "cpu"
+    is_timed: bool = True  # False where another untimed run was on the device meanwhile: its seconds do not count
     machine: Machine = field(default_factory=dict)
     software: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0  # Unix time
@@ -115,7 +116,9 @@ class Record:
     @property
     def timed_seconds(self) -> list[float]:
         """Seconds of the steps after warm-up, and after those from a checkpoint; of a log, the means of its intervals
-        without warm-up."""
+        without warm-up. None of a run that shared its device."""
+        if not self.is_timed:
+            return []
         warmup = -(-max(self.job.warmup, self.schedule.get("resumed_steps", 0)) // self.interval_steps)
         return [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
 

@@ -1,7 +1,9 @@
-"""One job at a time on a device: a lock that the end of its process releases, with a line that names the holder.
+"""Whose turn it is on a device: a timed run holds it alone, untimed ones share it among themselves.
 
-The lock file lies in /tmp, whatever TMPDIR is: all callers share the device. The worker inherits it: a device is free
-when its worker is gone, even if the parent went first.
+Three files for each device, in /tmp, whatever TMPDIR is: all callers share the device. The lock is taken alone or
+shared, and the worker inherits it: a device is free when its worker is gone, even if the parent went first. The queue
+is held by the one who waits for the lock, so that no stream of untimed runs keeps a timed one out. The list names the
+holders, for people, and counts who came: an untimed run that was alone all the time has seconds that count.
 """
 
 from __future__ import annotations
@@ -13,12 +15,31 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from harness.core.foreign_file import read_json
 from harness.core.job import Job
 from harness.devices import machine
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Turn:
+    """`descriptor` is the lock's, for a worker to inherit; `number` counts the turns on this device."""
+
+    path: Path
+    descriptor: int
+    number: int = 0
+    began_shared: bool = False
+
+    def is_shared(self) -> bool:
+        """True if another run was on the device since this turn began."""
+        return self.began_shared or _read(self.path)["entered"] != self.number
 
 
 def folder() -> Path:
@@ -28,36 +49,138 @@ def folder() -> Path:
 
 
 @contextlib.contextmanager
-def turn(job: Job, report: Callable[[dict[str, Any]], None]) -> Iterator[int]:
-    """Hold the job's device; a waiting call reports which process holds it. Yields the lock's descriptor."""
-    # Each GPU has a lock; all devices that compute on the CPU share one.
-    name = machine.gpu().get("gpu_uuid", "0") if job.device == "cuda" else "cpu"
-    path = folder() / f"harness-{name}.lock"
+def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: float = 0.0) -> Iterator[Turn]:
+    """Hold the job's device, alone if the job is timed; a waiting call reports which processes hold it.
+
+    A GPU is held alone by untimed runs, too: its memory is not divided between processes. So is a device whose file of
+    holders belongs to another user: nobody could tell who else was there.
+    """
+    path = _path(job)
     handle = _open(path)
+    shares = not is_timed and job.device != "cuda" and _can_write(_list(path))
+    told = f"{job.method}, {job.workload.num_layers} layers"
+    found = Turn(path, handle)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report({"event": "wait", "text": f"waiting for the {job.device} device: {holder(path)}"})
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        sign = {"pid": os.getpid(), "job": f"{job.method}, {job.workload.num_layers} layers", "since": time.time()}
-        with contextlib.suppress(OSError):  # another user's file: the lock holds, unsigned
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(sign).encode(), 0)
-        yield handle
+        with _queued(path, job, report):
+            if not _takes(handle, fcntl.LOCK_EX):
+                found.began_shared = shares and _takes(handle, fcntl.LOCK_SH)
+                if not found.began_shared:
+                    _tell(path, job, report)
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            with _changed(path) as listed:
+                found.number = listed["entered"] = listed["entered"] + 1
+                before = listed["holders"] if found.began_shared else []  # else of those who died
+                listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
+            if shares:
+                fcntl.flock(handle, fcntl.LOCK_SH)  # nobody comes between: who would must hold the queue
+        yield found
     finally:
+        with _changed(path) as listed:
+            listed["holders"] = [holder for holder in listed["holders"] if holder["number"] != found.number]
         fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that inherited it
         os.close(handle)
 
 
+def wait_seconds(job: Job) -> float:
+    """How long those who hold the device will still do so, by their own estimates; 0 where it is free or not known."""
+    return max(map(_left, _holders(_path(job))), default=0.0)
+
+
+def _left(sign: dict[str, Any]) -> float:
+    return max(0.0, sign["since"] + sign["foreseen_seconds"] - time.time())
+
+
 def holder(path: Path) -> str:
-    """The process that holds a lock, for people."""
-    try:
-        sign = read_json(path)
+    """The processes that hold a lock, for people."""
+    told = []
+    for sign in _holders(path):
         since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
-        return f"process {sign['pid']} has it for {sign['job']} since {since}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"another process has it (fuser {path} names it)"
+        left = f", about {_left(sign):.0f} s more" if _left(sign) >= 1 else ""
+        told.append(f"process {sign['pid']} has it for {sign['job']} since {since}{left}")
+    return "; ".join(told) or f"another process has it (fuser {path} names it)"
+
+
+def _holders(path: Path) -> list[dict[str, Any]]:
+    return [sign for sign in _read(path)["holders"] if psutil.pid_exists(sign["pid"])]
+
+
+def _path(job: Job) -> Path:
+    """Each GPU has a lock; all devices that compute on the CPU share one."""
+    name = machine.gpu().get("gpu_uuid", "0") if job.device == "cuda" else "cpu"
+    return folder() / f"harness-{name}.lock"
+
+
+@contextlib.contextmanager
+def _queued(path: Path, job: Job | None = None, report: Report | None = None) -> Iterator[None]:
+    """Be the one who waits for the device, or who writes its file."""
+    handle = _open(path.with_suffix(".queue"))
+    try:
+        if not _takes(handle, fcntl.LOCK_EX):
+            if job and report:
+                _tell(path, job, report)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _tell(path: Path, job: Job, report: Report) -> None:
+    report({"event": "wait", "text": f"waiting for the {job.device} device: {holder(path)}"})
+
+
+def _takes(handle: int, kind: int) -> bool:
+    """Take the lock if that needs no waiting."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(number: int, told: str, foreseen_seconds: float) -> dict[str, Any]:
+    return {"number": number, "pid": os.getpid(), "job": told, "since": time.time(),
+            "foreseen_seconds": foreseen_seconds}  # fmt: skip
+
+
+def _list(path: Path) -> Path:
+    return path.with_suffix(".holders")
+
+
+@contextlib.contextmanager
+def _changed(path: Path) -> Iterator[dict[str, Any]]:
+    """The list of holders, written back when it is changed; another user's stays as it is."""
+    handle = _open(_list(path))
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # never for long
+        listed = _read(path)
+        yield listed
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(listed).encode(), 0)
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The list, which anyone on the machine may have written: empty where it has another form."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = read_json(_list(path))
+        forms: dict[str, Any] = {
+            "number": int,
+            "pid": int,
+            "job": str,
+            "since": (int, float),
+            "foreseen_seconds": (int, float),
+        }
+        if all(isinstance(sign[name], form) for sign in found["holders"] for name, form in forms.items()):
+            return {"holders": list(found["holders"]), "entered": int(found["entered"])}
+    return {"holders": [], "entered": 0}
+
+
+def _can_write(path: Path) -> bool:
+    handle = _open(path)
+    os.close(handle)
+    return os.access(path, os.W_OK)
 
 
 def _open(path: Path) -> int:

@@ -150,7 +150,7 @@ def _trained(subject: Subject, dtype: str) -> Record:
     """The record of twenty steps; of checks that share a folder of results the same one."""
     clip_norm = TINY.clip_norm if method.load(subject.name, subject.folders).clips else 0.0
     job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype, clip_norm=clip_norm), steps=20, warmup=2)
-    sweep = Sweep(subject.results, subject.folders)
+    sweep = Sweep(subject.results, subject.folders, is_timed=False)
     (record,) = sweep.run([resolve(job, subject.folders)[0]])
     if record.status == "unavailable":
         raise method.Unavailable(record.reason)
@@ -175,7 +175,9 @@ def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
     short = dataclasses.replace(job, steps=step, warmup=0)
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
     jobs = [resolve(each, subject.folders)[0] for each in (short, reference)]
-    ours, theirs = (record.tensors for record in Sweep(subject.results, subject.folders, probe=NONE).run(jobs))
+    ours, theirs = (
+        record.tensors for record in Sweep(subject.results, subject.folders, probe=NONE, is_timed=False).run(jobs)
+    )
     moments = {name: (ours.get(name, {}).get("exp_avg"), each.get("exp_avg")) for name, each in theirs.items()}
     ratios = {name: mine / other for name, (mine, other) in moments.items() if mine and other}
     clip = statistics.median(ratios.values() or [1.0])  # one wrong norm scales all of them

@@ -17,7 +17,7 @@ from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
 from harness.core.whole_file import own_folder
-from harness.devices import budgets, cuda_budget, machine
+from harness.devices import budgets, cuda_budget, device_lock, machine
 from harness.jobs import estimate, gate, probe_runs
 from harness.jobs.probe import MOST_STEPS, NONE, STEPS, Extent, Probe
 from harness.places.place import Place, write_end
@@ -94,6 +94,7 @@ def largest(trained: method.Method, job: Job, budget: Budget) -> int:
 
 
 PROBES = Extent()  # of a sweep that is not told
+SHARERS = 4  # runs that share a device must fit in the machine's memory together: each takes this part at most
 
 
 class FolderLost(Exception):
@@ -105,15 +106,18 @@ class Sweep:
 
     def __init__(
         self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
-        place: Place | None = None, probe: Extent | None = None,
+        place: Place | None = None, probe: Extent | None = None, is_timed: bool = True,
     ) -> None:  # fmt: skip
-        """`probe`: how much of each method the gate's probe trains; None: PROBES."""
+        """`probe`: how much of each method the gate's probe trains; None: PROBES. `is_timed`: False where nobody asks
+        for the speed of these jobs."""
         self.results, self.rerun, self.place = results, rerun, place
         self.folders = folders or method.added()
         self.report = report or (lambda event: None)
         self.extent = PROBES if probe is None else probe
         self._probe_records: Sweep | None = None
         found, complaints = read_all(results)
+        self.is_timed = is_timed
+        self.timed_keys: set[str] = set()  # of the jobs that were asked for
         self.records = {path: record for path, record in found.items() if record.origin == "run"}
         self.measured_now: set[str] = set()
         self.replaced = set(self.records) if rerun else set()
@@ -127,6 +131,7 @@ class Sweep:
                 self._launch_at_once(self.place, jobs)
                 self._launch_at_once(self.place, self._references(jobs))
             total = len(jobs)
+            self.timed_keys |= {self.key(job) for job in jobs} if self.is_timed else set()
             return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
@@ -143,8 +148,10 @@ class Sweep:
             path = known[number - 1]
             self.report({"event": "recorded", "path": str(path), "job": job, **place})
         else:
-            self.report({"event": "start", "job": job, "plan": resolve(job, self.folders)[1], **place})
-            path = self._launch(job, key)
+            plan = resolve(job, self.folders)[1]
+            self.timed_keys.add(key)
+            self.report({"event": "start", "job": job, "plan": plan, **place})
+            path = self._launch(job, key, plan)
         return self._end(path)
 
     @contextlib.contextmanager
@@ -187,10 +194,13 @@ class Sweep:
             return []
         return [path for path, record in self.records.items() if record.key == key and (record.is_lasting or fresh)]
 
+    def _answers(self, record: Record, job: Job) -> bool:
+        return record.answers(job) and (record.is_timed or record.key not in self.timed_keys)
+
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
         """The path of the job's record: the newest result there is, else one made now."""
         key = self.key(job)
-        known = [path for path in self._known(key) if self.records[path].answers(job)]
+        known = [path for path in self._known(key) if self._answers(self.records[path], job)]
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
             known = []  # refused by plan then, fits now
         if known:
@@ -199,7 +209,7 @@ class Sweep:
         resolved, plan, shortfall = resolve(job, self.folders)
         foreseen = self._foreseen(resolved, plan) if "index" in place and not shortfall else {}
         self.report({"event": "start", "job": resolved, "plan": plan, **place, **foreseen})
-        return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key)
+        return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key, plan)
 
     def _foreseen(self, job: Job, plan: Plan) -> dict[str, Any]:
         """Seconds of the job, with those of a reference and a probe that are still to run; if there is such a
@@ -210,7 +220,8 @@ class Sweep:
         rates = machine.rank_budget(job).rates
         run = estimate.run_seconds(job, plan, rates)
         probe = self.probe_seconds(job, run)
-        return {"foreseen_seconds": runs * run + probe, "has_reference": runs == 2, "probe_runs": probe / run}
+        seconds = device_lock.wait_seconds(job) + runs * run + probe
+        return {"foreseen_seconds": seconds, "has_reference": runs == 2, "probe_runs": probe / run}
 
     def probe_seconds(self, job: Job, run: float) -> float:
         """Of a probe that the job's verdict still takes, by the seconds of a run; 0 once its method was probed."""
@@ -222,13 +233,18 @@ class Sweep:
                 return 0.0
         return estimate.probe_seconds(job, run, method.load(job.method, self.folders), self.extent)
 
-    def _launch(self, job: Job, key: str) -> Path:
+    def _launch(self, job: Job, key: str, plan: Plan) -> Path:
         self.measured_now.add(key)
         if self.place:
             (path,) = self.place.launch([(job, key)], self.results, self.folders, self.report)
         else:
             prepare(job, self.results, self.folders, self.report)
-            path = launch(job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(job, key))
+            needed = plan.device_bytes + plan.host_bytes
+            is_timed = key in self.timed_keys or needed > machine.host_bytes() / SHARERS
+            path = launch(
+                job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(job, key),
+                is_timed=is_timed, foreseen_seconds=estimate.run_seconds(job, plan, machine.rank_budget(job).rates),
+            )  # fmt: skip
         self.records[path] = Record.read(path)
         return path
 
@@ -239,7 +255,7 @@ class Sweep:
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
             with contextlib.suppress(ValueError):
                 record = Record.read(path)
-                if record.key == key and record.is_lasting and record.answers(job):
+                if record.key == key and record.is_lasting and self._answers(record, job):
                     return path
         return None
 
@@ -332,7 +348,9 @@ class Sweep:
     def _probe_runs(self) -> probe_runs.Runs:
         if self._probe_records is None:
             folder = own_folder(self.results / probe_runs.FOLDER)
-            self._probe_records = Sweep(folder, self.folders, self._report_probe, place=self.place, probe=NONE)
+            self._probe_records = Sweep(
+                folder, self.folders, self._report_probe, place=self.place, probe=NONE, is_timed=False
+            )
         records = self._probe_records
 
         def measure(job: Job) -> Record:

@@ -45,25 +45,28 @@ Report = Callable[[dict[str, Any]], None]
 
 def launch(
     job: Job, key: str, results: Path, folders: tuple[Path, ...] = (), report: Report = lambda event: None,
-    recorded: Callable[[], Path | None] = lambda: None, stem: Path | None = None,
+    recorded: Callable[[], Path | None] = lambda: None, stem: Path | None = None, is_timed: bool = True,
+    foreseen_seconds: float = 0.0,
 ) -> Path:  # fmt: skip
     """Run the job in a process of its own; returns the path of its record, whose stem is `stem` or a new one.
 
+    A job that is not timed shares the device with others that are not, and then has no seconds that count.
     `recorded` is called when the device is free: the process that held it may have made the record meanwhile.
     A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
     """
-    with turn(job, report) as lock:
+    with turn(job, report, is_timed, foreseen_seconds) as held:
         if found := recorded():
             return found
         stem = stem or new_stem(results, job)
         path = Path(f"{stem}.json")
         with open(f"{stem}.txt", "w") as log:
-            watch = Watch(job, key, path, folders, log, report, lock)
+            watch = Watch(job, key, path, folders, log, report, held.descriptor)
             try:
                 watch.follow()
             finally:
                 watch.close()
-                record = watch.complete(watch.record or watch.obituary())
+                is_alone = is_timed or not held.is_shared()
+                record = dataclasses.replace(watch.complete(watch.record or watch.obituary()), is_timed=is_alone)
                 record.write(path)
                 told = record.status, record.phase, len(record.losses), record.reason
                 log.write(log_lines.end_line(job, *told) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,13 @@ def group(make_memory_group):
     return make_memory_group(64 * MIB)
 
 
+@pytest.fixture
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of locks that no other test uses."""
+    monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path))
+    return tmp_path
+
+
 def test_a_group_bounds_what_is_in_it_and_leaves_nothing_behind(group: cgroup.Group) -> None:
     code = "import mmap; input(); pages = mmap.mmap(-1, 2**27); [pages.write(bytes(4096)) for _ in range(2**15)]"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
@@ -109,23 +117,80 @@ def test_a_group_of_a_dead_parent_is_removed_by_the_next(group: cgroup.Group) ->
     assert not left.exists() and group.folder.exists()
 
 
-def test_a_turn_is_waited_for_and_its_holder_is_named() -> None:
-    job, lines, order = Job("some", TINY), [], []
+def waiting(job: Job, order: list[str], lines: list[str], **words) -> threading.Thread:
+    """A thread that takes a turn once it may."""
 
     def second() -> None:
-        with device_lock.turn(job, lambda event: lines.append(event["text"])):
+        with device_lock.turn(job, lambda event: lines.append(event["text"]), **words):
             order.append("second")
 
-    with device_lock.turn(job, lines.append):
-        thread = threading.Thread(target=second)
-        thread.start()
+    thread = threading.Thread(target=second)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+def test_a_turn_is_waited_for_where_either_run_is_timed_and_its_holder_is_named(
+    first: bool, second: bool, locks: Path
+) -> None:
+    job, lines, order = Job("some", TINY), [], []
+    with device_lock.turn(job, lines.append, first, 100.0):
+        thread = waiting(job, order, lines, is_timed=second)
         deadline = time.time() + 30
         while not lines and time.time() < deadline:
             time.sleep(0.01)
+        assert 90 < device_lock.wait_seconds(job) <= 100
         order.append("first")
     thread.join(30)
-    assert order == ["first", "second"]
+    assert order == ["first", "second"] and device_lock.wait_seconds(job) == 0
     assert lines[0].startswith(f"waiting for the cpu device: process {os.getpid()} has it for some, 2 layers since ")
+    assert re.search(r", about (9\d|100) s more$", lines[0])
+
+
+def test_untimed_runs_share_a_device_and_know_it(locks: Path) -> None:
+    job, lines = Job("some", TINY), []
+    with device_lock.turn(job, lines.append, False) as first:
+        assert not first.is_shared()
+        with device_lock.turn(job, lines.append, False) as second:
+            assert second.is_shared()
+        assert first.is_shared() and lines == []
+    with device_lock.turn(job, lines.append, False) as third:
+        assert not third.is_shared()
+
+
+def test_a_gpu_is_held_alone_by_untimed_runs_too(locks: Path) -> None:
+    """Its memory is not divided between them."""
+    job, lines, order = Job("some", TINY, device="cuda"), [], []
+    with device_lock.turn(job, lines.append, False):
+        thread = waiting(job, order, lines, is_timed=False)
+        deadline = time.time() + 30
+        while not lines and time.time() < deadline:
+            time.sleep(0.01)
+        assert lines and not order
+    thread.join(30)
+
+
+def test_untimed_runs_that_come_later_do_not_pass_a_timed_one(locks: Path) -> None:
+    job, lines, order = Job("some", TINY), [], []
+    with device_lock.turn(job, lines.append, False):
+        timed = waiting(job, order, lines)
+        deadline = time.time() + 30
+        while not lines and time.time() < deadline:
+            time.sleep(0.01)
+        late = waiting(job, later := [], lines, is_timed=False)
+        time.sleep(0.2)
+        assert not order and not later
+    timed.join(30)
+    late.join(30)
+    assert order and later
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"holders": [1], "entered": 1}', '{"holders": [], "entered": "x"}'])
+def test_any_list_of_holders_is_read(locks: Path, text: str) -> None:
+    (locks / "harness-cpu.holders").write_text(text)
+    assert device_lock.wait_seconds(Job("some", TINY)) == 0
+    with device_lock.turn(Job("some", TINY), print, False) as held:
+        assert not held.is_shared()
 
 
 def test_callers_with_temporary_folders_of_their_own_share_the_device(

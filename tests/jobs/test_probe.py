@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from tests.support.page import page_blocks
 from tests.support.tiny import TINY, WORDS
 
 PLANTED = (ROOT / "bench" / "faults",)
+WIDE = """
+from dataclasses import dataclass
+from methods.l2l import L2L
+
+@dataclass(frozen=True)
+class Wide(L2L):
+    def plan(self, workload, budget):
+        if workload.hidden_size < 96:
+            raise ValueError("expected 96 columns")
+        return super().plan(workload, budget)
+"""
 
 
 def job(method: str = "l2l", options: dict | None = None, **changes) -> Job:
@@ -300,6 +312,29 @@ def test_a_later_verdict_rests_on_no_less_and_trains_nothing_again(tmp_path: Pat
         again = Sweep(tmp_path, report=events.append, probe=less).run([job(num_layers=5)])[0]
         assert again.gate == first.gate
     assert probed(events) == []
+
+
+@pytest.mark.probe
+def test_a_probe_has_a_size_of_its_own_which_larger_jobs_share(tmp_path: Path, in_process: None) -> None:
+    events: list[dict] = []
+    for sizes in ({"hidden_size": 128, "seq_len": 96, "vocab_size": 600}, {"hidden_size": 96, "seq_len": 80}):
+        Sweep(tmp_path, report=events.append).run([job(num_heads=8, **{"vocab_size": 576, **sizes})])
+    loads = [event["job"].workload for event in events if event.get("role") == "probe" and event["event"] == "start"]
+    sizes = {(load.hidden_size, load.num_heads, load.seq_len, load.vocab_size) for load in loads}
+    assert sizes == {(64, 8, 64, 512)} and len(loads) == 2
+
+
+@pytest.mark.probe
+def test_a_method_that_trains_its_own_width_alone_is_probed_at_it(tmp_path: Path, in_process: None) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    wide = Job("wide", dataclasses.replace(TINY, hidden_size=96, num_heads=2), {}, steps=4, warmup=1)
+    events: list[dict] = []
+    wide, folders = resolve(wide, (tmp_path,))[0], (tmp_path,)
+    verdict = (
+        Sweep(Path(tempfile.mkdtemp(dir=tmp_path)), folders, events.append).run([resolve(wide, folders)[0]])[0].gate
+    )
+    loads = [event["job"].workload for event in events if event.get("role") == "probe" and event["event"] == "start"]
+    assert {load.hidden_size for load in loads} == {96} and "probe: 20 steps in fp32" in verdict.text, verdict.text
 
 
 def test_seconds_of_a_probe_grow_with_its_layers_and_steps(tmp_path: Path) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.method import create
-from harness.core.record import read_all
+from harness.core.record import Record, read_all
 from harness.jobs.progress import _Lines, closing_line, print_results
 from harness.jobs.sweep import Sweep, largest, resolve
 from harness.report.tables import Entry, record_row
-from tests.support import records
+from tests.support import forks, records
 from tests.support.tiny import TINY
 
 
@@ -55,6 +56,34 @@ def test_what_did_not_end_well_is_run_again(tmp_path: Path, in_process: None) ->
     events: list[dict] = []
     Sweep(tmp_path, report=events.append).run(jobs("resident"))
     assert starts(events) == ["resident"]
+
+
+def test_a_reference_that_shared_its_device_judges_and_is_measured_again_for_its_speed(
+    tmp_path: Path, in_process: None
+) -> None:
+    Sweep(tmp_path).run(jobs("l2l"))
+    (path,) = tmp_path.glob("log_resident*.json")
+    shared = dataclasses.replace(Record.read(path), is_timed=False)
+    shared.write(path)
+    assert shared.samples_per_second is None and shared.losses
+    events: list[dict] = []
+    Sweep(tmp_path, report=events.append).run(jobs("stronghold"))
+    assert starts(events) == ["stronghold"]
+    (again,) = Sweep(tmp_path, report=events.append).run(jobs("resident"))
+    assert starts(events) == ["stronghold", "resident"] and again.is_timed
+
+
+def test_what_is_asked_for_is_timed_and_references_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def launch(job: Job, *words, is_timed: bool, **others) -> Path:
+        told.append((job.method, is_timed))
+        return forks.launch(job, *words)
+
+    monkeypatch.setattr("harness.jobs.sweep.launch", launch)
+    Sweep(Path(tempfile.mkdtemp(dir=tmp_path))).run(jobs("l2l"))
+    Sweep(Path(tempfile.mkdtemp(dir=tmp_path))).run(jobs("l2l", "resident"))
+    assert told == [("l2l", True), ("resident", False), ("l2l", True), ("resident", True)]
 
 
 def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path, in_process: None) -> None:

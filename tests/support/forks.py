@@ -33,6 +33,7 @@ def _on_cores(cores: set[int], function: Callable[..., Any], arguments: tuple[An
 def launch(
     job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Callable[[dict[str, Any]], None],
     recorded: Callable[[], Path | None],
+    **turn: Any,
 ) -> Path:  # fmt: skip
     """In place of harness.run.launch: what the worker tells and records, less what its parent sees of its process."""
     if found := recorded():
