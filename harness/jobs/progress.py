@@ -17,6 +17,7 @@ from harness.jobs import estimate
 from harness.run.launch import Report
 
 LEAST_FORETOLD = 30.0  # seconds
+LEAST_TOLD = 2.0  # seconds
 FEWEST_TIMED = 5  # steps whose median may be believed
 UNEXPLAINED = ("crash", "killed", "timeout")  # ends of which the log tells more than the record
 
@@ -75,10 +76,14 @@ class _Lines:
                 self.write(f"long: {told}, by the machine's rates or a rough guess: {estimate.SHORTER}")
             options = "".join(f" {name}={value}" for name, value in job.options.items())
             seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
+            if (own := event.get("run_seconds", 0.0)) >= LEAST_TOLD:
+                seconds += f"; takes about {estimate.text(own)}"
             self.write(
                 f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
                 f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{seconds}"
             )
+            if LEAST_FORETOLD < foreseen <= estimate.LONG_SECONDS:
+                self.write(f"  about {estimate.text(foreseen)} in all{self._included()}")
         elif kind == "recorded":
             self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
         elif kind == "step":

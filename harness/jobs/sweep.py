@@ -207,21 +207,24 @@ class Sweep:
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
         resolved, plan, shortfall = resolve(job, self.folders)
-        foreseen = self._foreseen(resolved, plan) if "index" in place and not shortfall else {}
+        foreseen = self._foreseen(resolved, plan, is_asked_for="index" in place) if not shortfall else {}
         self.report({"event": "start", "job": resolved, "plan": plan, **place, **foreseen})
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key, plan)
 
-    def _foreseen(self, job: Job, plan: Plan) -> dict[str, Any]:
+    def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
         """Seconds of the job, with those of a reference and a probe that are still to run; if there is such a
-        reference; and as how many runs of the job the probe takes."""
+        reference; and as how many runs of the job the probe takes. Of a job that nobody asked for its own seconds."""
+        run = estimate.run_seconds(job, plan, machine.rank_budget(job).rates)
+        if not is_asked_for:
+            return {"run_seconds": run}
         other = self._reference(job)
         is_own = other.method == job.method and other.device == job.device
         runs = 1 if is_own or self._known(self.key(resolve(other, self.folders)[0])) else 2
-        rates = machine.rank_budget(job).rates
-        run = estimate.run_seconds(job, plan, rates)
         probe = self.probe_seconds(job, run)
         seconds = device_lock.wait_seconds(job) + runs * run + probe
-        return {"foreseen_seconds": seconds, "has_reference": runs == 2, "probe_runs": probe / run}
+        return {
+            "run_seconds": run, "foreseen_seconds": seconds, "has_reference": runs == 2, "probe_runs": probe / run,
+        }  # fmt: skip
 
     def probe_seconds(self, job: Job, run: float) -> float:
         """Of a probe that the job's verdict still takes, by the seconds of a run; 0 once its method was probed."""

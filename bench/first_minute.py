@@ -1,0 +1,65 @@
+"""What a newcomer waits for: a fresh clone of this commit, the README's first command, and the same at another size.
+
+    .venv/bin/python -m bench.first_minute [COMMIT]
+
+Prints the seconds of each part. A commit of before is measured by the same words, without those that it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from harness.core.method import ROOT
+
+COMMAND = ["-m", "stronghold", "-l", "4", "-h", "256", "-b", "2", "--seq", "256"]
+OTHER_SIZE = ["-m", "stronghold", "-l", "6", "-h", "256", "-b", "2", "--seq", "256"]
+PARTS = {"[1/1] ": "run", "(reference) ": "reference", "(probe) ": "probe", "stronghold ": "gate and end"}
+IMPORTS = ("process", "start", "import")
+
+
+def called(project: Path, words: list[str]) -> dict[str, float]:
+    """Seconds of the parts of a call, by the lines that it prints, and of all."""
+    began = last = time.monotonic()
+    part, found = "set-up", dict[str, float]()
+    command = [str(project / "run.sh"), *words, "--results", "results"]
+    process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout
+    for line in process.stdout:
+        now = time.monotonic()
+        following = next((name for start, name in PARTS.items() if line.startswith(start)), None)
+        following = "compile" if "building" in line else "run" if part == "compile" else following
+        if following:
+            found[part] = found.get(part, 0.0) + now - last
+            part, last = following, now
+        sys.stderr.write(line)
+    if process.wait():
+        sys.exit(f"expected a verdict, got exit code {process.returncode}")
+    found[part] = found.get(part, 0.0) + time.monotonic() - last
+    return {**found, "all": time.monotonic() - began}
+
+
+def import_seconds(project: Path) -> float:
+    """Of the worker's process until torch and the method are imported, in the run itself."""
+    (path,) = (project / "results").glob("log_stronghold_l-4*.json")
+    phases = json.loads(path.read_text())["phase_seconds"]
+    return sum(phases.get(name, 0.0) for name in IMPORTS)
+
+
+def main() -> None:
+    commit = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
+    with tempfile.TemporaryDirectory() as temporary:
+        project = Path(temporary) / "clone"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(project)], check=True)
+        subprocess.run(["git", "-C", str(project), "checkout", "-q", commit], check=True)
+        first = called(project, COMMAND)
+        rows = {**first, "import (in run)": import_seconds(project), "other size": called(project, OTHER_SIZE)["all"]}
+    print("\n".join(f"{name:<16} {seconds:6.1f} s" for name, seconds in rows.items()))
+
+
+if __name__ == "__main__":
+    main()
