@@ -23,6 +23,8 @@ SPEED = "samples_per_second"
 # A result is not measured again; the others are, the next time they are asked for.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
+SHORTEST_STEP = 1e-9  # seconds
+LATEST = 253_402_300_800.0  # Unix time of the year 10000
 PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
 if TYPE_CHECKING:
@@ -196,12 +198,20 @@ class Record:
         for name in ("probe_layers", "probe_steps"):
             if (told := self.gate.evidence.get(name, 1)) < 1:
                 return f"gate.evidence.{name}: expected at least 1, got {told}"
+        if self.interval_steps < 1:
+            return f"expected interval_steps of at least 1, got {self.interval_steps}"
+        if not 0 <= self.started < LATEST:
+            return f"expected started as seconds from 1970 to the year 9999, got {self.started:g}"
+        if self.gate.verdict not in VERDICTS:
+            return f"expected a verdict of {', '.join(VERDICTS)}, got {self.gate.verdict!r}"
+        if self.gate.passed and self.status == "ok" and not (self.losses and self.step_seconds):
+            return f"expected losses and step_seconds beside the verdict {self.gate.verdict}, got none"
         intervals = -(-self.job.steps // self.interval_steps)
         if len(self.step_seconds) > intervals:
             return f"expected at most {intervals} step_seconds, got {len(self.step_seconds)}"
         for seconds in self.step_seconds:
-            if seconds is not None and not 0 < seconds < math.inf:
-                return f"expected step_seconds above 0 and finite, got {seconds}"
+            if seconds is not None and not SHORTEST_STEP <= seconds < math.inf:
+                return f"expected step_seconds from {SHORTEST_STEP:g} and finite, got {seconds}"
         return ""
 
     def write(self, path: Path) -> None:
@@ -225,15 +235,23 @@ def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
 
 
 def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
-    """Every record of a folder, oldest first, and a line about each file that is not a record."""
+    """Every record of a folder, oldest first, and a line about each file that is no record, or is a copy of another
+    one: it measured nothing again."""
     records, complaints = {}, []
     for path in folder.glob("log_*.json"):
         try:
             records[path] = Record.read(path)
         except ValueError as error:
             complaints.append(str(error))
-    ordered = sorted(records.items(), key=lambda item: (item[1].started, item[0].name))
-    return dict(ordered), complaints
+    ordered: dict[Path, Record] = {}
+    first: dict[Any, Path] = {}
+    for path, record in sorted(records.items(), key=lambda item: (item[1].started, item[0].name)):
+        measured = record.key, record.started, tuple(record.losses), tuple(record.step_seconds)
+        if record.started and first.setdefault(measured, path) != path:
+            complaints.append(f"{path}: the same measurement as {first[measured].name}, which counts once")
+        else:
+            ordered[path] = record
+    return ordered, complaints
 
 
 def new_stem(folder: Path, job: Job) -> Path:

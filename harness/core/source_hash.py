@@ -46,8 +46,8 @@ def closure(path: Path) -> dict[Path, ast.AST | None]:
 
 def _needed(source: Path, tree: ast.AST, beside: Path) -> Iterator[Path]:
     for name in _imported(tree):
-        top, *rest = name.split(".")
-        for base in {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}.get(top, []):
+        bases, rest = _looked_in(name, source, beside)
+        for base in bases:
             module = base.joinpath(*rest)
             for file in (module.with_suffix(".py"), module / "__init__.py"):
                 if file.is_file():
@@ -63,14 +63,26 @@ def _needed(source: Path, tree: ast.AST, beside: Path) -> Iterator[Path]:
                 yield named
 
 
+def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:
+    """The folders in which a module may lie, and its name below them. A relative name begins with a dot for its own
+    package, and another for each one above; a method's file belongs to `methods`, wherever it lies."""
+    dots = len(name) - len(name.lstrip("."))
+    rest = [part for part in name[dots:].split(".") if part]
+    if not dots:
+        return {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}.get(rest.pop(0), []), rest
+    package = source.parents[dots - 1]
+    return [package, ROOT / "methods"] if package == beside else [package], rest
+
+
 def _imported(node: ast.AST) -> Iterator[str]:
-    """Names of modules, and what may be one: `from package import name` names both."""
+    """Names of modules, relative ones with their dots, and what may be one: `from package import name` names both."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (item.name for item in child.names)
-        elif isinstance(child, ast.ImportFrom) and child.module:
-            yield child.module
-            yield from (f"{child.module}.{item.name}" for item in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            package = "." * child.level + (child.module or "")
+            yield package
+            yield from (f"{package}{'.' * bool(child.module)}{item.name}" for item in child.names)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
                 yield from _imported(other)

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from methods.pipeline import checkpoint_reader
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, folder_of
 
 PLAIN = (bool, int, float, str, list, tuple, type(None))  # options of an optimizer
@@ -125,7 +126,7 @@ class Checkpoints:
 
 
 def _metadata(path: Path) -> Mapping[str, Any]:
-    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return checkpoint_reader.metadata(path).state_dict_metadata
 
 
 def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
@@ -137,5 +138,5 @@ def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
         state[name] = torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # each rank reads what it needs, without the others
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        checkpoint_reader.load(path, state)
     return state

@@ -17,8 +17,8 @@ def folder_of(folder: str | Path, step: int) -> Path:
 
 def complete_steps(folder: str | Path) -> list[int]:
     """Steps with a complete checkpoint, in order."""
-    found = Path(folder).glob(f"{PREFIX}*/{COMPLETE}")
-    return sorted(int(path.parent.name.removeprefix(PREFIX)) for path in found)
+    names = (path.parent.name.removeprefix(PREFIX) for path in Path(folder).glob(f"{PREFIX}*/{COMPLETE}"))
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())  # a copy has a name of its own
 
 
 def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:

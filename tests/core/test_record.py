@@ -80,8 +80,12 @@ def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> N
     "told, complaint",
     [
         ({"step_seconds": [1.0] * 110}, "expected at most 4 step_seconds, got 110"),
-        ({"step_seconds": [1.0, 0.0]}, "expected step_seconds above 0 and finite, got 0.0"),
-        ({"step_seconds": [1.0, -2.0]}, "expected step_seconds above 0 and finite, got -2.0"),
+        ({"step_seconds": [1.0, 0.0]}, "expected step_seconds from 1e-09 and finite, got 0.0"),
+        ({"step_seconds": [1.0, -2.0]}, "expected step_seconds from 1e-09 and finite, got -2.0"),
+        ({"step_seconds": [1e-320]}, "expected step_seconds from 1e-09 and finite, got 1e-320"),
+        ({"started": 1e300}, "expected started as seconds from 1970 to the year 9999, got 1e+300"),
+        ({"gate": Gate("super")}, "expected a verdict of exact, tolerance, twin, failed, untested, got 'super'"),
+        ({"losses": [], "gate": Gate("exact")}, "expected losses and step_seconds beside the verdict exact, got none"),
         ({"schedule": {"num_models": 1000}}, "expected num_models 1, one more than `others`, got 1000"),
     ],
 )
@@ -89,6 +93,24 @@ def test_what_no_run_can_have_measured_is_no_record(tmp_path: Path, told: dict, 
     path = tmp_path / "log_a.json"
     dataclasses.replace(RECORD, **told).write(path)
     assert read_all(tmp_path) == ({}, [f"{path} is not a record: {complaint}"])
+
+
+def test_an_interval_of_no_steps_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "log_a.json"
+    path.write_text(json.dumps({**RECORD.to_dict(), "interval_steps": 0}))
+    assert read_all(tmp_path) == ({}, [f"{path} is not a record: expected interval_steps of at least 1, got 0"])
+
+
+def test_copies_of_a_record_count_once_and_are_named(tmp_path: Path) -> None:
+    made = dataclasses.replace(RECORD, started=1e9)
+    for name in ("log_a.json", "log_b.json", "log_c.json"):
+        made.write(tmp_path / name)
+    dataclasses.replace(made, started=1e9 + 1).write(tmp_path / "log_again.json")
+    found, complaints = read_all(tmp_path)
+    assert [path.name for path in found] == ["log_a.json", "log_again.json"]
+    assert [line.partition(": ")[2] for line in complaints] == [
+        "the same measurement as log_a.json, which counts once"
+    ] * 2
 
 
 def test_names_follow_the_published_pattern_and_are_never_taken_twice(tmp_path: Path) -> None:

@@ -55,6 +55,26 @@ def test_the_kernels_cpp_belongs_to_who_calls_it(tree: Path) -> None:
     assert not changes(tree, "resident.py", str(kernel))
 
 
+@pytest.mark.parametrize("line", ["from ._part import A", "from . import _part", "from .below.part import A"])
+def test_a_file_that_is_imported_by_a_relative_name_belongs_to_the_method(tmp_path: Path, line: str) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "own.py").write_text(line)
+    for part in ("_part.py", "below/part.py"):
+        (tmp_path / part).write_text("A = 1")
+    before = source_hash.source_hash(tmp_path / "own.py")
+    for part in ("_part.py", "below/part.py"):
+        (tmp_path / part).write_text("A = 2")
+    assert source_hash.source_hash(tmp_path / "own.py") != before
+
+
+def test_a_name_of_the_package_above_is_that_of_the_folder_above(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "own.py").write_text("from .below.part import A")
+    (tmp_path / "below/part.py").write_text("from .._part import A")
+    (tmp_path / "_part.py").write_text("A = 1")
+    assert (tmp_path / "_part.py").resolve() in source_hash.closure(tmp_path / "own.py")
+
+
 def test_the_batches_of_all_belong_to_every_method(tree: Path) -> None:
     assert changes(tree, "resident.py", "harness/core/data.py")
 

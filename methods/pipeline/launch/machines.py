@@ -55,6 +55,8 @@ def read_list(path: Path) -> list[Line]:
     seen: Counter[str] = Counter()
     found = []
     for address in (line.partition("#")[0].strip() for line in text.splitlines()):
+        if address.startswith("-"):
+            raise ValueError(f"{path}: expected the address of a machine, got {address!r}")
         if address:
             found.append(Line(address, seen[address]))
             seen[address] += 1
@@ -80,7 +82,7 @@ def command(address: str) -> list[str]:
     words += [sys.executable, "-m", AGENT]
     if "SLURM_JOB_ID" in os.environ:
         return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={address}", *words]
-    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-T", address, shlex.join(words)]
+    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-T", "--", address, shlex.join(words)]
 
 
 class Remote:

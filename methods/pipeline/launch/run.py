@@ -30,7 +30,8 @@ ORIGINALS = {"allow_interspersed_args": False, "ignore_unknown_options": True, "
               help="Of this job's record, checkpoints and logs; the same one goes on.")  # fmt: skip
 @click.option("--checkpoint-every", type=click.IntRange(0), default=100, show_default=True,
               help="Steps that a death may cost; 0: checkpoints are the script's business.")  # fmt: skip
-@click.option("--stall-minutes", type=float, default=30.0, show_default=True, help="Without progress, that end a job.")
+@click.option("--stall-minutes", type=click.FloatRange(0, 1e6, min_open=True), default=30.0, show_default=True,
+              help="Without progress, that end a job.")  # fmt: skip
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from methods.pipeline import checkpoint_reader
 from methods.pipeline.checkpoint import Checkpoints, read
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, complete_steps, folder_of
 
@@ -46,6 +50,48 @@ def test_a_checkpoint_is_read_back_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(others[name], master)
         for key, value in optimizer.state[master].items():
             assert torch.equal(other_optimizer.state[others[name]][key], value)
+
+
+class Touches:
+    """Whose unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("where", ["table of contents", "within the table", "item"])
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
+    bad, touched = Touches(tmp_path / "touched"), tmp_path / "touched"
+    state(7)[2].save(tmp_path, 7, {"step": 7}).result()
+    path = folder_of(tmp_path, 7)
+    if where == "item":
+        dcp.save({"progress": bad}, checkpoint_id=path, no_dist=True)
+    else:
+        table = checkpoint_reader.metadata(path)
+        table.planner_data = bad
+        (path / COMPLETE).write_bytes(pickle.dumps(bad if where == "table of contents" else table))
+    with pytest.raises(ValueError, match=rf"{path}: expected a checkpoint, got damaged or foreign files") as told:
+        read(tmp_path)
+    assert not touched.exists() and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_truncated_file_is_told_with_its_checkpoint(tmp_path: Path, size: int) -> None:
+    state(7)[2].save(tmp_path, 7, {"step": 7}).result()
+    (file,) = folder_of(tmp_path, 7).glob("*.distcp")
+    os.truncate(file, size)
+    with pytest.raises(ValueError, match=rf"{folder_of(tmp_path, 7)}: .*; try an older step$"):
+        state(1)[2].load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step_00000018.bak", "step_", "step_-1", "step_x"])
+def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    state(7)[2].save(tmp_path, 7, {}).result()
+    shutil.copytree(folder_of(tmp_path, 7), tmp_path / name)
+    assert complete_steps(tmp_path) == [7]
 
 
 def test_what_changes_after_the_call_is_not_in_the_checkpoint(tmp_path: Path) -> None:

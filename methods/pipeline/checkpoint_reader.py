@@ -1,0 +1,81 @@
+"""Reads torch's distributed checkpoints without running anything that is in them.
+
+torch pickles a checkpoint's table of contents and whatever is no tensor, and its own reader loads both with code. Here
+the table may name nothing but the classes that describe it, and the rest is loaded as plain values.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from methods.pipeline.checkpoint_folders import COMPLETE
+
+_CONTENTS = "torch.distributed.checkpoint"
+ALLOWED = {
+    *((f"{_CONTENTS}.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    (f"{_CONTENTS}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no checkpoint")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **words: Any) -> Metadata:
+        return metadata(Path(self.path))
+
+
+class Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """As torch's, but plain values only."""
+        name = read_item.dest_index.fqn
+        assert self.state_dict is not None
+        self.original_state_dict[name] = self.state_dict[name] = torch.load(value, weights_only=True)
+
+
+def metadata(path: Path) -> Metadata:
+    """The table of contents of the checkpoint in this folder. Raises ValueError for any other."""
+    try:
+        found = _Unpickler(io.BytesIO((path / COMPLETE).read_bytes())).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    except Exception as error:  # a pickle of other bytes may raise anything
+        raise unreadable(path, error) from error
+    found.storage_meta = found.storage_meta or StorageMeta()
+    return found
+
+
+def load(path: Path, state: dict[str, Any]) -> None:
+    """Fill the state, in place. Raises ValueError where a file of the checkpoint is damaged."""
+    try:
+        dcp.load(state, storage_reader=Reader(path), planner=Planner(flatten_state_dict=False), no_dist=True)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: BaseException) -> ValueError:
+    """In one line, with the cause that torch wraps."""
+    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
+    return ValueError(f"{path}: expected a checkpoint, got damaged or foreign files: {told}; try an older step")
