@@ -218,7 +218,7 @@ def place_of(words: dict[str, Any], device: str) -> Place | None:
 
 def check_corpus(workload: Workload) -> None:
     """Raises ValueError for a corpus that cannot be read, before any process starts."""
-    if workload.corpus:
+    if workload.corpus is not None:
         from harness.core import data
 
         data.corpus(workload)

@@ -60,6 +60,9 @@ def synthetic(workload: Workload) -> Sampler:
 def corpus(workload: Workload) -> Sampler:
     """Windows of T + 1 tokens at seeded places of a Megatron .bin/.idx pair; `workload.corpus` is their prefix."""
     prefix = str(workload.corpus).removesuffix(".bin").removesuffix(".idx")
+    if not Path(prefix).name:
+        told = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
+        raise ValueError(f"{told}; leave --data out for a seeded stream")
     tokens = _open_tokens(prefix)
     places = len(tokens) - workload.seq_len
     if places < 1:

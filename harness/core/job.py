@@ -16,7 +16,8 @@ from harness.core.checked_data import NO_OTHER_FIELDS
 from harness.core.rates import Rates
 
 GIB = 2**30
-MOST = 10**9  # of whatever is counted; products of such numbers are still numbers of a computer
+MOST = 10**9  # upper bound of every count, so that products stay finite
+MOST_LAYERS = 2**20  # plans take a step for each layer
 # What a plan counts bytes of, in each memory.
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -57,7 +58,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
-            check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"the seed must be from 0 to below 2**63, not {self.seed}")
         if self.hidden_size % self.num_heads:
@@ -299,9 +300,9 @@ class Job:
         return Job(**{**data, "workload": Workload(**data["workload"]), "budget": Budget(**data["budget"])})
 
 
-def check_count(name: str, value: int) -> None:
-    if not 1 <= value <= MOST:
-        limit = f"least 1, not {value}" if value < 1 else f"most {MOST}"
+def check_count(name: str, value: int, most: int = MOST) -> None:
+    if not 1 <= value <= most:
+        limit = f"least 1, not {value}" if value < 1 else f"most {most}"
         raise ValueError(f"{name} must be at {limit}")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_
 import methods
 from harness.core import source_hash as source
 from harness.core.imported_file import Called, imported, told
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import MOST_LAYERS, Budget, Plan, Workload
 from harness.core.named_entries import did_you_mean
 from harness.core.source_hash import ROOT
 
@@ -268,7 +268,7 @@ def largest_depth(fits: Callable[[int], bool]) -> int:
     needs grow with depth."""
     high = 1
     while fits(high):
-        if high == 2**20:
+        if high == MOST_LAYERS:
             return high
         high *= 2
     return high // 2 + bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda depth: not fits(depth))

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.core import method
 from harness.core.console import print_table
-from harness.core.job import Job, Plan, gib
+from harness.core.job import MOST_LAYERS, Job, Plan, gib
 from harness.core.record import Record, read_all
 from harness.devices import machine
 from harness.evidence import claims
@@ -32,7 +32,6 @@ from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep, resolve
 
 PROBES = 5  # of a search
-MOST_LAYERS = 2**20
 
 
 @dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from harness.core.job import MOST_LAYERS
 from harness.core.record import Record
 from harness.jobs import departure
 from harness.jobs.departure import Departure
@@ -41,7 +42,7 @@ class Extent(NamedTuple):
 
 
 NONE = Extent(0, 0)
-ALL_LAYERS = 2**20
+ALL_LAYERS = MOST_LAYERS
 
 
 class Trial(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from pathlib import Path
@@ -30,8 +31,7 @@ ORIGINALS = {"allow_interspersed_args": False, "ignore_unknown_options": True, "
               help="Of this job's record, checkpoints and logs; the same one goes on.")  # fmt: skip
 @click.option("--checkpoint-every", type=click.IntRange(0), default=100, show_default=True,
               help="Steps that a death may cost; 0: checkpoints are the script's business.")  # fmt: skip
-@click.option("--stall-minutes", type=click.FloatRange(0, 1e6, min_open=True), default=30.0, show_default=True,
-              help="Without progress, that end a job.")  # fmt: skip
+@click.option("--stall-minutes", type=float, default=30.0, show_default=True, help="Without progress, that end a job.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
@@ -43,6 +43,8 @@ def launch(
 
     Exit codes: 3 the script crashed, 6 no progress, 130 interrupted; the same call then goes on.
     """
+    if not 0 < stall_minutes < math.inf:
+        raise ValueError(f"--stall-minutes: expected minutes above 0, got {stall_minutes:g}; try 30")
     code_dir = code_dir.resolve()
     if not (code_dir / script).is_file():
         raise ValueError(f"{code_dir / script}: expected a script, got none; try --code-dir")
