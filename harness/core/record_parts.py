@@ -52,6 +52,7 @@ class Machine(TypedDict, total=False):
     gpu: str
     cpu: str
     cores: int
+    environment: str  # variables of the caller's that change kernels or threads, such as OMP_NUM_THREADS=2
     host_bytes: int
     ranks: list[dict[str, Any]]
 

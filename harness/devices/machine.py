@@ -23,6 +23,12 @@ from harness.core.whole_file import write_whole
 from harness.devices import cgroup, cuda_budget
 
 CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, by `doctor --calibrate`
+# Variables by which the same code computes otherwise, or at another speed, on the same cores.
+KERNEL_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY",
+    "MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "THP_MEM_ALLOC_ENABLE",
+)  # fmt: skip
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 
@@ -38,6 +44,11 @@ def facts() -> dict[str, Any]:
     }
 
 
+def kernel_environment() -> str:
+    """The caller's variables that change kernels or threads, such as OMP_NUM_THREADS=2; most callers set none."""
+    return " ".join(f"{name}={os.environ[name]}" for name in KERNEL_VARIABLES if os.environ.get(name))
+
+
 @functools.cache
 def software() -> dict[str, Any]:
     """Versions, and the commit of this checkout, with a + if files differ from it."""
@@ -49,6 +60,8 @@ def checked() -> dict[str, str]:
     """The facts that make two measurements comparable; part of a job's identity."""
     names = ("cpu", "cores", "gpu")
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
+    if given := kernel_environment():
+        found["environment"] = given
     # Fragmentation decides what fits.
     return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found
 

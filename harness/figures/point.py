@@ -91,10 +91,12 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
 
 
 def machine_of(record: Record) -> str:
-    """The GPU, or else the CPU, and the number of cores: records of different names never mix."""
+    """The GPU, or else the CPU, the number of cores, and the variables that change kernels or threads: records of
+    different names never mix."""
     name = str(record.machine.get("gpu") or record.machine.get("cpu") or "")
     cores = record.machine.get("cores")
-    return f"{name}, {cores} cores" if name and cores else name
+    parts = (name, f"{cores} cores" if name and cores else "", record.machine.get("environment"))
+    return ", ".join(part for part in parts if part)
 
 
 def scatter(repeats: Sequence[Record]) -> float | None:

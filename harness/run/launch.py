@@ -243,7 +243,8 @@ class Watch:
     def complete(self, record: Record) -> Record:
         """The record with what only this process knows: peaks, limits, the cause of an end."""
         changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
-        changes["machine"] = {**record.machine, **self.surroundings}
+        given = {"environment": told} if (told := machine.kernel_environment()) else {}
+        changes["machine"] = {**record.machine, **self.surroundings, **given}
         changes["software"] = {**record.software, "source": self.source}
         if self.wall:
             changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}

@@ -34,6 +34,20 @@ def test_the_reference_is_run_once_for_all_who_need_it(tmp_path: Path, in_proces
     assert [record.gate.verdict for record in records] == ["exact", "exact"]
 
 
+def test_other_threads_are_another_measurement_and_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.figures.point import machine_of
+    from harness.run.launch import launch
+
+    names = []
+    for number in ("1", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+        (job,) = jobs("resident")
+        record = Record.read(launch(job, Sweep(tmp_path).key(job), tmp_path))
+        names.append((record.key, machine_of(record)))
+        assert record.machine["environment"] == f"OMP_NUM_THREADS={number}"
+    assert len({key for key, _ in names}) == len({name for _, name in names}) == 2
+
+
 def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path, in_process: None) -> None:
     Sweep(tmp_path).run(jobs("resident", "l2l"))
     events: list[dict] = []
@@ -105,7 +119,7 @@ def test_a_record_left_unjudged_by_a_crash_is_judged_without_a_run(tmp_path: Pat
 
 
 def test_a_size_that_cannot_fit_is_a_recorded_result(tmp_path: Path) -> None:
-    records = Sweep(tmp_path).run(jobs("resident", num_layers=10**9))
+    records = Sweep(tmp_path).run(jobs("resident", num_layers=2**20))
     assert records[0].status == "does-not-fit" and "the largest that should fit has -l " in records[0].reason
     assert [record.status for record in read_all(tmp_path)[0].values()] == ["does-not-fit"]
 
@@ -127,7 +141,7 @@ def test_another_corpus_under_the_same_name_is_another_job(tmp_path: Path) -> No
 
 
 def test_the_named_largest_depth_fits_and_the_next_does_not() -> None:
-    _, _, text = resolve(Job("stronghold", Workload(num_layers=10**6)))
+    _, _, text = resolve(Job("stronghold", Workload(num_layers=2**20)))
     assert text is not None
     largest = int(text.rpartition("-l ")[2])
     assert resolve(Job("stronghold", Workload(num_layers=largest)))[2] is None
