@@ -7,10 +7,11 @@ under TYPE_CHECKING. A C++ file that a module of the closure names, and that lie
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # What every method trains on and is judged by, whether its own file imports it or not.
@@ -19,48 +20,57 @@ SHARED = tuple(
 )
 
 
+class Contents(NamedTuple):
+    """What a file says, without its comments and layout where it is Python that parses, and whom it names."""
+
+    text: bytes
+    modules: tuple[str, ...] = ()
+    cpp_files: tuple[str, ...] = ()
+
+
 def source_hash(path: Path) -> str:
     """Of the method in this file; blind to comments and layout of Python. 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for source, tree in sorted(closure(path).items()):
-        digest.update(source.read_bytes() if tree is None else ast.dump(tree).encode())
+    for _, contents in sorted(closure(path).items()):
+        digest.update(contents.text)
     return digest.hexdigest()[:16]
 
 
-def closure(path: Path) -> dict[Path, ast.AST | None]:
-    """The method's file and every file that it depends on, parsed where it is Python that parses. Modules of `methods`
-    are looked for beside the file, too."""
-    found: dict[Path, ast.AST | None] = {}
+def closure(path: Path) -> dict[Path, Contents]:
+    """The method's file and every file that it depends on. Modules of `methods` are looked for beside the file, too."""
+    found: dict[Path, Contents] = {}
     waiting = [path.resolve(), *SHARED]
     while waiting:
         source = waiting.pop()
-        if source in found:
-            continue
-        found[source] = None
-        with suppress(SyntaxError, ValueError):
-            if source.suffix == ".py":
-                found[source] = tree = ast.parse(source.read_bytes())
-                waiting.extend(_needed(source, tree, path.resolve().parent))
+        if source not in found:
+            data = source.read_bytes()
+            found[source] = contents = _parsed(data) if source.suffix == ".py" else Contents(data)
+            waiting.extend(_needed(source, contents, path.resolve().parent))
     return found
 
 
-def _needed(source: Path, tree: ast.AST, beside: Path) -> Iterator[Path]:
-    for name in _imported(tree):
+@functools.cache  # a sweep asks for each run: parsing takes 0.1 s of it
+def _parsed(data: bytes) -> Contents:
+    try:
+        tree = ast.parse(data)
+    except (SyntaxError, ValueError):
+        return Contents(data)
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    cpp_files = tuple(text for text in texts if text.endswith((".cpp", ".h", ".cu")))
+    return Contents(ast.dump(tree).encode(), tuple(_imported(tree)), cpp_files)
+
+
+def _needed(source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
+    for name in contents.modules:
         bases, rest = _looked_in(name, source, beside)
         for base in bases:
             module = base.joinpath(*rest)
             for file in (module.with_suffix(".py"), module / "__init__.py"):
                 if file.is_file():
                     yield file.resolve()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and node.value.endswith((".cpp", ".h", ".cu"))
-        ):
-            named = source.parent / node.value
-            if named.is_file():
-                yield named
+    for name in contents.cpp_files:
+        if (named := source.parent / name).is_file():
+            yield named
 
 
 def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:
