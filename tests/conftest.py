@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing.util
 import os
 import shutil
@@ -22,6 +24,7 @@ from harness.devices import cgroup, machine, sim
 from harness.jobs import probe
 from tests.support import covering, forks, longest_first, packages
 
+_serial = itertools.count()
 hypothesis.settings.register_profile("harness", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("harness")
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
@@ -50,6 +53,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = longest_first.order(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
 
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look at what tests make, not at torch, which it took a tenth of their time to search."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call() -> None:
     """Let tests share an environment, and so the process that forks their workers."""
@@ -63,9 +73,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are the same on every machine: no test sees the rates of this one."""
-    monkeypatch.setattr(machine, "CALIBRATION", tmp_path / "calibration.json")
+def uncalibrated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are the same on every machine: no test sees the rates of this one, or of another test."""
+    file = tmp_path_factory.getbasetemp() / f"calibration-{next(_serial)}" / "calibration.json"
+    monkeypatch.setattr(machine, "CALIBRATION", file)
 
 
 @pytest.fixture(autouse=True)

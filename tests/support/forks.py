@@ -11,12 +11,9 @@ from typing import Any
 
 from harness.core.job import Job
 from harness.core.record import new_stem
-from harness.run import warm_start
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["tests.support.on_sim", "harness.run.inspect_training", "harness.run.worker", *warm_start.PRELOADED]
-)
+PROCESSES.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of this machine: one process imports torch, and forks the ranks.
+"""Runs a function on several ranks of this machine, each forked from a process that has imported torch.
 
     results = on_ranks(4, "tests.methods.pipeline.trainings:train_all", argument)
 
@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.core.method import ROOT
+from tests.support import forks
 
 NUM_PORTS = 40
 LIMIT_SECONDS = 280
@@ -34,18 +33,15 @@ LIMIT_SECONDS = 280
 def on_ranks(num_ranks: int, function: str, argument: Any = None) -> list[Any]:
     """Each rank's result. Raises AssertionError with the first rank's traceback that fails."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "tests.support.ranks", str(num_ranks), function, folder]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(words, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True, start_new_session=True) as running:  # fmt: skip
-            try:
-                told = running.communicate(json.dumps(argument), LIMIT_SECONDS)[1]
-            finally:
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # ranks that wait for ever outlive the one that forked them
-                    os.killpg(running.pid, signal.SIGKILL)
-        assert running.returncode == 0, told[:5000]  # the first to fail tells first
+        running = forks.PROCESSES.Process(target=_fork_ranks, args=(num_ranks, function, argument, Path(folder)))
+        running.start()
+        try:
+            running.join(LIMIT_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # ranks that wait for ever outlive the one that forked them
+                os.killpg(running.pid, signal.SIGKILL)
+            running.join()
+        assert running.exitcode == 0, (Path(folder) / "errors").read_text()[:5000]  # the first to fail tells first
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
@@ -68,12 +64,14 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def main() -> None:
-    num_ranks, function, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    argument = json.load(sys.stdin)
+def _fork_ranks(num_ranks: int, function: str, argument: Any, folder: Path) -> None:
+    os.setsid()
+    for descriptor, name in ((1, os.devnull), (2, folder / "errors")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     module, _, name = function.partition(":")
     called = getattr(importlib.import_module(module), name)
     os.environ["PORTS"] = ",".join(map(str, free_ports(NUM_PORTS)))
+    os.environ["OMP_NUM_THREADS"] = "1"
     children = []
     for rank in range(num_ranks):
         child = os.fork()
@@ -95,7 +93,3 @@ def main() -> None:
             for other in children:
                 os.kill(other, signal.SIGKILL)
             sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
