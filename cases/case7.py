@@ -8,6 +8,7 @@ schedules under jitter, and samples per second through a trace of machines that 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 import statistics
@@ -147,29 +148,38 @@ def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:
     """The mean step of each schedule, in forward passes."""
     for name in SCHEDULES:
         for send_seconds in sends:
-            network = pipelines.Network(send_seconds, jitter=JITTER)
-            runs = [pipelines.simulate(name, [SLOTS] * STAGES, MICRO_BATCHES, network, seed=seed).step_seconds
-                    for seed in range(SEEDS)]  # fmt: skip
-            yield replace(SIMULATED, metric="schedule_seconds", value=sum(runs) / SEEDS, x=send_seconds, series=name)
+            mean = _mean_step(name, send_seconds)
+            yield replace(SIMULATED, metric="schedule_seconds", value=mean, x=send_seconds, series=name)
+
+
+@functools.cache  # figures, claims and reports ask for the same
+def _mean_step(schedule: str, send_seconds: float) -> float:
+    network = pipelines.Network(send_seconds, jitter=JITTER)
+    steps = [
+        pipelines.simulate(schedule, [SLOTS] * STAGES, MICRO_BATCHES, network, seed=seed).step_seconds
+        for seed in range(SEEDS)
+    ]
+    return sum(steps) / SEEDS
+
+
+@functools.cache
+def _speed(num_machines: int) -> float:
+    """Samples per second of the best configuration."""
+    if not num_machines:
+        return 0.0
+    workload = Workload(**load(MODEL).sizes, batch_size=1)
+    profile = by_flops(workload, V100, (1, 2, 4), V100_BYTES, NETWORK)
+    return BATCH / AutoConfig(num_machines, 1, BATCH, profile).get_min().step_seconds
 
 
 def _trace(morph_seconds: float) -> Iterator[FigureRow]:
     """Samples per second of each span, by morphing and by restart; and the machines beneath."""
-    workload = Workload(**load(MODEL).sizes, batch_size=1)
-    profile = by_flops(workload, V100, (1, 2, 4), V100_BYTES, NETWORK)
-    speeds = {0: 0.0}
-
-    def speed(number: int) -> float:
-        if number not in speeds:
-            speeds[number] = BATCH / AutoConfig(number, 1, BATCH, profile).get_min().step_seconds
-        return speeds[number]
-
     trace = machine_trace.synthetic(HOURS, MACHINES, THERE_HOURS, SEED)
     for change in trace:
         yield replace(SIMULATED, metric="machines", value=float(change.num_machines), x=change.seconds / 3600)
     for name, tells, pause_seconds in (("morphs", True, morph_seconds), ("restarts", False, RESTART_SECONDS)):
         spans = machine_trace.through(
-            trace, HOURS * machine_trace.HOUR, speed, checkpoint_seconds=machine_trace.HOUR,
+            trace, HOURS * machine_trace.HOUR, _speed, checkpoint_seconds=machine_trace.HOUR,
             pause_seconds=pause_seconds, tells=tells,
         )  # fmt: skip
         for span in spans:

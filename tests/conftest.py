@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector look at what tests make, not at torch, which it took a tenth of their time to search."""
+    """Let the garbage collector look at what tests make, not at torch: that took a tenth of their time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import functools
 import json
 import math
 import os
@@ -53,10 +55,15 @@ def read_json(path: Path) -> Any:
 def read_yaml(path: Path, as_text: bool = False) -> Any:
     """Raises OSError as read_text() does, and ValueError for what is no YAML of a person's size: an alias may stand for
     a part again and again. `as_text`: numbers, dates and truth stay as they are written."""
+    return copy.deepcopy(_parsed_yaml(read_text(path), as_text))
+
+
+@functools.lru_cache(maxsize=32)  # a report asks for the same machines and models again and again
+def _parsed_yaml(text: str, as_text: bool) -> Any:
     import yaml
 
     try:
-        data = yaml.load(read_text(path), Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
+        data = yaml.load(text, Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # of a date, a character's number
         raise ValueError(" ".join(str(error).split())) from error
     if not _is_limited(data, MOST_PARTS):

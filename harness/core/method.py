@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
@@ -193,8 +194,9 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     # Files beside it are importable as methods._name, wherever the folder lies.
     if str(files[name].parent) not in methods.__path__:
         methods.__path__.append(str(files[name].parent))
-    importlib.invalidate_caches()
-    module = imported(f"methods.{files[name].stem}", files[name])
+    if (module_name := f"methods.{files[name].stem}") not in sys.modules:
+        importlib.invalidate_caches()
+    module = imported(module_name, files[name])
     own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
     classes = [item for item in own if hasattr(item, "train")]
     if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):

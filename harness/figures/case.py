@@ -75,8 +75,13 @@ def forget() -> None:
 
 def _files() -> dict[int, Path]:
     """Raises ValueError where two files are of one number, or there is no such folder."""
+    return _files_of((FOLDER, *_added))
+
+
+@functools.cache
+def _files_of(folders: tuple[Path, ...]) -> dict[int, Path]:
     found: dict[int, Path] = {}
-    for folder in (FOLDER, *_added):
+    for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"expected a folder of cases, got {folder}; try --cases FOLDER")
         for path in folder.glob("case*.py"):

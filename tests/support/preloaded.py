@@ -1,5 +1,4 @@
-"""What forks begin with, without a search of it by the garbage collector: neither now nor in a fork, which would copy it.
-"""
+"""What forks begin with. The garbage collector does not search it, neither now nor in a fork, which would copy it."""
 
 import gc
 import importlib
