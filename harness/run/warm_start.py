@@ -23,7 +23,8 @@ import traceback
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-PRELOADED = ("torch", "torch._dynamo")  # torch.utils.checkpoint imports the latter at its first call
+# torch.utils.checkpoint imports the second at its first call, and a worker's record the others.
+PRELOADED = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
 MASKED = (signal.SIGINT, signal.SIGTERM)  # until a worker has the handlers of a new process
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
 LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})

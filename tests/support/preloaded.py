@@ -3,10 +3,13 @@
 import gc
 import importlib
 
+from harness.core.checked_data import _adapter
+from harness.core.record import Record
 from harness.run import warm_start
 
 gc.disable()
 for name in (*warm_start.PRELOADED, "tests.support.on_sim", "harness.run.inspect_training", "harness.run.worker"):
     importlib.import_module(name)
+_adapter(Record)
 gc.freeze()
 gc.enable()
