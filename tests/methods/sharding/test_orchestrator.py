@@ -51,7 +51,7 @@ def single() -> nn.Module:
 
 
 def deep() -> nn.Module:
-    inner = [module for _ in range(6) for module in (nn.Linear(24, 24), nn.GELU(), nn.Dropout(0.1))]
+    inner = [module for _ in range(3) for module in (nn.Linear(24, 24), nn.GELU(), nn.Dropout(0.1))]
     return nn.Sequential(nn.Linear(6, 24), *inner, nn.Linear(24, 3))
 
 
