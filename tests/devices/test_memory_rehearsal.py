@@ -25,11 +25,13 @@ OURS: list[tuple[str, dict[str, Any]]] = [
     ("stronghold", {"window_size": 1, "resident_layers": 1}),
 ]
 SIZES: list[Any] = [
-    {"hidden_size": 2048, "num_layers": 3},
-    {"hidden_size": 2048, "num_layers": 3, "vocab_size": 1024},  # a layer's transient is larger than the loss's
+    {"hidden_size": 512, "num_layers": 3, "vocab_size": 12576},  # a layer is several blocks of an update
+    {"hidden_size": 512, "num_layers": 3, "vocab_size": 256},  # a layer's transient is larger than the loss's
     {"hidden_size": 128, "num_layers": 4, "seq_len": 64, "vocab_size": 512},
     {"hidden_size": 256, "num_layers": 3, "seq_len": 256, "vocab_size": 512, "batch_size": 6, "micro_batches": 3},
     pytest.param({"hidden_size": 256, "num_layers": 3, "seq_len": 1024, "vocab_size": 512}, marks=pytest.mark.heavy),
+    pytest.param({"hidden_size": 2048, "num_layers": 3}, marks=pytest.mark.heavy),
+    pytest.param({"hidden_size": 2048, "num_layers": 3, "vocab_size": 1024}, marks=pytest.mark.heavy),
     pytest.param(  # fewer tokens than hidden units
         {"hidden_size": 1024, "num_layers": 3, "seq_len": 32, "batch_size": 1, "vocab_size": 4096},
         marks=pytest.mark.heavy,
@@ -87,11 +89,12 @@ def test_the_plan_of_megatron_core_is_within_a_tenth_of_the_rehearsal(size: dict
 
 
 def test_a_streamed_layer_adds_16_bytes_a_parameter_to_the_host_and_its_input_to_the_device() -> None:
-    shallow, deep = (predict(create("l2l", {}), Workload(num_layers=depth)) for depth in (4, 6))
-    layer = Workload().layer_params
+    small = Workload(hidden_size=512, vocab_size=2048)
+    shallow, deep = (predict(create("l2l", {}), small.at_depth(depth)) for depth in (4, 6))
+    layer = small.layer_params
     assert deep.host_bytes - shallow.host_bytes == pytest.approx(2 * 16 * layer, rel=1e-3)
     # Fullest in the top layer's backward pass, before there is any gradient's norm.
-    assert deep.device_bytes - shallow.device_bytes == 2 * Workload().boundary_bytes
+    assert deep.device_bytes - shallow.device_bytes == 2 * small.boundary_bytes
 
 
 @pytest.mark.heavy
