@@ -124,8 +124,8 @@ def events(seconds: float) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("seconds", "told"),
-    [(20.0, ["long: about 13 minutes", "[1/1]", "  about 13 minutes left"]), (3.0, ["[1/1]", "  about 2 minutes left"]),
-     (0.1, ["[1/1]"])],
+    [(20.0, ["long: about 13 minutes", "[1/1]", "  about 13 minutes left"]),
+     (3.0, ["[1/1]", "  about 2 minutes in all", "  about 2 minutes left"]), (0.1, ["[1/1]"])],
 )  # fmt: skip
 def test_a_long_run_says_so_first_and_the_rest_is_foretold_after_a_step(seconds: float, told: list[str]) -> None:
     lines: list[str] = []
@@ -143,7 +143,7 @@ def test_what_is_left_after_a_step_has_the_time_of_the_reference_and_of_the_prob
     start, step, _ = events(3.0)
     for event in ({**start, "probe_runs": 2.0}, step):
         report(event)
-    assert lines[1] == "  about 4 minutes left, its reference and its probe included"  # 19 + 20 + 40 steps of 3 s
+    assert lines[-1] == "  about 4 minutes left, its reference and its probe included"  # 19 + 20 + 40 steps of 3 s
 
 
 def test_factors_divide_by_the_heads() -> None:
