@@ -244,7 +244,7 @@ def test_a_failed_set_up_names_the_file_of_its_output_and_is_done_again(copy: Pa
 
 
 def test_without_a_python_it_says_what_to_install(copy: Path, tmp_path: Path) -> None:
-    shutil.rmtree(copy / ".venv")
+    shutil.rmtree(copy / ".venv", ignore_errors=True)
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("bash", "cat", "cksum", "dirname", "flock", "rm"):

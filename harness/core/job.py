@@ -135,7 +135,9 @@ class Workload:
         dtype of the weights, and, after the first block, the gradient of the embedding."""
         size, all_logits = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
         logits, embedding = min(NUM_LOGITS, all_logits), size * self.vocab_size * self.hidden_size
-        rounded = (4 if size == 4 else 4 + size) * logits + (embedding if all_logits > NUM_LOGITS else 0)
+        later = min(NUM_LOGITS, all_logits - logits)  # of the largest block after the first
+        both = 4 if size == 4 else 4 + size
+        rounded = max(both * logits, both * later + embedding if later else 0)
         return 3 * self.boundary_bytes // self.micro_batches + max(rounded, size * logits + embedding)
 
     @property

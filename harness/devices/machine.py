@@ -44,9 +44,11 @@ def facts() -> dict[str, Any]:
     }
 
 
-def kernel_environment() -> str:
-    """The caller's variables that change kernels or threads, such as OMP_NUM_THREADS=2; most callers set none."""
-    return " ".join(f"{name}={os.environ[name]}" for name in KERNEL_VARIABLES if os.environ.get(name))
+def kernel_environment() -> dict[str, str]:
+    """The caller's variables that change kernels or threads, as {"environment": "OMP_NUM_THREADS=2"}; most callers set
+    none: then empty."""
+    told = " ".join(f"{name}={os.environ[name]}" for name in KERNEL_VARIABLES if os.environ.get(name))
+    return {"environment": told} if told else {}
 
 
 @functools.cache
@@ -60,8 +62,7 @@ def checked() -> dict[str, str]:
     """The facts that make two measurements comparable; part of a job's identity."""
     names = ("cpu", "cores", "gpu")
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
-    if given := kernel_environment():
-        found["environment"] = given
+    found |= kernel_environment()
     # Fragmentation decides what fits.
     return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found
 

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from harness.core import method
-from harness.core.job import Budget, Job, Plan, gib, params_text
+from harness.core.job import MOST_LAYERS, Budget, Job, Plan, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
 from harness.jobs.depth_search import Answer, Outcome, extrapolate, search
@@ -32,7 +32,7 @@ class Probes:
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory, beyond the plan: depth, phases
         self.lacking: dict[str, int] = {}  # the least excess, by failures that the plan did not foresee
         self.decided: dict[int, Job] = {}  # by depth: the job for repeats
-        self.least = method.largest_depth(lambda depth: not self._has_plan(depth)) + 1
+        self.least = min(MOST_LAYERS, method.largest_depth(lambda depth: not self._has_plan(depth)) + 1)
         self._check()
 
     def _check(self) -> None:

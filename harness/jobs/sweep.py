@@ -266,7 +266,8 @@ class Sweep:
         self.measured_now.add(key)
         stem = new_stem(self.results, job)
         Path(f"{stem}.txt").write_text("".join(f"{line}\n" for line in log_lines.header_lines(job)))
-        seen = {"phase": "plan", "machine": machine.facts(), "software": machine.software()}
+        here = {**machine.facts(), **machine.kernel_environment()}
+        seen = {"phase": "plan", "machine": here, "software": machine.software()}
         path = write_end(job, key, stem, Failure("does-not-fit", shortfall), seen)
         self.records[path] = Record.read(path)
         return path

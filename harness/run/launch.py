@@ -243,8 +243,7 @@ class Watch:
     def complete(self, record: Record) -> Record:
         """The record with what only this process knows: peaks, limits, the cause of an end."""
         changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
-        given = {"environment": told} if (told := machine.kernel_environment()) else {}
-        changes["machine"] = {**record.machine, **self.surroundings, **given}
+        changes["machine"] = {**record.machine, **self.surroundings, **machine.kernel_environment()}
         changes["software"] = {**record.software, "source": self.source}
         if self.wall:
             changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}

@@ -6,6 +6,7 @@ the table may name nothing but the classes that describe it, and the rest is loa
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from pathlib import Path
@@ -34,8 +35,17 @@ ALLOWED = {
 }  # fmt: skip
 
 
+def _member(kind: Any, name: str) -> Any:
+    """What Python before 3.11.4 calls getattr for: the member of an enumeration."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no checkpoint")
         return super().find_class(module, name)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.artifact_logs.import_logs import import_logs, line
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import MOST_LAYERS, Budget, Job, Workload
 from harness.core.log_lines import BUILD_LOG
 from harness.core.record import Record, read_all
 from harness.evidence import claims, fairness, verify
@@ -100,7 +100,7 @@ def test_our_own_logs_say_how_their_runs_ended(tmp_path: Path) -> None:
     (logs := tmp_path / "logs").mkdir()
     launch(Job("resident", load, steps=5, warmup=1), "", logs)
     launch(Job("l2l", load, budget=small, device="sim", steps=4, warmup=1), "", logs)
-    Sweep(logs).run([Job("resident", load.at_depth(10**8))])
+    Sweep(logs).run([Job("resident", load.at_depth(MOST_LAYERS))])
     (logs / BUILD_LOG.format("zenflow")).write_text("ninja: no work to do")
     records = sorted(imported(logs, results=tmp_path), key=lambda record: record.evidence["log"])
     own = sorted(read_all(logs)[0].items(), key=lambda item: item[0].name)

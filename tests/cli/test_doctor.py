@@ -130,6 +130,7 @@ def test_the_calibration_of_another_machine_is_not_used(change: dict[str, Any]) 
 
 
 def test_a_calibration_that_was_cut_off_is_none() -> None:
+    machine.CALIBRATION.parent.mkdir(exist_ok=True)
     machine.CALIBRATION.write_text('{"machine": {')
     assert machine.calibrations() == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.job import GIB, Budget, Job, Plan, Workload
+from harness.core.job import GIB, MOST_LAYERS, Budget, Job, Plan, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
 from harness.jobs.progress import _Lines, closing_line, print_results
@@ -46,6 +46,14 @@ def test_other_threads_are_another_measurement_and_on_record(tmp_path: Path, mon
         names.append((record.key, machine_of(record)))
         assert record.machine["environment"] == f"OMP_NUM_THREADS={number}"
     assert len({key for key, _ in names}) == len({name for _, name in names}) == 2
+
+
+def test_what_a_plan_refuses_is_of_the_same_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.figures.point import machine_of
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    refused = dataclasses.replace(jobs("resident")[0], workload=TINY.at_depth(MOST_LAYERS))
+    assert len({machine_of(record) for record in Sweep(tmp_path).run([*jobs("resident"), refused])}) == 1
 
 
 def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path, in_process: None) -> None:

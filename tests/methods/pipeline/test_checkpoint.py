@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import random
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from methods.pipeline import checkpoint_reader
 from methods.pipeline.checkpoint import Checkpoints, read
@@ -76,6 +78,25 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
     with pytest.raises(ValueError, match=rf"{path}: expected a checkpoint, got damaged or foreign files") as told:
         read(tmp_path)
     assert not touched.exists() and "\n" not in str(told.value)
+
+
+def test_a_checkpoint_of_an_older_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 3.11.4 an enumeration's member is pickled as a call of getattr."""
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    state(7)[2].save(tmp_path, 7, {"step": 7}).result()
+    assert b"getattr" in (folder_of(tmp_path, 7) / COMPLETE).read_bytes()
+    assert read(tmp_path)[0] == 7
+
+
+def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: Path) -> None:
+    class Asks:
+        def __reduce__(self) -> tuple:
+            return getattr, (Metadata, "__init__")
+
+    state(7)[2].save(tmp_path, 7, {"step": 7}).result()
+    (folder_of(tmp_path, 7) / COMPLETE).write_bytes(pickle.dumps(Asks()))
+    with pytest.raises(ValueError, match="it asks for __init__ of what is no enumeration"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("size", [0, 100])
