@@ -33,25 +33,28 @@ from harness.core.whole_file import write_whole
 from harness.jobs import gate, probe, probe_runs
 from harness.jobs.probe import Probe, Trial
 from harness.run import warm_start
+from methods.shared.roundings import ROUNDINGS
 
 SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)
-FOLDERS = (Path(__file__).parent / "faults",)
+FOLDERS = (Path(__file__).parent / "faults", probe_runs.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
 # How a record is judged: with a CPU's tolerances, with CUDA's, by bits, and as before there was a probe.
 WAYS = ("cpu", "cuda", "bits", "without the probe")
-HONEST: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("resident", {}, {"micro_batches": 2}),
     ("l2l", {}, {}),
     ("stronghold", {"window_size": 1}, {}),
     ("stronghold", {"placement": "R1P1W1S1"}, {}),
     ("hydra", {}, {}),
     ("varuna", {}, {}),
-    *(("planted", options, {}) for options in (
-        {"threads": 2}, {"products": 2}, {"products": 4}, {"attention": "plain"}, {"adam": "foreach"}, {"adam": "loop"},
-        {"adam": "plain"}, {"adam": "loop", "products": 4}, {"attention": "plain", "products": 4},
-        {"adam": "plain", "attention": "plain", "products": 2},
-    )),
+]
+UNSEEN = [name for name in ROUNDINGS if name not in probe.ROUNDINGS]  # by the floor
+ROUNDED: list[dict[str, Any]] = [
+    *({"rounding": name} for name in UNSEEN),
+    {"threads": 2}, {"adam": "foreach"}, {"adam": "loop"}, {"adam": "plain"},
+    {"adam": "loop", "rounding": "split-products"}, {"adam": "plain", "rounding": "products-in-halves"},
+    {"adam": "plain", "rounding": "plain-attention"},
 ]  # fmt: skip
 # Engines take seconds to start and, DeepSpeed, a process for each training.
 ENGINES = ("megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
@@ -131,15 +134,15 @@ class Case(NamedTuple):
     def reference(self) -> Case:
         return self._replace(method=method.reference(), options={}, changes={})
 
-    def split(self) -> Case:
-        batch_size = probe_runs.workload(self.size, self.dtype).batch_size
-        return self.reference()._replace(changes={"micro_batches": batch_size})
+    def rounded(self) -> Case:
+        job = probe_runs.rounding(self.probe("fp32"))
+        return self.reference()._replace(method=job.method, options=job.options)
 
     def jobs(self) -> Iterator[Job]:
         """All that a verdict takes. Raises ValueError if this size cannot be trained so."""
         yield from (self.job(), self.reference().job())
         for dtype in {self.dtype, "fp32"}:
-            yield from (each.probe(dtype) for each in (self, self.reference(), self.split()))
+            yield from (each.probe(dtype) for each in (self, self.reference(), self.rounded()))
 
 
 class Outcome(NamedTuple):
@@ -170,7 +173,9 @@ def fault_cases(
 def honest_cases(
     dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
 ) -> list[Case]:
-    found = [Case(*how, dtype, seed, "", size, probe_steps) for how in HONEST for seed in seeds]
+    """Of methods with two seeds, of roundings with all."""
+    found = [Case(*how, dtype, seed, "", size, probe_steps) for how in METHODS for seed in seeds[:2]]
+    found += [Case("planted", how, {}, dtype, seed, "", size, probe_steps) for how in ROUNDED for seed in seeds]
     found += [Case(name, {}, {}, dtype, seeds[0], "", size, probe_steps) for name in ENGINES]
     return [case for case in found if dtype != "fp16" or method.load(case.method, FOLDERS).scales_loss]
 
@@ -200,9 +205,9 @@ def outcome(case: Case, records: dict[str, Record]) -> Outcome:
 
     trials = []
     for dtype in dict.fromkeys(("fp32", case.dtype)):
-        others = [record(case.split(), dtype)]
-        others += [record(case.reference(), "fp32")] if dtype != "fp32" else []
-        trials.append(Trial(record(case, dtype), record(case.reference(), dtype), tuple(others)))
+        others = tuple(record(case.rounded(), dtype).models())
+        wide = (record(case.reference(), "fp32"),) if dtype != "fp32" else ()
+        trials.append(Trial(record(case, dtype), record(case.reference(), dtype), others, wide))
     verdicts = {}
     for way in WAYS:
         as_judged: dict[str, Any] = {"device": "cuda" if way == "cuda" else "cpu", "bit_exact": way == "bits"}

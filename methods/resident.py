@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import TensorState, Trained, Training
+from harness.core.method import Step, TensorState, Trained, Training
 from methods.shared.memory_needs import describe, resident_plan
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from harness.core.gpt import GPT
     from methods.shared.loss_scale import LossScale
+    from methods.shared.roundings import Rounding
 
 
 @dataclass(frozen=True)
@@ -36,45 +37,72 @@ class Resident:
         return describe(workload, "torch, called in this file", "torch AdamW, fused, device")
 
     def train(self, workload: Workload, batches, device: str) -> Training:
+        model = Model(workload, device)
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            yield model.step(number, inputs, targets)
+        return Trained(model.tensors())
+
+
+class Model:
+    """A model with its optimizer. Its gradients are computed as a rounding says, if one is given."""
+
+    def __init__(self, workload: Workload, device: str, rounding: Rounding | None = None) -> None:
         import torch
 
         from harness.core.gpt import adamw, empty, initialize
-        from methods.offload.clip import global_norm, norms_of
         from methods.shared.loss_scale import LossScale
 
-        model = empty(workload, device)
-        names, weights = zip(*model.named_parameters(), strict=True)
-        mixed = workload.dtype != "fp32"
-        masters = list(weights)
-        if mixed:
-            masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
-        initialize(((name, master.data) for name, master in zip(names, masters, strict=True)), workload)
-        if mixed:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, masters)
-        optimizer = adamw(masters)
-        scale = LossScale(workload)
-        for step, (inputs, targets) in enumerate(batches, start=1):
-            loss = _backward(model, inputs, targets, workload.micro_batches, scale.value)
-            _take_gradients(masters, weights, scale)
-            # In parts a norm is summed in parts, too: to the gate's probe that is rounding.
-            norm = global_norm(norms_of([p.grad for p in masters], in_blocks=workload.micro_batches > 1))
-            if workload.clip_norm:
-                torch.nn.utils.clip_grads_with_norm_(masters, workload.clip_norm, norm)
-            for group in optimizer.param_groups:
-                group["lr"] = workload.learning_rate_at(step)
-            is_skipped = scale.overflows(norm)
-            if not is_skipped:
-                optimizer.step()
-            optimizer.zero_grad()
-            if mixed:
-                with torch.no_grad():
-                    torch._foreach_copy_(weights, masters)
-            yield scale.step(loss, norm, is_skipped=is_skipped)
-        columns = [(name, p, optimizer.state[p]) for name, p in zip(names, masters, strict=True)]
-        return Trained([
+        self.workload, self.rounding = workload, rounding
+        self.model = empty(workload, device)
+        self.names, self.weights = zip(*self.model.named_parameters(), strict=True)
+        self.is_mixed = workload.dtype != "fp32"
+        self.masters = list(self.weights)
+        if self.is_mixed:
+            self.masters = [torch.empty_like(weight, dtype=torch.float32) for weight in self.weights]
+        initialize(((name, master.data) for name, master in zip(self.names, self.masters, strict=True)), workload)
+        self._copy_to_weights()
+        self.optimizer = adamw(self.masters)
+        self.scale = LossScale(workload)
+
+    def step(self, number: int, inputs: Tensor, targets: Tensor) -> Step:
+        import torch
+
+        from methods.offload.clip import global_norm, norms_of
+
+        parts = self.workload.micro_batches
+        if self.rounding:
+            loss = self.rounding(self._backward, inputs, targets)
+        else:
+            loss = self._backward(inputs, targets, parts)
+        _take_gradients(self.masters, self.weights, self.scale)
+        # Of another rounding a norm is summed otherwise, too: in parts.
+        norm = global_norm(norms_of([p.grad for p in self.masters], in_blocks=parts > 1 or self.rounding is not None))
+        if self.workload.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.workload.clip_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.workload.learning_rate_at(number)
+        is_skipped = self.scale.overflows(norm)
+        if not is_skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._copy_to_weights()
+        return self.scale.step(loss, norm, is_skipped=is_skipped)
+
+    def tensors(self) -> list[TensorState]:
+        columns = [(name, p, self.optimizer.state[p]) for name, p in zip(self.names, self.masters, strict=True)]
+        return [
             TensorState(name, p.detach(), state.get("exp_avg"), state.get("exp_avg_sq")) for name, p, state in columns
-        ])  # fmt: skip
+        ]
+
+    def _backward(self, inputs: Tensor, targets: Tensor, num_parts: int = 1) -> Tensor:
+        return _backward(self.model, inputs, targets, num_parts, self.scale.value)
+
+    def _copy_to_weights(self) -> None:
+        import torch
+
+        if self.is_mixed:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.masters)
 
 
 def _backward(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,8 +33,7 @@ class Planted:
     accumulates = True
 
     fault: str = ""  # of FAULTS, HIDDEN_FAULTS or DROPOUT_FAULTS
-    products: int = 1  # parts that the sum of each matrix product is split into
-    attention: str = "torch"  # or "plain": scores, mask, softmax and values one after the other
+    rounding: str = ""  # of methods/shared/roundings.py
     adam: str = "fused"  # or "foreach", "loop", "plain": written out
     threads: int = 0  # of torch; 0: as they are
     dropout_seed: int = 0  # other elements are dropped; 0: the reference's
@@ -84,16 +82,14 @@ class Loop:
         self.memory: dict[str, Any] = {}  # of a fault, from step to step
         if how.fault:
             {**FAULTS, **HIDDEN_FAULTS, **DROPOUT_FAULTS}[how.fault](self)
-        if how.products > 1:
-            self.patches.append(functools.partial(_replaced, "linear", _split_linear(how.products)))
-        if how.attention == "plain":
-            self.patches.append(functools.partial(_replaced, "scaled_dot_product_attention", _plain_attention()))
         if self.is_mixed:
             self.copy_to_weights()
         self.optimizer = self.make_optimizer()
 
     def run(self, batches: Any) -> Training:
         import torch
+
+        from methods.shared.roundings import named
 
         if self.how.dropout_seed:
             torch.manual_seed(self.how.dropout_seed)
@@ -102,7 +98,11 @@ class Loop:
             with contextlib.ExitStack() as stack:
                 for patch in self.patches:
                     stack.enter_context(patch())
-                loss = self.backward(inputs, targets)
+                loss = (
+                    named(self.how.rounding)(self.backward, inputs, targets)
+                    if self.how.rounding
+                    else self.backward(inputs, targets)
+                )
             grads = {}
             for name, weight in self.weights.items():
                 assert weight.grad is not None
@@ -127,10 +127,15 @@ class Loop:
     def batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return inputs, targets
 
-    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model(inputs, targets, self.scale.value)
-        loss.backward()
-        return loss.detach()
+    def backward(self, inputs: Tensor, targets: Tensor, num_parts: int = 1) -> Tensor:
+        import torch
+
+        total = torch.zeros((), device=inputs.device)
+        for some, those in zip(inputs.chunk(num_parts), targets.chunk(num_parts), strict=True):
+            loss = self.model(some, those, self.scale.value) / num_parts
+            loss.backward()
+            total += loss.detach()
+        return total
 
     def change_gradients(self, grads: dict[str, Tensor]) -> None:
         pass
@@ -227,44 +232,13 @@ def PlainAdamW(groups: Any, defaults: Any) -> Any:
     return _plain_adamw()(groups, defaults)
 
 
-# Other kernels, by their names in torch.nn.functional.
-
-
-@contextlib.contextmanager
-def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _patch(loop: Loop, name: str, function: Callable[..., Any]) -> None:
+    """Let the function stand in for the one of this name in torch.nn.functional, which it is given first."""
     import torch.nn.functional as F
 
-    original = getattr(F, name)
-    setattr(F, name, functools.partial(function, original))
-    try:
-        yield
-    finally:
-        setattr(F, name, original)
+    from methods.shared.roundings import replaced
 
-
-def _split_linear(parts: int) -> Callable[..., Any]:
-    def linear(original: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-        pairs = zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
-        total = sum(original(some, those) for some, those in pairs)
-        return total if bias is None else total + bias
-
-    return linear
-
-
-def _plain_attention(diagonal: int = 0) -> Callable[..., Any]:
-    """Token i sees those up to i + diagonal."""
-    import torch
-
-    def attention(original: Any, query: Any, key: Any, value: Any, is_causal: bool, dropout_p: float) -> Any:
-        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-        is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1 + diagonal)
-        return scores.masked_fill(is_hidden, -math.inf).softmax(-1) @ value
-
-    return attention
-
-
-def _other_mask(loop: Loop) -> None:
-    loop.patches.append(functools.partial(_replaced, "scaled_dot_product_attention", _plain_attention(1)))
+    loop.patches.append(lambda: replaced(F, name, functools.partial(function, getattr(F, name))))
 
 
 # The faults. Each changes a loop before it trains.
@@ -467,7 +441,7 @@ def _head_only(loop: Loop) -> None:
         is_tied = weight is loop.weights["ends.wte.weight"]
         return original(inputs, weight.detach() if is_tied else weight, *words)
 
-    loop.patches.append(functools.partial(_replaced, "embedding", embedding))
+    _patch(loop, "embedding", embedding)
 
 
 @_fault("tied gradient from the look-up only")
@@ -533,12 +507,16 @@ def _undecayed(loop: Loop) -> None:
     loop.before_update = before  # type: ignore[method-assign]
 
 
-FAULTS["mask off by one"] = _other_mask
+@_fault("mask off by one")
+def _other_mask(loop: Loop) -> None:
+    from methods.shared.roundings import attended
+
+    _patch(loop, "scaled_dot_product_attention", lambda original, *each, **words: attended(*each, diagonal=1))
 
 
 @_fault("tanh GELU")
 def _tanh(loop: Loop) -> None:
-    loop.patches.append(functools.partial(_replaced, "gelu", lambda original, x: original(x, approximate="tanh")))
+    _patch(loop, "gelu", lambda original, x: original(x, approximate="tanh"))
 
 
 @_fault("dropout left at 0.1")
@@ -603,14 +581,14 @@ def _unscaled(loop: Loop) -> None:
     def dropout(original: Any, x: Any, probability: float) -> Any:
         return original(x, probability) * (1 - probability)
 
-    loop.patches.append(functools.partial(_replaced, "dropout", dropout))
+    _patch(loop, "dropout", dropout)
 
 
 def _undropped_attention(loop: Loop) -> None:
     def attention(original: Any, *words: Any, dropout_p: float, **others: Any) -> Any:
         return original(*words, dropout_p=0.0, **others)
 
-    loop.patches.append(functools.partial(_replaced, "scaled_dot_product_attention", attention))
+    _patch(loop, "scaled_dot_product_attention", attention)
 
 
 def _same_each_step(loop: Loop) -> None:

@@ -60,6 +60,17 @@ class OtherModel(NamedTuple):
     losses: list[float]  # one for each of its own steps, as the norms
     grad_norms: list[float]
     tensors: Iterable[TensorState]
+    loss_scales: list[float] = []  # noqa: RUF012  of each step in fp16
+    skipped_steps: list[int] = []  # noqa: RUF012
+
+    @classmethod
+    def of(cls, changes: dict[str, Any], steps: Sequence[Step], tensors: Iterable[TensorState]) -> OtherModel:
+        return cls(
+            changes, [float(step.loss) for step in steps],
+            [float(step.grad_norm) for step in steps if step.grad_norm is not None], tensors,
+            [step.loss_scale for step in steps if step.loss_scale is not None],
+            [number for number, step in enumerate(steps, start=1) if step.is_skipped],
+        )  # fmt: skip
 
 
 class Trained(NamedTuple):

@@ -141,7 +141,7 @@ class Record:
             workload = dataclasses.replace(self.job.workload, **other["workload"])
             steps = self.job.steps * self.job.workload.batch_size // workload.batch_size  # the same samples
             job = dataclasses.replace(self.job, workload=workload, steps=steps, warmup=min(self.job.warmup, steps - 1))
-            kept = {name: other[name] for name in ("losses", "grad_norms", "tensors")}
+            kept = {name: value for name, value in other.items() if name != "workload"}
             found.append(dataclasses.replace(self, job=job, others=[], **kept))
         return found
 

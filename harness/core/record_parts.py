@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import Required, TypedDict  # noqa: UP035 - typing's, before Python 3.12, pydantic refuses
+from typing_extensions import NotRequired, Required, TypedDict  # noqa: UP035 - typing's, before Python 3.12, pydantic refuses
 
 from harness.core.checked_data import OTHER_FIELDS
 
@@ -30,6 +30,8 @@ class Other(TypedDict):
     workload: dict[str, Any]  # in which fields it differs
     losses: Values
     grad_norms: Values
+    loss_scales: NotRequired[list[float]]
+    skipped_steps: NotRequired[list[int]]
     tensors: dict[str, Tensor]
 
 

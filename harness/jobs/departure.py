@@ -88,18 +88,19 @@ class Departure(NamedTuple):
         return f"{self.seen}: {self.cause}" if self.cause else self.seen
 
 
-def floor(reference: Record, others: Iterable[Record]) -> Limits:
+def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = ()) -> Limits:
     """How far other records of the same training, right by construction, are from the reference's: what rounding
-    amounts to, by the first of them alone for tensors. A tensor's is the median tensor's at least, any one is LEAST at
-    least."""
-    others = list(others)
-    shared = [(other, comparable_steps(other, reference)) for other in others]
+    amounts to, the largest of any. `wide`: in a wider dtype, of which only losses and norms count. A tensor's floor is
+    the median tensor's at least, any one is LEAST at least."""
+    shared = [(other, comparable_steps(other, reference)) for other in (*others, *wide)]
     num = len(reference.losses)
     losses = [differences(other.losses[:steps], reference.losses) for other, steps in shared]
     norms = [differences(other.grad_norms[:steps], reference.grad_norms) for other, steps in shared]
-    far = {part: compare(others[0], reference) for part, (_, _, compare) in PARTS.items()}
-    medians = {part: max(LEAST, _median(found.values())) for part, found in far.items()}
-    tensors = {part: {name: max(medians[part], each) for name, each in found.items()} for part, found in far.items()}
+    tensors, medians = {}, {}
+    for part, (_, _, compare) in PARTS.items():
+        found = [compare(other, reference) for other in others]
+        medians[part] = max([LEAST, *(_median(far.values()) for far in found)])
+        tensors[part] = {name: max(medians[part], *(far[name] for far in found)) for name in found[0]}
     return Limits(_largest_so_far(losses, num), _largest_so_far(norms, num), tensors, medians)
 
 

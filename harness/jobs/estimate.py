@@ -7,7 +7,7 @@ from harness.core.method import Method
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import machine
 from harness.jobs import probe_runs
-from harness.jobs.probe import Extent
+from harness.jobs.probe import ROUNDINGS, Extent
 from harness.run.launch import is_small
 
 LONG_SECONDS = 600.0  # what is foreseen to take longer says so first
@@ -37,13 +37,17 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
     and its size. See probe_runs.py for how many there are."""
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
-    load, is_wide, keeps_bits = job.workload, job.workload.dtype == "fp32", job.device != "cuda"
-    num_runs = 2 if keeps_bits and trained.bit_exact else 3  # by the method, the reference, and it in parts
-    if not is_wide:
-        num_runs = 2 if keeps_bits and trained.bit_exact_in_half else 3 + num_runs
+    load = job.workload
+    promised = [trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half]
+    if load.dtype != "fp32" and not promised[0]:
+        promised.append(trained.bit_exact)  # in fp32
+    kept = [each and job.device != "cuda" for each in promised]
+    # By the method and by the reference; where the bits may differ, in one more process by the reference otherwise.
+    num_runs = sum(2 if each else 3 for each in kept)
+    num_models = sum(2 if each else 2 + len(ROUNDINGS) for each in kept)
     small = probe_runs.capped(load.at_depth(min(extent.layers, load.num_layers)))
     share = extent.steps / job.steps * small.flops_per_step / load.flops_per_step
-    return num_runs * (PROCESS_SECONDS[job.device] + share * (run - PROCESS_SECONDS[job.device]))
+    return num_runs * PROCESS_SECONDS[job.device] + num_models * share * (run - PROCESS_SECONDS[job.device])
 
 
 def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:

@@ -358,7 +358,7 @@ def _with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
 
 def _untrained_reference(trial: Trial) -> str:
     """Why there is nothing to compare a trial with; empty if there is."""
-    for other in (trial.reference, *trial.others):
+    for other in (trial.reference, *trial.others, *trial.wide):
         own = _own_conditions(other) if other.status == "ok" else Gate(text=f"ended as {other.status}: {other.reason}")
         if own:
             return f"the reference's probe in {trial.dtype} did not train: {own.text}"

@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from harness.core.job import Job, Workload
+from harness.core.job import Budget, Job, Workload
+from harness.core.method import ROOT
 from harness.core.record import Record
 from harness.jobs import departure
-from harness.jobs.probe import LEARNING_RATE, Extent, Probe, Trial
+from harness.jobs.probe import LEARNING_RATE, ROUNDINGS, Extent, Probe, Trial
 
 FOLDER = "probes"  # in the folder of results
+METHODS = ROOT / "methods" / "probe"  # a folder of methods that nothing else finds
 # The most that a probe has, where bench/gate_power.py sees all planted faults. A head keeps at least 8 columns: kernels
 # of GPUs take multiples of that.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
@@ -97,16 +99,21 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
     theirs = runs.measure(reference)
     if record.status != "ok" or theirs.status != "ok" or departure.is_same(record, theirs):
         return Trial(record, theirs)
-    size = reference.workload
-    parts = 1 if size.micro_batches == size.batch_size else size.batch_size
-    others = [runs.measure(_with(reference, micro_batches=parts))]
-    others += [runs.measure(_with(reference, dtype="fp32"))] if dtype != "fp32" else []
-    return Trial(record, theirs, tuple(others))
+    rounded = runs.measure(dataclasses.replace(rounding(reference), budget=Budget(seconds=budget.seconds)))
+    wide = [dataclasses.replace(reference, workload=dataclasses.replace(reference.workload, dtype="fp32"))]
+    return Trial(
+        record, theirs, tuple(rounded.models()), tuple(runs.measure(each) for each in wide if dtype != "fp32")
+    )  # fmt: skip
+
+
+def rounding(reference: Job) -> Job:
+    """Of the reference by other roundings."""
+    return dataclasses.replace(reference, method="rounded", options={"names": ",".join(ROUNDINGS)})
 
 
 def workload(load: Workload, dtype: str) -> Workload:
-    """At the probe's rate. Without dropout, which no two methods draw alike, and with a second sample where there is
-    one: what it is cut into measures rounding."""
+    """At the probe's rate. Without dropout, which no two methods draw alike, and with two samples at least, whose order
+    rounds."""
     batch_size = max(2, load.batch_size)
     return dataclasses.replace(load, learning_rate=LEARNING_RATE, dropout=0.0, batch_size=batch_size, dtype=dtype)
 
@@ -118,7 +125,3 @@ def capped(load: Workload) -> Workload:
         load, hidden_size=head_size * load.num_heads, seq_len=min(load.seq_len, TOKENS),
         vocab_size=min(load.vocab_size, WORDS), corpus=None,
     )  # fmt: skip
-
-
-def _with(job: Job, **changes: Any) -> Job:
-    return dataclasses.replace(job, workload=dataclasses.replace(job.workload, **changes))

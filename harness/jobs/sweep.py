@@ -351,17 +351,17 @@ class Sweep:
 
     def _probe_runs(self) -> probe_runs.Runs:
         if self._probe_records is None:
-            folder = own_folder(self.results / probe_runs.FOLDER)
+            folder, folders = own_folder(self.results / probe_runs.FOLDER), (*self.folders, probe_runs.METHODS)
             self._probe_records = Sweep(
-                folder, self.folders, self._report_probe, place=self.place, probe=NONE, is_timed=False
-            )
+                folder, folders, self._report_probe, place=self.place, probe=NONE, is_timed=False
+            )  # fmt: skip
         records = self._probe_records
 
         def measure(job: Job) -> Record:
-            return records.records[records._measure(resolve(job, self.folders)[0], {"role": "probe"})]
+            return records.records[records._measure(resolve(job, records.folders)[0], {"role": "probe"})]
 
         def why_not(job: Job) -> str | None:
-            return resolve(job, self.folders)[2]
+            return resolve(job, records.folders)[2]
 
         return probe_runs.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
 

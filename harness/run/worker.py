@@ -154,6 +154,7 @@ class Run:
         self.measured["tensors"] = inspect(trained.tensors, job)
         self.measured["others"] = [
             {"workload": other.changes, "losses": other.losses, "grad_norms": other.grad_norms,
+             "loss_scales": other.loss_scales, "skipped_steps": other.skipped_steps,
              "tensors": inspect(other.tensors, job)}
             for other in trained.others
         ]  # fmt: skip

@@ -121,5 +121,4 @@ def raise_failures(tasks: Sequence[Task]) -> None:
 def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:
     """The record's entry for a model that is not the first."""
     changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
-    norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
-    return OtherModel(changes, [float(step.loss) for step in steps], norms, tensors(shards, ordered))
+    return OtherModel.of(changes, steps, tensors(shards, ordered))

@@ -102,10 +102,10 @@ def test_a_planted_fault_is_seen_and_named(fault: str) -> None:
 @pytest.mark.parametrize("fault", sorted(set(gate_power.RIGHT) - {"no fp32 master"}))
 def test_the_probe_in_fp32_sees_each_planted_fault_and_names_all_but_one(fault: str) -> None:
     (case,) = gate_power.fault_cases("fp32", [fault])
-    cases = (case, case.reference(), case.split())
+    cases = (case, case.reference(), case.rounded())
     JOBS.update({each.probe("fp32").key(): each.probe("fp32") for each in cases})
-    ours, theirs, split = (trained(each.probe("fp32").key()) for each in cases)
-    found = probe.find(Trial(ours, theirs, (split,)), is_held_to_bits=False)
+    ours, theirs, rounded = (trained(each.probe("fp32").key()) for each in cases)
+    found = probe.find(Trial(ours, theirs, tuple(rounded.models())), is_held_to_bits=False)
     assert found is not None
     verdict = Gate("failed", found.reason, found.text, {"step": found.step})
     named = gate_power.Outcome(case, {"cpu": verdict}).is_named("cpu")
@@ -113,7 +113,8 @@ def test_the_probe_in_fp32_sees_each_planted_fault_and_names_all_but_one(fault: 
 
 
 def test_honest_rounding_passes_and_says_what_that_rests_on() -> None:
-    case = Case("planted", {"products": 2, "adam": "plain", "attention": "plain"}, {}, "fp32", gate_power.SEEDS[0])
+    options = {"rounding": "attention-in-double", "adam": "plain"}
+    case = Case("planted", options, {}, "fp32", gate_power.SEEDS[0])
     for way in ("cpu", "cuda"):
         verdict = outcome_of(case).verdicts[way]
         assert verdict.verdict == "tolerance"

@@ -92,6 +92,19 @@ def test_no_floor_is_below_one_rounding_and_a_step_s_is_the_largest_so_far() -> 
     assert floor.norms == [1e-7] * 7
 
 
+def test_a_tensor_s_floor_is_the_farthest_rounding_s() -> None:
+    """One of them alone ends by chance where the reference does."""
+    others = [trained(BASE, tensors={"a": tensor(size=0.0, sketch=[end, 0.0])}) for end in (1.0, 1.02, 1.01)]
+    floor = departure.floor(trained(BASE, tensors={"a": tensor(size=0.0)}), others)
+    assert floor.tensors["way"] == pytest.approx({"a": 0.02}) and floor.medians["way"] == pytest.approx(0.02)
+
+
+def test_what_is_wider_counts_for_losses_alone() -> None:
+    wide = trained([2.0, 1.9, 1.8, 1.7 * (1 + 1e-3)], tensors={"layers.0.fc1.weight": tensor(sketch=[2.0, 0.0])})
+    floor = departure.floor(trained(BASE), [trained(BASE)], [wide])
+    assert floor.losses[-1] == pytest.approx(1e-3) and floor.medians["way"] == departure.LEAST
+
+
 def test_a_tensor_s_floor_is_the_median_tensor_s_at_least() -> None:
     names = ("a", "b", "c")
     reference = trained(BASE, tensors={name: tensor(size=0.0) for name in names})
@@ -262,7 +275,7 @@ def test_equal_bits_take_no_measure_of_rounding_and_the_next_size_takes_no_probe
 
 @pytest.mark.heavy
 @pytest.mark.probe
-def test_other_bits_are_measured_by_the_reference_in_parts_and_half_precision_in_fp32_too(
+def test_other_bits_are_measured_by_other_roundings_of_the_reference_and_half_precision_in_fp32_too(
     tmp_path: Path, in_process: None
 ) -> None:
     events: list[dict] = []
@@ -270,7 +283,7 @@ def test_other_bits_are_measured_by_the_reference_in_parts_and_half_precision_in
     record = Sweep(tmp_path, PLANTED, events.append).run([honest])[0]
     assert sorted(probed(events)) == sorted(
         [("planted", 2, 1, dtype) for dtype in ("bf16", "fp32")]
-        + [("resident", 2, parts, dtype) for dtype in ("bf16", "fp32") for parts in (1, 2)]
+        + [(method, 2, 1, dtype) for dtype in ("bf16", "fp32") for method in ("resident", "rounded")]
     )
     assert record.gate.passed and "probe: 20 steps in fp32 and bf16" in record.gate.text, record.gate.text
 
@@ -281,7 +294,7 @@ def test_forgotten_decay_fails_by_the_probe_alone(tmp_path: Path, in_process: No
     assert Sweep(tmp_path, PLANTED, probe=NONE).run([forgotten])[0].gate.passed
     verdict = Sweep(tmp_path, PLANTED).run([forgotten])[0].gate
     assert (verdict.verdict, verdict.reason) == ("failed", "update"), verdict.text
-    assert "is 5 times what rounding does here" in verdict.text
+    assert "is 2 times what rounding does here" in verdict.text
 
 
 @pytest.mark.probe

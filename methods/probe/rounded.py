@@ -1,0 +1,39 @@
+"""The reference by other roundings: how far they are from it is what the gate's probe takes for honest.
+
+Found by the probe alone (harness/jobs/probe_runs.py); the models take turns, step by step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from harness.core.job import Budget, Plan, Workload
+from harness.core.method import OtherModel, Step, Trained, Training
+from methods.shared.memory_needs import resident_plan
+
+
+@dataclass(frozen=True)
+class Rounded:
+    names: str  # of methods/shared/roundings.py, with commas
+
+    label = "The reference by other roundings"
+    scales_loss = True
+    accumulates = True
+
+    def plan(self, workload: Workload, budget: Budget) -> Plan:
+        plan, num_models = resident_plan(workload), len(self.names.split(","))
+        return dataclasses.replace(plan, device={kind: num_models * size for kind, size in plan.device.items()})
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        from methods.resident import Model
+        from methods.shared.roundings import named
+
+        models = [Model(workload, device, named(name)) for name in self.names.split(",")]
+        steps: list[list[Step]] = [[] for _ in models]
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            for told, model in zip(steps, models, strict=True):
+                told.append(model.step(number, inputs, targets))
+            yield steps[0][-1]
+        others = [OtherModel.of({}, told, model.tensors()) for told, model in zip(steps[1:], models[1:], strict=True)]
+        return Trained(models[0].tensors(), schedule={"num_models": len(models)}, others=others)

@@ -1,0 +1,206 @@
+"""Honest roundings: other ways to compute the same gradients, none of them wrong.
+
+The gate's probe trains the reference by some of them: how far these are from the reference is what rounding amounts to
+there (ROUNDINGS in harness/jobs/probe.py). bench/gate_power.py tries the gate on the others. To add one is to write one
+function.
+
+Shapes: B batch, T tokens, D hidden, N rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.core import gpt
+from harness.core.named_entries import did_you_mean
+
+ULP = 2.0**-24  # of fp32, in which kernels sum, relative
+BLOCK_LOGITS = 2**14
+
+
+class Backward(Protocol):
+    """The mean loss of inputs and targets, (B, T), detached; leaves its gradients, summed over parts of the batch."""
+
+    def __call__(self, inputs: Tensor, targets: Tensor, num_parts: int = 1) -> Tensor: ...
+
+
+Rounding = Callable[[Backward, Tensor, Tensor], Tensor]
+ROUNDINGS: dict[str, Rounding] = {}
+
+
+def named(name: str) -> Rounding:
+    """Raises ValueError for an unknown name."""
+    if name not in ROUNDINGS:
+        raise ValueError(f"no rounding {name!r}: {did_you_mean(name, ROUNDINGS)}choose some of {', '.join(ROUNDINGS)}")
+    return ROUNDINGS[name]
+
+
+def _add(rounding: Rounding) -> Rounding:
+    ROUNDINGS[rounding.__name__.replace("_", "-")] = rounding  # type: ignore[attr-defined]
+    return rounding
+
+
+def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of a function that stands in for the one of this name in torch.nn.functional, which it is given first."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def rounding(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
+            with replaced(F, name, functools.partial(function, getattr(F, name))):
+                return backward(inputs, targets)
+
+        rounding.__name__ = function.__name__
+        _add(rounding)
+        return function
+
+    return add
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@_add
+def single_samples(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
+    return backward(inputs, targets, len(inputs))
+
+
+@_add
+def samples_reversed(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
+    return backward(inputs.flip(0), targets.flip(0))
+
+
+@_kernel("linear")
+def split_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Sums in four parts, each rounded to the dtype."""
+    return _split(linear, x, weight, bias, 4)
+
+
+@_kernel("linear")
+def ulp_of_norms(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Each product, of the backward pass, too, up to an ulp of fp32 off, relative to the product of the norms of what
+    is multiplied: any order of its sum keeps that."""
+    product: Tensor = Noisy.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
+    product = product.view(*x.shape[:-1], -1)
+    return product if bias is None else product + bias
+
+
+@_kernel("scaled_dot_product_attention")
+def plain_attention(
+    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, is_causal: bool, dropout_p: float
+) -> Tensor:
+    """Scores, mask, softmax and values one after the other, each rounded to the dtype."""
+    return attended(query, key, value)
+
+
+@_add
+def head_in_blocks(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of some tokens after the other."""
+    with replaced(gpt, "NUM_LOGITS", BLOCK_LOGITS):
+        return backward(inputs, targets)
+
+
+@_add
+def two_parts(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
+    return backward(inputs, targets, len(inputs) if len(inputs) % 2 else 2)  # of equal sizes
+
+
+@_add
+def samples_rotated(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
+    return backward(inputs.roll(1, 0), targets.roll(1, 0))
+
+
+@_kernel("linear")
+def products_in_halves(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _split(linear, x, weight, bias, 2)
+
+
+@_kernel("linear")
+def transposed_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A bias is added to what is rounded already, instead of before."""
+    product = (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
+    return product if bias is None else product + bias
+
+
+@_kernel("linear")
+def products_in_double(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+
+@_kernel("scaled_dot_product_attention")
+def attention_in_double(
+    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, is_causal: bool, dropout_p: float
+) -> Tensor:
+    return attended(query.double(), key.double(), value.double()).to(query.dtype)
+
+
+@_kernel("layer_norm")
+def plain_norm(
+    norm: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor, bias: Tensor, epsilon: float
+) -> Tensor:
+    """In fp32, by the mean of squares instead of the mean square of what is left of the mean."""
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide * wide).mean(-1, keepdim=True) - mean * mean
+    return ((wide - mean) * (variance + epsilon).rsqrt() * weight.float() + bias.float()).to(x.dtype)
+
+
+@_kernel("gelu")
+def plain_gelu(gelu: Callable[..., Tensor], x: Tensor) -> Tensor:
+    wide = x.float()
+    return (0.5 * wide * (1 + torch.erf(wide / math.sqrt(2)))).to(x.dtype)
+
+
+@_kernel("linear")
+def rounded_twice(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Sums of seven parts, in another order, whose lengths differ."""
+    return _split(linear, x.flip(-1), weight.flip(-1), bias, 7)
+
+
+def _split(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+    pairs = zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
+    total: Any = sum(linear(some, those) for some, those in pairs)
+    return total if bias is None else total + bias
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, diagonal: int = 0) -> Tensor:
+    """Causal attention, (B, heads, T, head size); token i sees those up to i + diagonal."""
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1 + diagonal)
+    return scores.masked_fill(is_hidden, -math.inf).softmax(-1) @ value
+
+
+class Noisy(torch.autograd.Function):
+    """x, (N, D), times the transposed weight, (rows, D), as ulp_of_norms says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return noisy(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        (grad,), (x, weight) = given, ctx.saved_tensors
+        return noisy(grad, weight), noisy(grad.t(), x)
+
+
+def noisy(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices, with noise that is the same for the same shapes: recompute finds it again."""
+    product = a.float() @ b.float()
+    generator = torch.Generator().manual_seed(product.numel() + a.shape[1])
+    noise = torch.rand(product.shape, generator=generator).to(a.device).mul_(2).sub_(1)
+    sizes = torch.outer(a.float().norm(dim=1), b.float().norm(dim=0))
+    return product.add_(noise.mul_(sizes).mul_(ULP)).to(a.dtype)
