@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import Trained, Training
+from harness.core.method import Step, Trained, Training
+from harness.core.source_hash import source_hash
 from methods.pipeline.checkpoint_folders import choose, complete_steps
 from methods.pipeline.partition import gpt_stages, pass_flops, stage_bytes
 from methods.pipeline.rank_map import RankMap
@@ -101,7 +102,10 @@ class VarunaMethod:
         with joined(self.world_size, device, shape.limit_seconds) as rank:
             pipeline = GptPipeline(workload, shape, rank, device)
             gradients, scale = pipeline.gradients, LossScale(workload)
-            steps = pipeline.resume(self.resume, scale) if self.resume and not self._begins_there() else []
+            source, steps, before = source_hash(Path(__file__)), list[Step](), {}
+            if self.resume and not self._begins_there():
+                steps, theirs = pipeline.resume(self.resume, scale)
+                before = {"resumed_steps": len(steps), "resumed_source": theirs}
             num_before = len(steps)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 if step <= num_before:
@@ -116,12 +120,12 @@ class VarunaMethod:
                 pipeline.masters.zero_grad()
                 steps.append(scale.step(loss, norm, is_skipped=is_skipped))
                 if self.checkpoint and step % self.checkpoint_every == 0:
-                    pipeline.save(self.checkpoint, scale, steps)
+                    pipeline.save(self.checkpoint, scale, steps, source)
                 yield steps[-1]
             tensors = pipeline.tensors()
             pipeline.close()
             names = [str(stage) for stage in pipeline.stages]
-            return Trained(tensors, schedule={"stages": names, "resumed_steps": num_before})
+            return Trained(tensors, schedule={"stages": names, **before})
 
     def _begins_there(self) -> bool:
         """True if the folder to resume from is the one that this job writes to, which has nothing complete yet."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.core.corpus_files import corpus_files
 from harness.core.job import Workload
 
 MAX_TOKEN = 50257  # ids of GPT-2's tokenizer; the padding of the vocabulary is never drawn
@@ -59,7 +60,7 @@ def synthetic(workload: Workload) -> Sampler:
 
 def corpus(workload: Workload) -> Sampler:
     """Windows of T + 1 tokens at seeded places of a Megatron .bin/.idx pair; `workload.corpus` is their prefix."""
-    prefix = str(workload.corpus).removesuffix(".bin").removesuffix(".idx")
+    prefix = str(corpus_files(str(workload.corpus))[0]).removesuffix(".bin")
     if not Path(prefix).name:
         told = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
         raise ValueError(f"{told}; leave --data out for a seeded stream")

@@ -24,6 +24,7 @@ SPEED = "samples_per_second"
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
 SHORTEST_STEP = 1e-9  # seconds
+CLOCK_SECONDS = 3600.0  # by which another machine's clock may be ahead
 LATEST = 253_402_300_800.0  # Unix time of the year 10000
 PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
@@ -245,13 +246,21 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
             complaints.append(str(error))
     ordered: dict[Path, Record] = {}
     first: dict[Any, Path] = {}
-    for path, record in sorted(records.items(), key=lambda item: (item[1].started, item[0].name)):
+    now = time.time()
+    for path, record in sorted(records.items(), key=lambda item: (_age(item[1], now), item[0].name)):
+        if _age(record, now) != record.started:
+            complaints.append(f"{path}: written by a clock that is ahead, so it counts as the oldest")
         measured = record.key, record.started, tuple(record.losses), tuple(record.step_seconds)
         if record.started and first.setdefault(measured, path) != path:
             complaints.append(f"{path}: the same measurement as {first[measured].name}, which counts once")
         else:
             ordered[path] = record
     return ordered, complaints
+
+
+def _age(record: Record, now: float) -> float:
+    """The time at which a record started; of one from the future, that of the oldest."""
+    return record.started if record.started <= now + CLOCK_SECONDS else 0.0
 
 
 def new_stem(folder: Path, job: Job) -> Path:

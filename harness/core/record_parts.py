@@ -64,6 +64,7 @@ class Schedule(TypedDict, total=False):
 
     num_models: int
     resumed_steps: int
+    resumed_source: str  # what trained them
     turns: list[list[Any]]
 
 

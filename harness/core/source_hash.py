@@ -1,15 +1,20 @@
 """A method's identity: a hash of the code that its file imports, directly or not, and of nothing else.
 
 The closure is read from the source: every import of a module of harness/ or methods/, also within a function, but not
-under TYPE_CHECKING. A C++ file that a module of the closure names, and that lies beside it, belongs to it.
+under TYPE_CHECKING. A C++ file that a module of the closure names, and that lies beside it, belongs to it. Of an
+installed package the version counts, of one that lies elsewhere on Python's path its files.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED = tuple(
     ROOT / path for path in ("harness/core/data.py", "harness/core/gpt.py", "harness/run/inspect_training.py")
 )
+
+
+OWN = {"harness", "methods", "bench"}  # packages of this project
+INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that have versions
 
 
 class Contents(NamedTuple):
@@ -30,9 +39,12 @@ class Contents(NamedTuple):
 
 def source_hash(path: Path) -> str:
     """Of the method in this file; blind to comments and layout of Python. 16 hexadecimal digits."""
-    digest = hashlib.sha256()
+    digest, packages = hashlib.sha256(), set[str]()
     for _, contents in sorted(closure(path).items()):
         digest.update(contents.text)
+        packages |= {name.partition(".")[0] for name in contents.modules if not name.startswith(".")}
+    for name in sorted(packages - OWN - sys.stdlib_module_names):
+        digest.update(f"{name} {_package(name)}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -58,6 +70,38 @@ def _parsed(data: bytes) -> Contents:
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     cpp_files = tuple(text for text in texts if text.endswith((".cpp", ".h", ".cu")))
     return Contents(ast.dump(tree).encode(), tuple(_imported(tree)), cpp_files)
+
+
+def _package(name: str) -> str:
+    """What tells one state of a package from another: the version of what is installed, else the hash of its files."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return "broken"
+    if found is None:
+        return "missing"
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()]
+    places = folders or [Path(found.origin or "")]
+    if INSTALLED & {part for place in places for part in place.parts} and (version := _version(name)):
+        return version
+    files = sorted(file for folder in folders for file in folder.rglob("*.py")) or places
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()
+
+
+@functools.cache
+def _version(name: str) -> str:
+    """Of the distributions that install this package; empty if there is none."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return " ".join(metadata.version(each) for each in sorted(set(_distributions().get(name, ()))))
+
+
+@functools.cache  # reads what is known of every installed package
+def _distributions() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
 
 
 def _needed(source: Path, contents: Contents, beside: Path) -> Iterator[Path]:

@@ -23,12 +23,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib
 import io
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, GeneratorType
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ _added: list[Path] = []  # folders of other cases
 FORMULA = re.compile(r"^(?=[=+\-@\t\r])(?![-+]?[\d.]+(?:e[-+]?\d+)?$)")
 PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each of the artifact's runs that a figure draws
 PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
+EDITED = "its line of the table is not as it was extracted"
 COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
 
 
@@ -341,23 +343,35 @@ def extract(number: int, used: Profile, records: Sequence[Record], out: Path, re
 
 def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:
     """The CSV of these rows, then the published, of a profile or what else has a name."""
-    from pandas import DataFrame
+    import pandas
 
     found = [*rows, *published(number)]
-    frame = DataFrame([vars(row) for row in found], columns=COLUMNS, dtype=object)
+    frame = pandas.DataFrame([vars(row) for row in found], columns=COLUMNS, dtype=object)
     frame["keys"] = frame["keys"].map(" ".join)
     frame.insert(0, "case", number)
     frame.insert(1, "profile", name)
     out.mkdir(parents=True, exist_ok=True)
     path = Path(f"{stem(number, name, out)}.csv")
-    write_table(frame, path)
+    cells = pandas.read_csv(io.StringIO(_csv(frame)), dtype=str, keep_default_na=False)
+    cells["check"] = [_check(line) for line in cells.to_dict("records")]
+    write_whole(path, cells.to_csv(index=False, lineterminator="\n"))
     return path
 
 
+def _check(line: Mapping[str, str]) -> str:
+    """What tells that a line of a CSV is as it was written: a hash of its cells."""
+    cells = [f"{name}={text}" for name, text in line.items() if name != "check"]
+    return hashlib.sha256("\n".join(cells).encode(errors="replace")).hexdigest()[:12]
+
+
 def write_table(frame: DataFrame, path: Path) -> None:
-    """Write a CSV without cells that a spreadsheet would compute: an apostrophe goes before their text."""
+    write_whole(path, _csv(frame))
+
+
+def _csv(frame: DataFrame) -> str:
+    """Without cells that a spreadsheet would compute: an apostrophe goes before their text."""
     safe = frame.map(lambda cell: FORMULA.sub("'", cell) if isinstance(cell, str) else cell)
-    write_whole(path, safe.to_csv(index=False, lineterminator="\n"))
+    return safe.to_csv(index=False, lineterminator="\n")
 
 
 def figure(number: int, rows: Sequence[FigureRow], note: str) -> plot.Figure:
@@ -382,7 +396,7 @@ def draw(number: int, path: Path) -> list[Path]:
 
 
 def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
-    """The rows of a CSV, and the profiles named in it."""
+    """The rows of a CSV, and the profiles named in it. A row that was changed since it was written is not valid."""
     import pandas
 
     try:
@@ -391,6 +405,7 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
         raise ValueError(f"cannot read {path}: {error.strerror}; the case's extract script writes it") from error
     except ValueError as error:  # pandas' own for what is no table
         raise ValueError(f"{path} is no table of a case: {' '.join(str(error).split())}") from error
+    is_edited = [line.get("check") != _check(line) for line in frame.to_dict("records")]
     if missing := {"profile", "keys"} - set(frame):
         raise ValueError(f"{path} is no table of a case: expected a column {', '.join(sorted(missing))}")
     frame = frame.replace(r"^'(?=[=+\-@\t\r])", "", regex=True)
@@ -402,8 +417,13 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
         unknown = [row.method for row in rows if row.method not in method.names()]
         numbers = (each for row in rows for each in vars(row).values() if isinstance(each, float))
         odd = [each for each in numbers if not math.isfinite(each)]
+        odd += [row.value for row in rows if row.value is not None and row.value < 0]
         if unknown or odd:
-            raise ValueError(f"expected methods and finite numbers, got {(unknown or odd)[0]!r:.80}")
+            raise ValueError(f"expected methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}")
     except ValueError as error:
         raise ValueError(f"{path} is no table of a case: {error}") from error
+    rows = [
+        dataclasses.replace(row, valid=False, reason=EDITED) if edited else row
+        for row, edited in zip(rows, is_edited, strict=True)
+    ]
     return rows, set(frame["profile"])

@@ -37,11 +37,10 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
     and its size. See probe_runs.py for how many there are."""
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
-    load = job.workload
-    promised = [trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half]
-    if load.dtype != "fp32" and not promised[0]:
-        promised.append(trained.bit_exact)  # in fp32
-    kept = [each and job.device != "cuda" for each in promised]
+    load, keeps_bits = job.workload, job.device != "cuda"
+    kept = [keeps_bits and (trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half)]
+    if load.dtype != "fp32" and not kept[0]:
+        kept.append(keeps_bits and trained.bit_exact)  # in fp32
     # By the method and by the reference; where the bits may differ, in one more process by the reference otherwise.
     num_runs = sum(2 if each else 3 for each in kept)
     num_models = sum(2 if each else 2 + len(ROUNDINGS) for each in kept)

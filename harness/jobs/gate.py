@@ -93,7 +93,7 @@ def _judge(
     """By the run alone."""
     if record.status != "ok":
         return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
-    if own := _own_conditions(record):
+    if own := _own_conditions(record) or _elsewhere(record):
         return own
     if reference is record:
         return Gate("exact", "", f"is the reference: every loss of {_steps(record)} finite, every tensor changed")
@@ -146,6 +146,22 @@ def _own_conditions(record: Record) -> Gate | None:
     ]
     if unchanged:
         return _failed("unchanged", f"{_some(unchanged)} did not change in {record.job.steps} steps", tensors=unchanged)
+    return None
+
+
+def _elsewhere(record: Record) -> Gate | None:
+    """A training that was not done here: by steps of a checkpoint, by other source, or beside the device."""
+    steps, source = record.schedule.get("resumed_steps", 0), record.schedule.get("resumed_source")
+    if steps >= record.job.steps:
+        return Gate("untested", "no-step", f"all of its {steps} steps are the checkpoint's: none was trained here")
+    if steps and source != record.software.get("source", source):
+        told = f"its first {steps} steps were trained by other source: {source or 'unknown'}"
+        return Gate("untested", "other-source", told)
+    load, peak = record.job.workload, record.peaks.get("device_allocated")
+    least = load.weight_bytes * 4 * load.hidden_size**2
+    if peak is not None and peak < least and record.origin == "run":
+        told = f"at most {peak} bytes of the device were in use, less than the {least} of the largest matrix of a layer"
+        return Gate("untested", "device", f"{told}: it was trained elsewhere")
     return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core import log_lines, method
+from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
@@ -389,6 +390,5 @@ def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> di
     """What a measurement depends on beside its job: the method's source, the corpus, this machine."""
     told = ""
     if corpus is not None:  # a changed file is another job
-        file = Path(f"{corpus.removesuffix('.bin').removesuffix('.idx')}.bin").stat()
-        told = f"{file.st_size} bytes of {file.st_mtime_ns}"
+        told = " ".join(map(sampled_hash, corpus_files(corpus)))
     return {"source": method.source_hash(name, folders), "corpus": told, **machine.checked()}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core import failures
+from harness.core.corpus_files import corpus_files
 from harness.core.job import Job
 from harness.core.method import ROOT, Unavailable
 from harness.core.record import Record, new_stem
@@ -192,7 +193,7 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
     corpus = job.workload.corpus
     named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
     written = {named[name] for name in WRITTEN if name in named}
-    data = {*(corpus_files(Path(corpus).resolve()) if corpus else []), *named.values()} - written
+    data = {*(corpus_files(str(Path(corpus).resolve())) if corpus else []), *named.values()} - written
     if Path(SCRATCH) in written:
         raise Unavailable(
             f"expected a folder of its own on the disk, got {SCRATCH}, which containers have in memory; try --disk DIR"
@@ -210,11 +211,6 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
     read = {ROOT, *folders, *data} - written
     same = [(path, path, path in read) for path in (*sorted(read), *sorted(written))]
     return [*same, (compiled.resolve(), ROOT / ".venv", False)]
-
-
-def corpus_files(corpus: Path) -> list[Path]:
-    prefix = str(corpus).removesuffix(".bin").removesuffix(".idx")
-    return [Path(f"{prefix}{kind}") for kind in (".bin", ".idx")]
 
 
 def memory_limit(job: Job) -> int | None:

@@ -124,18 +124,19 @@ class GptPipeline:
         self.optimizer.step()
         self.masters.publish()
 
-    def save(self, folder: str, scale: LossScale, steps: Sequence[Step]) -> None:
-        """After the last of these steps, counted from the first of the job."""
+    def save(self, folder: str, scale: LossScale, steps: Sequence[Step], source: str) -> None:
+        """After the last of these steps, counted from the first of the job. `source`: hash of the method's source."""
         progress = {"workload": asdict(self.workload), "loss_scale": scale.value, "num_good": scale.num_good}
+        progress["source"] = source
         for name in ("loss", "grad_norm"):
             progress[name] = [float(getattr(step, name)) for step in steps]
         progress["loss_scales"] = [step.loss_scale for step in steps]
         progress["skipped"] = [step.is_skipped for step in steps]
         self.checkpoints.save(folder, len(steps), progress)
 
-    def resume(self, folder: str, scale: LossScale) -> list[Step]:
-        """Go on after the newest complete checkpoint; the steps until then. Raises ValueError for one of another
-        workload."""
+    def resume(self, folder: str, scale: LossScale) -> tuple[list[Step], str]:
+        """Go on after the newest complete checkpoint; the steps until then, and the source that trained them. Raises
+        ValueError for one of another workload."""
         _, progress = self.checkpoints.load(folder)
         for name, value in asdict(self.workload).items():
             if progress["workload"][name] != value:
@@ -146,10 +147,11 @@ class GptPipeline:
         scale.value, scale.num_good = progress["loss_scale"], progress["num_good"]
         self.masters.publish()
         columns = [progress[name] for name in ("loss", "grad_norm", "loss_scales", "skipped")]
-        return [
+        steps = [
             Step(torch.tensor(loss), torch.tensor(norm), loss_scale=of_loss, is_skipped=is_skipped)
             for loss, norm, of_loss, is_skipped in zip(*columns, strict=True)
         ]
+        return steps, progress.get("source", "")
 
     def tensors(self) -> list[TensorState]:
         """The whole model's, on rank 0, in the host's memory; sent by the first replica's ranks."""

@@ -98,3 +98,26 @@ def test_a_library_beside_an_outside_method_counts(tree: Path, tmp_path: Path) -
     before = source_hash.source_hash(folder / "mine.py")
     (folder / "_mine.py").write_text("RATE = 2\n")
     assert source_hash.source_hash(folder / "mine.py") != before
+
+
+@pytest.mark.parametrize("file", ["aside.py", "aside/__init__.py", "aside/part.py"])
+def test_a_package_on_pythons_path_counts_by_its_files(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, path = tmp_path / "path", tmp_path / "path" / file
+    path.parent.mkdir(parents=True)
+    (folder / "aside").mkdir(exist_ok=True)
+    path.write_text("RATE = 1\n")
+    (tmp_path / "mine.py").write_text("def train():\n    from aside import RATE\n")
+    monkeypatch.syspath_prepend(folder)
+    before = source_hash.source_hash(tmp_path / "mine.py")
+    assert source_hash.source_hash(tmp_path / "mine.py") == before
+    path.write_text("RATE = 2\n")
+    assert source_hash.source_hash(tmp_path / "mine.py") != before
+
+
+def test_an_installed_package_counts_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("import yaml\n")
+    before = source_hash.source_hash(tmp_path / "mine.py")
+    monkeypatch.setattr(source_hash, "_version", lambda name: "0.0.1" if name == "yaml" else "")
+    assert source_hash.source_hash(tmp_path / "mine.py") != before

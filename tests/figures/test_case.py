@@ -214,8 +214,9 @@ HEAD = "profile,keys,metric,method,num_layers,hidden_size,value\n"
     [
         ("", "No columns"), (HEAD, "expected rows of samples_per_second, got no row"),
         (HEAD + "demo,a,height,l2l,1,1,1", "expected rows of samples_per_second, got height"),
-        (HEAD + "demo,a,samples_per_second,l3l,1,1,1", "expected methods and finite numbers, got 'l3l'"),
-        (HEAD + "demo,a,samples_per_second,l2l,1,1,nan", "expected methods and finite numbers, got nan"),
+        (HEAD + "demo,a,samples_per_second,l3l,1,1,1", "expected methods and finite numbers from 0, got 'l3l'"),
+        (HEAD + "demo,a,samples_per_second,l2l,1,1,nan", "expected methods and finite numbers from 0, got nan"),
+        (HEAD + "demo,a,samples_per_second,l2l,1,1,-3", "expected methods and finite numbers from 0, got -3"),
     ],
 )  # fmt: skip
 def test_what_is_no_table_of_the_case_is_named(tmp_path: Path, text: str, told: str) -> None:
@@ -228,6 +229,16 @@ def test_a_pipe_of_a_tables_name_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "case3_demo.csv")
     with pytest.raises(ValueError, match="expected a regular file"):
         case.draw(3, tmp_path / "case3_demo.csv")
+
+
+def test_a_line_that_was_edited_is_not_valid_and_says_so(tmp_path: Path) -> None:
+    path = case.extract(3, DEMO, demo_records(), tmp_path)
+    (row, *others), _ = case.read_csv(path)
+    assert row.valid and not any(each.reason == case.EDITED for each in (row, *others))
+    path.write_text(path.read_text().replace(str(row.value), "999.0", 1))
+    (edited, *same), _ = case.read_csv(path)
+    assert (edited.value, edited.valid, edited.reason) == (999.0, False, case.EDITED) and same == others
+    assert case.draw(3, path)
 
 
 def test_a_csv_of_two_machines_is_not_drawn(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ def test_a_table_of_before_rows_knew_whether_they_are_judged_is_read_as_judged(t
     lines = {name: str(getattr(ours()[0], name)) for name in case.COLUMNS if name != "is_judged"}
     lines |= {"keys": "", "window_size": "", "low": "", "high": "", "scatter": "", "x": "", "profile": "demo"}
     (tmp_path / "old.csv").write_text(f"{','.join(lines)}\n{','.join(lines.values())}\n")
-    assert case.read_csv(tmp_path / "old.csv") == (ours(), {"demo"})
+    unchecked = ours(valid=False, reason=case.EDITED)
+    assert case.read_csv(tmp_path / "old.csv") == (unchecked, {"demo"})
 
 
 def test_a_bar_is_filled_only_where_the_gate_passed() -> None:

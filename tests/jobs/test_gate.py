@@ -198,3 +198,23 @@ def test_of_several_models_the_worst_one_is_the_verdict_and_named() -> None:
     assert found.evidence["models"] == ["exact", "failed", "exact"]
     assert gate.together([good, good]).text == "each of 2 models: bit-equal"
     assert gate.together([good]) is good
+
+
+def test_a_run_of_whose_steps_none_was_trained_here_is_untested() -> None:
+    resumed = dataclasses.replace(reference(), schedule={"resumed_steps": STEPS, "resumed_source": "a"})
+    verdict = gate.judge(resumed, reference())
+    assert (verdict.verdict, verdict.reason) == ("untested", "no-step"), verdict.text
+
+
+@pytest.mark.parametrize(("source", "verdict"), [("here", "exact"), ("elsewhere", "untested"), ("", "untested")])
+def test_steps_that_other_source_trained_are_untested(source: str, verdict: str) -> None:
+    schedule = {"resumed_steps": 3, "resumed_source": source}
+    resumed = dataclasses.replace(reference(), schedule=schedule, software={"source": "here"})
+    assert gate.judge(resumed, reference()).verdict == verdict
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(1.0, "exact"), (0.5, "untested")])
+def test_a_device_that_held_less_than_a_matrix_trained_nothing(share: float, verdict: str) -> None:
+    """The largest of a layer here has 32 x 128 elements of 4 bytes."""
+    elsewhere = dataclasses.replace(reference(), peaks={"device_allocated": int(share * 16384)})
+    assert gate.judge(elsewhere, reference()).verdict == verdict

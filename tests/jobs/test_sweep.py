@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from pathlib import Path
 
@@ -146,6 +147,29 @@ def test_another_corpus_under_the_same_name_is_another_job(tmp_path: Path) -> No
         corpus.write_bytes(contents)
         keys.add(Sweep(tmp_path).key(Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))))
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize("kind", ["bin", "idx"])
+def test_a_corpus_rewritten_with_its_size_and_times_kept_is_another_job(tmp_path: Path, kind: str) -> None:
+    job, keys = Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text"))), []
+    for each in ("bin", "idx"):
+        (tmp_path / f"text.{each}").write_bytes(bytes(2**21))
+    path = tmp_path / f"text.{kind}"
+    times = path.stat()
+    for contents in (bytes(2**21), bytes(2**20) + b"\1" * 2**20):
+        path.write_bytes(contents)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        keys.append(Sweep(tmp_path).key(job))
+    assert keys[0] != keys[1]
+
+
+def test_a_copied_corpus_is_the_same_job(tmp_path: Path) -> None:
+    keys = set()
+    for time in (1, 2):
+        (tmp_path / "text.bin").write_bytes(b"abcd")
+        os.utime(tmp_path / "text.bin", ns=(time, time))
+        keys.add(Sweep(tmp_path).key(Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))))
+    assert len(keys) == 1
 
 
 def test_the_named_largest_depth_fits_and_the_next_does_not() -> None:

@@ -27,11 +27,22 @@ KEPT = 2  # complete checkpoints
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A process killed while it wrote leaves a last line without an end, which does not count."""
+    """A process killed while it wrote leaves a last line without an end, which does not count. Raises ValueError, with
+    the number of the line, for one that no launcher writes."""
     if not path.exists():
         return []
-    *lines, _ = path.read_text().split("\n")
-    return [json.loads(line) for line in lines]
+    *lines, _ = path.read_text(errors="replace").split("\n")
+    return [_read(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _read(text: str, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not (type(found.get("step", 1)) is type(found.get("round", 1)) is int):
+        raise ValueError(f"{place}: expected what a launcher writes, got {text[:60]!r}; try another --folder")
+    return found
 
 
 def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -56,7 +67,7 @@ class Folder:
         self._lock(self.locks[1], "ranks of an earlier launcher", TAKEOVER_SECONDS)
         self.locks.pop().close()  # the agents share it
         held = path / "job.json"
-        there = json.loads(held.read_text()) if held.exists() else {}
+        there = _read(held.read_text(errors="replace"), str(held)) if held.exists() else {}
         other = [name for name, value in job.items() if there and there.get(name) != value]
         if other:
             name = other[0]

@@ -74,7 +74,12 @@ def judge(
 def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: float = TOLERANCE) -> Verdict:
     """Of two launched jobs. `most_lost`: steps that one death may cost."""
     lost = read_lines(folder / "lost_steps.jsonl")
-    found = judge(read_lines(folder / "steps.jsonl"), read_lines(undisturbed / "steps.jsonl"), lost, tolerance)
+    steps, expected = (read_lines(each / "steps.jsonl") for each in (folder, undisturbed))
+    try:
+        found = judge(steps, expected, lost, tolerance)
+    except (KeyError, TypeError) as error:
+        told = f"expected what launchers write of a step, got {type(error).__name__}: {error}"
+        raise ValueError(f"{folder} or {undisturbed}: {told}; try another --folder") from error
     if not found.passed:
         return found
     for number, count in Counter(line["round"] for line in lost).items():

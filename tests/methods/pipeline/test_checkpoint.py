@@ -85,7 +85,7 @@ def test_a_checkpoint_of_an_older_python_is_read(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
     assert b"getattr" in (folder_of(tmp_path, 7) / COMPLETE).read_bytes()
-    assert read(tmp_path)[0] == 7
+    assert state(1)[2].load(tmp_path) == (7, {"step": 7})
 
 
 def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: Path) -> None:

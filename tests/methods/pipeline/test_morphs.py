@@ -206,6 +206,28 @@ def test_the_record_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(tmp_path / "lost_steps.jsonl")] == [3]
 
 
+@pytest.mark.parametrize("line", ['{"step": "evil"}', "{bad", "[1]", "7", '{"round": null}', "[" * 100_000])
+def test_a_line_that_no_launcher_writes_is_told_with_its_file_and_number(tmp_path: Path, line: str) -> None:
+    (tmp_path / "steps.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}/steps.jsonl, line 2: expected what a launcher writes, got"
+    ) as told:
+        Folder(tmp_path, {}).last_step()
+    assert "\n" not in str(told.value) and len(str(told.value)) < 400
+
+
+def test_a_job_that_is_none_is_told_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{bad")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/job.json: expected what a launcher writes, got '{{bad'"):
+        Folder(tmp_path, {})
+
+
+def test_a_step_without_its_facts_is_told_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=rf"{tmp_path} or .*: expected what launchers write of a step"):
+        judge_folder(tmp_path, tmp_path, most_lost=0)
+
+
 def test_a_checkpoint_beyond_the_record_is_not_taken(tmp_path: Path) -> None:
     """Its steps would be missing: ranks that outlived their launcher wrote it."""
     held = Folder(tmp_path, {})
