@@ -51,7 +51,6 @@ METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 UNSEEN = [name for name in ROUNDINGS if name not in probe.ROUNDINGS]  # by the floor
 ROUNDED: list[dict[str, Any]] = [
-    *({"rounding": name} for name in UNSEEN),
     {"threads": 2}, {"adam": "foreach"}, {"adam": "loop"}, {"adam": "plain"},
     {"adam": "loop", "rounding": "split-products"}, {"adam": "plain", "rounding": "products-in-halves"},
     {"adam": "plain", "rounding": "plain-attention"},
@@ -173,9 +172,10 @@ def fault_cases(
 def honest_cases(
     dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
 ) -> list[Case]:
-    """Of methods with two seeds, of roundings with all."""
-    found = [Case(*how, dtype, seed, "", size, probe_steps) for how in METHODS for seed in seeds[:2]]
-    found += [Case("planted", how, {}, dtype, seed, "", size, probe_steps) for how in ROUNDED for seed in seeds]
+    """Of the floor's unseen roundings with all seeds, of the others and of methods with two."""
+    ways = [(way, seeds[:2]) for way in [*METHODS, *(("planted", how, {}) for how in ROUNDED)]]
+    ways += [(("planted", {"rounding": name}, {}), seeds) for name in UNSEEN]
+    found = [Case(*way, dtype, seed, "", size, probe_steps) for way, own in ways for seed in own]
     found += [Case(name, {}, {}, dtype, seeds[0], "", size, probe_steps) for name in ENGINES]
     return [case for case in found if dtype != "fp16" or method.load(case.method, FOLDERS).scales_loss]
 
@@ -285,7 +285,10 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
 @click.option("--seeds", default=",".join(map(str, SEEDS)), help="The first one's are the faults.")
 @click.option("--dtypes", default=",".join(DTYPES))
 @click.option("--probe-steps", type=int, default=probe.STEPS)
-def main(out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: str, probe_steps: int) -> None:
+@click.option("--faults/--no-faults", default=True)
+def main(
+    out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: str, probe_steps: int, faults: bool
+) -> None:
     """Train all, judge all, print the table, write the figures."""
     started = time.monotonic()
     size = dataclasses.replace(SIZE, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)})
@@ -295,7 +298,7 @@ def main(out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: st
     promised: set[str] = set()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     # Honest runs first: a series that is ended early still tells how many of them fail.
-    for some, dtype in itertools.product((honest_cases, fault_cases), dtypes.split(",")):
+    for some, dtype in itertools.product((honest_cases, fault_cases)[: 1 + faults], dtypes.split(",")):
         cases = [case for case in some(dtype, size=size, seeds=numbers, probe_steps=probe_steps) if is_trainable(case)]
         more = train_all((job for case in cases for job in case.jobs() if job.key() not in records), cores)
         ended = {key: record for key, record in more.items() if record.status != "ok"}

@@ -22,6 +22,23 @@ Beside `schema_version` (now {version}) the file has the fields of Record. `gate
 passed, for other readers: it is derived anew when a record is read. `origin` is `run`, or `imported` from a log;
 `software.source` is the hash of the code that decides how the method trains. The reference's own records are those of
 the method that `is_reference`; `harness.load()` marks them in a column.
+
+## What makes two runs the same
+
+`key` is a hash of what made a run. A record of the same key answers the same call; any change below is another run.
+
+In it are
+
+- the job: method, every option, workload, steps, warm-up, device, budgets;
+- the source: the code that the method's file imports, directly or not, within the project and beside the file; of an
+  installed package its version, of one that lies elsewhere on Python's path a hash of its files;
+- the corpus: sizes, and hashes of 256 blocks, of its two files, wherever they lie;
+- the machine: CPU or GPU, cores that the run may use, versions of torch, numpy, DeepSpeed and megatron-core, variables
+  that change kernels or threads, such as `OMP_NUM_THREADS`, and those of torch's allocator on a GPU;
+- the place: for containers and Slurm, what names the image and the nodes.
+
+Not in it are the trace, comments and layout of Python, the harness around the method, the operating system, drivers,
+clocks and temperatures, and whatever else runs: a record tells what of these it saw, under `machine` and `software`.
 """
 # Of a class: a field's name, its type and default, and the remark beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)

@@ -10,6 +10,7 @@ network. Messages are measured while both ends compute. A single process measure
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import statistics
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,9 +102,12 @@ class Profiler:
         for (number, size), each in sorted(self._seconds.items()):
             forward, copy, recompute, backward = map(statistics.median, zip(*each[1:], strict=True))
             own[number].append(SectionCost(size, forward, recompute, backward, copy, *self._bytes[number, size]))
-        costs = {number: each for found in self._gathered(own) for number, each in found.items()}
+        told = [(number, [*map(asdict, each)]) for number, each in own.items()]
+        costs = {
+            number: [SectionCost(**cost) for cost in each] for found in self._gathered(told) for number, each in found
+        }
         own_updates = {number: statistics.median(each[1:]) for number, each in self._updates.items()}
-        updates = {number: each for found in self._gathered(own_updates) for number, each in found.items()}
+        updates = {number: each for found in self._gathered([*own_updates.items()]) for number, each in found}
         messages, sums = [], []
         if self.world_size > 1 and len(costs) == len(self.sections):
             sent = sorted({cost.activation_bytes for each in costs.values() for cost in each} - {0})
@@ -228,10 +233,15 @@ class Profiler:
             dist.barrier()
 
     def _gathered(self, own: Any) -> list[Any]:
-        found = [own] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(found, own)
-        return found
+        """What each rank tells, in their order: JSON, for torch unpickles the objects that it gathers."""
+        if self.world_size == 1:
+            return [own]
+        told = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(told)], device=self.device))
+        rooms = [torch.empty(max(map(int, sizes)), dtype=torch.uint8, device=self.device) for _ in sizes]
+        dist.all_gather(rooms, torch.nn.functional.pad(told, (0, len(rooms[0]) - len(told))))
+        return [json.loads(bytes(room[: int(size)].tolist())) for room, size in zip(rooms, sizes, strict=True)]
 
     def _crowding(self) -> tuple[float, int, float | None]:
         """As the profile has it; the number of ranks is that of rank 0's machine."""
@@ -301,7 +311,7 @@ class Profiler:
         together: dict[Any, list[float]] = defaultdict(list)
         for found in self._gathered(own):
             for key, seconds in found:
-                together[key].append(seconds)
+                together[tuple(key)].append(seconds)
         return [(*key, statistics.median(each)) for key, each in sorted(together.items())]
 
 
