@@ -81,6 +81,11 @@ def test_a_second_call_starts_at_once(copy: Path) -> None:
     assert time.time() - began < 5
 
 
+def test_packages_are_compiled_before_they_are_imported(copy: Path) -> None:
+    """Where Python may write no bytecode, each import would compile them again."""
+    assert any((copy / ".venv").rglob("numpy/f2py/__pycache__/*.pyc"))
+
+
 def test_changed_pins_are_installed(copy: Path) -> None:
     call(copy)
     change_pins(copy)
