@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests; sets up .venv if needed, with the test extra. Two test processes: most of a test is the start of a process.
 # A third one with --all, which waits a lot: for Slurm, containers and time limits.
-#   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: about 5 minutes; installs and starts nothing
+#   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: about 4 minutes; installs and starts nothing
 #   ./test.sh --all [PYTEST'S ARGUMENTS]   all of them: about 20 minutes
 set -u
 processes=2

@@ -69,7 +69,8 @@ class Workload:
             )
         if self.batch_size % self.micro_batches:
             counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
-            raise ValueError(f"batch size {self.batch_size} has no {self.micro_batches} equal parts: it has {counts}")
+            told = f"expected a divisor of batch {self.batch_size} ({counts}), got {self.micro_batches}"
+            raise ValueError(f"--micro-batches: {told}")
         if self.dropout and self.micro_batches > 1:
             raise ValueError("dropout and micro-batches exclude each other: another order drops other elements")
         if self.dtype not in ("fp32", "bf16", "fp16"):

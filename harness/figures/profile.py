@@ -155,7 +155,7 @@ def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
 
 
 def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, Budget]:
-    """The published widths over `factor`, these memories over its square; a GPU's context does not shrink."""
+    """Divide the published widths by `factor` and these memories by its square; a GPU's context keeps its size."""
     assert memories.device_bytes
     workload, budget = shrunk(Workload(num_layers=1), Budget(memories.device_bytes, memories.host_bytes), factor)
     if on_gpu and factor > 1:

@@ -26,14 +26,14 @@ NORM_ROUNDING = 2e-13
 # Relative, of a second moment: an engine that rounds beta2 to fp32 before it takes that from 1.
 BETA_ROUNDING = 2**-25 / (1 - BETAS[1])
 SUMMED = 1e-6  # relative, of a norm where all bits are the same: engines agree to 1.2e-7
-TELLING = 100.0  # times the loss's difference: what a norm's is more than where the gradient itself is wrong
+TELLING = 100.0  # a norm off by more than this times the loss: the gradient is wrong, not the weights
 FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
 GRADIENT = "the gradients, or the norm of them, are not the reference's"
 UPDATE = "the first update, or when it takes effect, is not the reference's"
 LATER = "the update of step {} or the batch of step {} is not the reference's"
 UP_TO = "an update up to that of step {}, or the batch of step {}, is not the reference's"
 AS_FAINT = "; so little shows that it may be the forward pass, too"
-OUTSTANDING = 3.0  # times as far off as the others: where a fault of an update lies
+OUTSTANDING = 3.0  # a group of tensors this many times as far off as the others is named
 Moment = Literal["exp_avg", "exp_avg_sq"]
 
 

@@ -57,9 +57,10 @@ SETTLED_STEPS = 20
 SMALLEST_STEP = 2**-24
 # Of rate times decay: what is less is lost when it is subtracted from 1.
 SMALLEST_DECAY = 2**-25
-# Times what dropout changes in the reference: how far a method may be from it that drops other elements. Of tensors the
-# farthest is held to the farthest: one alone may by chance be near where dropout leaves another. The honest
-# runs by which this was chosen needed 1.6 to 3.6 times (results/LOG.md), those of bench/dropout_rule.py 0.8 to 2.9.
+# A method that drops other elements may differ from the reference by this times what dropout changes in the reference.
+# Compare the largest tensor distance with the largest that dropout causes: one tensor alone may by chance be near. The
+# honest runs by which this was chosen needed 1.6 to 3.6 times (results/LOG.md), those of bench/dropout_rule.py 0.8 to
+# 2.9.
 DROPOUT_ALLOWED = 6.0
 UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
 # Reasons that are as certain as a probe's: they name what is missing.

@@ -27,9 +27,8 @@ ROUNDINGS = (
 # Times the floor, in any dtype. 324 honest runs of three sizes reached 6.2, planted faults begin at 68 in fp32
 # (results/LOG.md); bench/gate_power.py tries it on others.
 ALLOWED = 20.0
-NAMING = 2.0  # times the floor: of a probe that has departed the first departure is looked for from here on
-# Times that: no fault that strikes at one step is first seen within it, one that grows from below is (results/LOG.md).
-FAINT = 20.0
+NAMING = 2.0  # times the floor: the first difference beyond this names the fault of a probe that failed
+FAINT = 20.0  # times NAMING: below this the step named may be late, because slow faults begin earlier (results/LOG.md)
 
 
 class Extent(NamedTuple):

@@ -20,7 +20,7 @@ LEAST_TOKENS, LEAST_WORDS = 16, 64
 
 
 def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, Budget]:
-    """Widths over the factor, in multiples of the heads, and memories over its square."""
+    """Divide widths by the factor, to multiples of the heads, and memories by its square."""
     heads = workload.num_heads
     widths: dict[str, Any] = {
         "hidden_size": max(1, workload.hidden_size // factor // heads) * heads,

@@ -61,8 +61,7 @@ def _hint(job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
 
 
 def _asked(job: Job, budget: Budget, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """The options of a job; of a resolved one without those that its plan chose: whoever asked for it gave the
-    others."""
+    """The options the user gave; those the plan filled in are dropped."""
 
     def planned(options: dict[str, Any]) -> dict[str, Any]:
         return method.create(job.method, options, folders).plan(job.workload, budget).options

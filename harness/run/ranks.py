@@ -137,8 +137,8 @@ def _conclude(job: Job, folder: Path, failed: dict[int, int], is_interrupted: bo
 
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
-    """The rank that brought the others down: ended neither by the agent nor for want of another rank; a killed one,
-    without a record, before one with a record. failed: exit codes in the order seen."""
+    """The first rank that failed by itself: not stopped by the agent, not cut off by a peer. A killed rank, which has
+    no record, comes before one with a record. failed: exit codes in the order seen."""
 
     def rank_order(rank: int) -> tuple[bool, bool]:
         record = ended.get(rank)

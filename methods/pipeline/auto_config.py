@@ -51,7 +51,7 @@ class Row:
     sum_seconds: float
     update_seconds: float
     crowding: float = 1.0  # times as long as alone a pass takes while all of a machine's ranks compute
-    eased: float = 0.0  # less crowding while none does
+    eased: float = 0.0  # how much faster passes get while ranks wait
     step_seconds: float = nan  # in a table
 
     @property

@@ -98,10 +98,7 @@ class LayerState:
         for name, weight in zip(self.layout.names, self.layout.views(weights), strict=True):
             parameter = self.module.get_parameter(name)
             if parameter.is_meta:
-                # Made empty: one of the slot's memory would share its version, and who fetches another layer into that
-                # slot would change what autograd has saved of this one.
-                parameter = nn.Parameter(weight.new_empty(0))
-                parameter.data = weight  # before the hook, which keeps the shape
+                parameter = nn.Parameter(weight)
                 parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
                 install(self.module, name, parameter)
             # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.

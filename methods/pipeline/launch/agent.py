@@ -160,7 +160,7 @@ class Agent:
 
 
 def ignore(number: int, frame: Any) -> None:
-    """Unlike SIG_IGN, nothing that a program of the script's own inherits."""
+    """A no-op handler: child programs inherit SIG_IGN but not this."""
 
 
 def _write(descriptor: int, data: bytes) -> None:

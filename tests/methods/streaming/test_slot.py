@@ -177,17 +177,6 @@ def new_state(device: Device, workload: Workload, index: int = 1) -> LayerState:
     return state
 
 
-def test_a_layer_in_another_slot_is_as_saved_whatever_comes_into_its_first(device: Device) -> None:
-    """Autograd tells by a tensor's version that it was changed: that of a slot's memory is none of the layer's."""
-    workload = tiny()
-    layer, slots = new_state(device, workload), [torch.zeros(layout_of(new_layer(workload)).numel) for _ in range(2)]
-    layer.bind(slots[0])
-    layer.bind(slots[1])
-    before = {name: parameter._version for name, parameter in layer.module.named_parameters()}
-    slots[0].add_(1)
-    assert {name: parameter._version for name, parameter in layer.module.named_parameters()} == before
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> None:
     workload = tiny(dropout=dropout)
