@@ -8,7 +8,7 @@ it tries the gate at other sizes than those its limits were set by.
 
     .venv/bin/python -m bench.gate_power [--out results/gate-power.json] [--with seq_len=256 --with batch_size=1]
 
-`--seeds` tries the roundings that the floor has not with as many seeds as it names; `--no-faults` leaves the faults out.
+`--seeds` tries the roundings that the floor has not with each of its seeds; `--no-faults` leaves the faults out.
 """
 
 from __future__ import annotations

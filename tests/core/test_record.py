@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,15 @@ def test_copies_of_a_record_count_once_and_are_named(tmp_path: Path) -> None:
     assert [line.partition(": ")[2] for line in complaints] == [
         "the same measurement as log_a.json, which counts once"
     ] * 2
+
+
+def test_a_record_of_a_clock_that_is_ahead_counts_as_the_oldest_and_is_named(tmp_path: Path) -> None:
+    now = time.time()
+    for name, started in (("log_ahead.json", now + 1e6), ("log_past.json", now - 1e6), ("log_now.json", now)):
+        dataclasses.replace(RECORD, started=started).write(tmp_path / name)
+    found, complaints = read_all(tmp_path)
+    assert [path.name for path in found] == ["log_ahead.json", "log_past.json", "log_now.json"]
+    assert complaints == [f"{tmp_path}/log_ahead.json: written by a clock that is ahead, so it counts as the oldest"]
 
 
 def test_names_follow_the_published_pattern_and_are_never_taken_twice(tmp_path: Path) -> None:
