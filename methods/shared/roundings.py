@@ -165,7 +165,9 @@ def plain_gelu(gelu: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 @_kernel("linear")
-def rounded_twice(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def products_in_sevenths(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Sums of seven parts, in another order, whose lengths differ."""
     return _split(linear, x.flip(-1), weight.flip(-1), bias, 7)
 
