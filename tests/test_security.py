@@ -1,9 +1,10 @@
-"""What SECURITY.md says of code that comes from elsewhere: nothing that is only read is run."""
+"""What SECURITY.md says: each of its sentences has a test, here or where PROMISES names it."""
 
 from __future__ import annotations
 
 import ast
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,84 @@ ALLOWED = {
     "methods/pipeline/checkpoint_reader.py": {"pickle"},  # an unpickler of an allow-list
     "methods/sharding/device_process.py": {"pickle"},  # of a pipe to a process that this one has forked
 }
+
+# Each sentence's first words, with the tests that show it; none where the sentence warns and promises nothing.
+PROMISES = {
+    "**Code.** Nothing is imported from the folder": [
+        "test_folder_of_the_call.py::test_no_process_of_a_run_imports_from_the_folder_of_the_call",
+        "test_security.py::test_torch_loads_plain_values_only_and_yaml_makes_no_objects",
+        "test_security.py::test_no_text_goes_through_a_shell",
+    ],
+    "No file is unpickled but checkpoints": [
+        "test_security.py::test_no_file_has_a_loader_that_can_run_code_but_those_with_a_reason",
+        "test_security.py::test_a_pickle_is_run_by_no_entry_point",
+        "methods/pipeline/test_checkpoint.py::test_nothing_in_a_checkpoint_is_run",
+    ],
+    "**Methods.** The gate finds mistakes.": ["bench/test_gate_power.py::test_a_planted_fault_is_seen_and_named"],
+    "A method's file runs as you": [],
+    "Read what you run.": [],
+    "**Packages.** Set-up installs only files": [
+        "test_setup.py::test_a_file_of_another_hash_is_refused_by_name",
+        "test_security.py::test_the_image_installs_what_set_up_installs_on_a_base_of_one_digest",
+    ],
+    "Whoever trusts a file that a mirror built": ["test_setup.py::test_changed_pins_are_installed"],
+    "The base image is named by its digest.": [
+        "test_security.py::test_the_image_installs_what_set_up_installs_on_a_base_of_one_digest"
+    ],
+    "Not hashed:": [],
+    "**Files.** JSON is read from regular files alone": [
+        "core/test_foreign_file.py::test_a_link_is_not_followed",
+        "core/test_foreign_file.py::test_a_pipe_is_not_waited_for",
+        "core/test_foreign_file.py::test_a_file_beyond_the_limit_is_not_read",
+        "core/test_foreign_file.py::test_what_is_no_record_is_named",
+    ],
+    "What you name with `--out` or `--trace`": [
+        "core/test_whole_file.py::test_what_is_no_regular_file_is_not_replaced",
+        "core/test_whole_file.py::test_a_file_that_cannot_be_written_whole_stays_as_it_was",
+        "core/test_whole_file.py::test_a_file_has_the_rights_that_the_umask_leaves",
+    ],
+    "**Terminal.** Whatever is printed": [
+        "core/test_console.py::test_what_would_command_a_terminal_is_shown_as_an_escape"
+    ],
+    "Cells of CSV files": [
+        "figures/test_case.py::test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back"
+    ],
+    "**Network.** A run of one process listens nowhere.": [
+        "run/test_ranks.py::test_a_run_of_one_process_listens_nowhere"
+    ],
+    "`--ranks` on one machine listens on 127.0.0.1": ["run/test_ranks.py::test_nothing_listens_beyond_this_machine"],
+    "DeepSpeed's process group": ["methods/test_engines.py::test_deepspeed_listens_on_this_machine_alone"],
+    "`--ranks` over several Slurm nodes": [],
+    "**Containers.** Every capability dropped": [
+        "places/test_docker.py::test_a_job_has_no_rights_beyond_its_folders",
+        "places/test_docker.py::test_of_a_corpus_folder_a_container_sees_the_corpus_alone",
+    ],
+    "They run as the caller.": ["places/test_docker.py::test_a_job_of_a_caller_other_than_root_runs_as_that_caller"],
+    "Where root calls, they run as user 1000": [
+        "places/test_docker.py::test_a_job_has_no_rights_beyond_its_folders",
+        "places/test_docker.py::test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results",
+    ],
+    "Root reads the record from there": [
+        "places/test_docker.py::test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results",
+        "places/test_docker.py::test_what_is_no_record_of_the_job_is_refused_by_its_kind",
+    ],
+    "While the job runs, its log belongs to user 1000": [],
+    "**Bundles.** Names of hosts, users": [
+        "report/test_bundle.py::test_no_name_is_in_any_text_of_it",
+        "report/test_bundle.py::test_what_names_others_or_opens_doors_is_taken_out",
+    ],
+    "Patterns find them": [],
+}
+
+
+def sentences() -> list[str]:
+    """Of the bullets of SECURITY.md, each on one line."""
+    bullets = re.findall(r"^- (.*?)(?=^- |\n\n|\Z)", (ROOT / "SECURITY.md").read_text(), re.MULTILINE | re.DOTALL)
+    return [part for bullet in bullets for part in re.split(r"(?<=\.) (?=[A-Z`])", " ".join(bullet.split()))]
+
+
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
 
 
 def said(path: Path) -> set[str]:
@@ -41,14 +120,13 @@ def said(path: Path) -> set[str]:
 
 
 def test_no_file_has_a_loader_that_can_run_code_but_those_with_a_reason() -> None:
-    folders = ("harness", "methods", "cases", "bench", "examples")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    files = sources("harness", "methods", "cases", "bench", "examples")
     found = {str(path.relative_to(ROOT)): names for path in files if (names := said(path))}
     assert found == ALLOWED
 
 
 def test_torch_loads_plain_values_only_and_yaml_makes_no_objects() -> None:
-    for path in (path for folder in ("harness", "methods", "cases", "bench") for path in (ROOT / folder).rglob("*.py")):
+    for path in sources("harness", "methods", "cases", "bench"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
                 told = ast.unparse(node)
@@ -56,6 +134,37 @@ def test_torch_loads_plain_values_only_and_yaml_makes_no_objects() -> None:
                     assert "weights_only=True" in told, path
                 if told.startswith("yaml.load"):
                     assert "BaseLoader" in told and "SafeLoader" in told, path
+
+
+def test_no_text_goes_through_a_shell() -> None:
+    """A shell reads no text but set-up's own line, which is written in the source."""
+    shells = [path for path in sources("harness", "methods", "cases") for node in ast.walk(ast.parse(path.read_text()))
+              if (isinstance(node, ast.keyword) and node.arg == "shell")
+              or (isinstance(node, ast.Attribute) and node.attr in ("system", "popen", "create_subprocess_shell")
+              and isinstance(node.value, ast.Name) and node.value.id in ("os", "asyncio"))]  # fmt: skip
+    assert shells == []
+    lines = [
+        ast.unparse(node.elts[2])
+        for path in sources("harness", "methods", "cases")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.List | ast.Tuple) and [ast.unparse(part) for part in node.elts[1:2]] == ["'-c'"]
+    ]
+    assert lines == ["""'. "$0/venv.sh" notebook'"""]
+
+
+def test_the_image_installs_what_set_up_installs_on_a_base_of_one_digest() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert set(bases) == {"$BASE"} and re.search(r"^ARG BASE=\S+@sha256:[0-9a-f]{64}$", text, re.MULTILINE)
+    assert "venv.sh" in text and not re.search(r"pip3? install", text)
+
+
+@pytest.mark.parametrize("sentence", sentences())
+def test_each_sentence_of_security_md_has_its_tests(sentence: str) -> None:
+    ((_, tests),) = [each for each in PROMISES.items() if sentence.startswith(each[0])]
+    for test in tests:
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(), test
 
 
 class Touches:

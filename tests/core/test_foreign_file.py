@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.core.foreign_file import read_text, read_yaml
+from harness.core.foreign_file import MOST_BYTES, read_text, read_yaml
 from harness.core.job import Job
 from harness.core.record import Record, read_all
 from tests.support.records import record
@@ -45,6 +45,13 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "log_a.json").symlink_to("/proc/self/environ")
     (complaint,) = read_all(tmp_path)[1]
     assert complaint.endswith("expected a regular file, got a symbolic link: " + repr(str(tmp_path / "log_a.json")))
+
+
+def test_a_file_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "log_a.json").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(OSError, match=f"expected at most {MOST_BYTES} bytes, got {MOST_BYTES + 1}"):
+        read_text(tmp_path / "log_a.json")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from harness.core.record import Record
 from harness.devices import machine
 from harness.jobs.sweep import Sweep, resolve
 from harness.run.prepare import prepare
+from harness.simulation.batches import token_batches
 from methods.engines import deepspeed, deepspeed_config
 from tests.support import cli, engine_runs, forks
+from tests.support.training import tiny
 
 # Large enough that parameters really leave memory: at 4 layers x 256 the wrong gradients below do not show.
 LARGE = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=64, batch_size=2, vocab_size=8192)
@@ -56,6 +58,21 @@ def test_every_starting_value_is_drawn_once_by_several_threads(name: str, dtype:
     drawn, num_threads = forks.call(engine_runs.drawn, name, dataclasses.replace(SMALL, dtype=dtype))
     assert set(drawn.values()) == {1} and len(drawn) == 3 + 12 * SMALL.num_layers + 1
     assert num_threads > 1
+
+
+def _addresses() -> list[str]:
+    """On which a process listens whose DeepSpeed has trained a step."""
+    import psutil
+
+    training = create("zero-infinity", {}).train(tiny(), list(token_batches(tiny(), 2)), "cpu")
+    next(training)
+    found = [one.laddr.ip for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    next(training)
+    return found
+
+
+def test_deepspeed_listens_on_this_machine_alone() -> None:
+    assert set(forks.call(_addresses)) <= {"127.0.0.1"}
 
 
 @pytest.mark.heavy

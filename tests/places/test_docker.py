@@ -143,6 +143,12 @@ def test_a_job_has_no_rights_beyond_its_folders(engine: str, tmp_path: Path) -> 
     assert "0" not in words["Uid"].split() + words["Gid"].split()
 
 
+def test_a_job_of_a_caller_other_than_root_runs_as_that_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1234)
+    monkeypatch.setattr(os, "getgid", lambda: 5678)
+    assert container_user.ids() == (1234, 5678)
+
+
 def test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results(engine: str, tmp_path: Path) -> None:
     """A link in its record's place, one in its compiler's log's, other files; and the log made a program of root's."""
     planted = f"""

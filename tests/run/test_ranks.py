@@ -20,7 +20,7 @@ from harness.jobs.sweep import Sweep, resolve
 from harness.run.ranks import first_to_fail
 from tests.support import cli
 from tests.support.cli import start
-from tests.support.tiny import TINY
+from tests.support.tiny import TINY, write_ending
 
 SHARDED = Job("fsdp2-offload", TINY, {"world_size": 2}, steps=8, warmup=2)
 MEETING = """
@@ -109,6 +109,14 @@ def test_nothing_listens_beyond_this_machine(words: list[str], tmp_path: Path) -
     assert set(listening) == {"127.0.0.1"}
     run.send_signal(signal.SIGINT)
     run.wait(60)
+
+
+def test_a_run_of_one_process_listens_nowhere(tmp_path: Path) -> None:
+    line = "import psutil; print('status:', [one.status for one in psutil.Process().net_connections()], flush=True)"
+    methods = write_ending(tmp_path, line)
+    Sweep(tmp_path, (methods,)).run([Job("ending", TINY, steps=2, warmup=0)])
+    (log,) = tmp_path.glob("log_ending*.txt")
+    assert "status: []" in log.read_text()
 
 
 @pytest.mark.heavy
