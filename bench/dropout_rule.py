@@ -22,9 +22,9 @@ from typing import Any
 import click
 
 from bench.gate_power import SIZE, train_all
+from harness.base.whole_file import write_whole
 from harness.core.job import Job, Workload
 from harness.core.record import Record
-from harness.core.whole_file import write_whole
 from harness.jobs import departure, gate
 
 SIZES = [

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 
 COMMAND = ["-m", "stronghold", "-l", "4", "-h", "256", "-b", "2", "--seq", "256"]
 OTHER_SIZE = ["-m", "stronghold", "-l", "6", "-h", "256", "-b", "2", "--seq", "256"]

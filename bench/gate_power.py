@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import click
 
+from harness.base.whole_file import write_whole
 from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
-from harness.core.whole_file import write_whole
 from harness.jobs import gate, probe, probe_runs
 from harness.jobs.probe import Probe, Trial
 from harness.run import warm_start

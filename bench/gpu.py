@@ -24,10 +24,10 @@ from typing import Any
 import click
 
 from bench import gpu_facts, gpu_results
+from harness.base.checkout import ROOT
+from harness.base.whole_file import write_whole
 from harness.core.job import GIB, gib
-from harness.core.method import ROOT
 from harness.core.record import Record, read_all
-from harness.core.whole_file import write_whole
 from harness.devices import machine
 from harness.run.launch import EXPANDABLE
 

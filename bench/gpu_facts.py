@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
+from harness.base.whole_file import write_whole
 from harness.core.job import GIB
-from harness.core.whole_file import write_whole
 from harness.devices import budgets, machine
 from harness.devices.streams import Device
 from methods.streaming.calibrate import copies, median_seconds

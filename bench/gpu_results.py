@@ -10,8 +10,8 @@ import io
 import tarfile
 from pathlib import Path
 
-from harness.core.method import ROOT
-from harness.core.whole_file import write_whole
+from harness.base.checkout import ROOT
+from harness.base.whole_file import write_whole
 
 MOST_BYTES = 16 * 2**20
 BESIDE = ("results/calibration.json", ".venv/adam/*.so")  # of the tree, beside the folder of results

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 
 NAMES = ("megatron-core", "hjson", "pydantic", "pydantic-core", "annotated-types", "typing-inspection",
          "typing-extensions")  # fmt: skip

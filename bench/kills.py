@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from harness.core.record import read_all
 
 WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --rerun --json".split()  # noqa: SIM905

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from harness.core.method import ROOT
-from harness.simulation.schedule import CLIP_NORMS, DTYPES, NAME, point
+from harness.base.checkout import ROOT
+from methods.streaming.virtual_schedule import CLIP_NORMS, DTYPES, NAME, point
 
 
 def line(machine: str, num_layers: int, clipping: str | None) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.core.child_process import child_environment
-from harness.core.method import ROOT
-from harness.core.whole_file import write_whole
+from harness.base.checkout import ROOT
+from harness.base.child_process import child_environment
+from harness.base.whole_file import write_whole
 from methods.pipeline.launch.folder import read_lines
 
 SCRIPT = ROOT / "cases" / "_paced_gpt.py"

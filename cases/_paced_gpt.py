@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import _case7_figure, _morphs
-from harness.core.child_process import ask
+from harness.base.child_process import ask
 from harness.core.job import Budget, Job, Workload
 from harness.core.named_models import load
 from harness.core.rates import Rates
@@ -26,7 +26,8 @@ from harness.core.record import Record
 from harness.figures import case, plot
 from harness.figures.point import FigureRow
 from harness.figures.profile import Profile
-from harness.simulation import machine_trace, pipelines
+from harness.simulation import machine_trace
+from methods.pipeline import simulate as pipelines
 from methods.pipeline.auto_config import AutoConfig
 from methods.pipeline.gpt_profile import by_flops
 from methods.pipeline.launch.folder import read_lines

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from pandas import DataFrame
 
+from harness.base.child_process import ask
 from harness.core import method
-from harness.core.child_process import ask
 from harness.core.record import Record, read_all
 from harness.figures import case, plot
 from harness.figures.point import machine_of
@@ -79,7 +79,7 @@ def run(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) 
         report({"event": "build", "text": f"virtual time: {', '.join(missing)}, {RUNS[used.kind]} layers"})
         arguments = {"machines": missing, "num_layers": RUNS[used.kind], "clipping": CLIPPING, "folder": str(folder)}
         try:
-            ask("harness.simulation.schedule", arguments)
+            ask("methods.streaming.virtual_schedule", arguments)
         except ValueError as error:
             report({"event": "warning", "text": f"no virtual timelines: {error}"})
     return finished

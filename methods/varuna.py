@@ -50,6 +50,7 @@ class VarunaMethod:
     resume: str | None = None  # folder with checkpoints, of any stages and replicas
 
     label = "Varuna"
+    verbs = "methods.verbs.varuna"
     color = "#B8860B"
     paper = "Athlur et al. 2022, EuroSys, doi:10.1145/3492321.3519584"
     scales_loss = True

@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import new_stem
@@ -157,7 +158,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def compiled_sim() -> None:
     """The device sim, compiled; where there is nothing to compile it with, what needs it is skipped."""
     if sim.to_build():
-        subprocess.run([sys.executable, "-m", "harness.devices.sim"], cwd=method.ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "harness.devices.sim"], cwd=ROOT, check=True)
     elif not sim.is_built():
         pytest.skip("no C++ compiler here: sim counts bytes in Python, without streams and link")
 

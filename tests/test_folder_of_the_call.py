@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.child_process import ask
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
+from harness.base.child_process import ask
 
 FOREIGN = "print('foreign')\nraise SystemExit(1)\n"
 

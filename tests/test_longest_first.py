@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from tests.support.longest_first import LONGEST, order
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from tests.support import cli
 
 # Names whose call can run what a file or another process holds, and the files that may say them, each for a reason.
@@ -48,18 +48,18 @@ PROMISES = {
     ],
     "Not hashed:": [],
     "**Files.** JSON is read from regular files alone": [
-        "core/test_foreign_file.py::test_a_link_is_not_followed",
-        "core/test_foreign_file.py::test_a_pipe_is_not_waited_for",
-        "core/test_foreign_file.py::test_a_file_beyond_the_limit_is_not_read",
-        "core/test_foreign_file.py::test_what_is_no_record_is_named",
+        "base/test_foreign_file.py::test_a_link_is_not_followed",
+        "base/test_foreign_file.py::test_a_pipe_is_not_waited_for",
+        "base/test_foreign_file.py::test_a_file_beyond_the_limit_is_not_read",
+        "base/test_foreign_file.py::test_what_is_no_record_is_named",
     ],
     "What you name with `--out` or `--trace`": [
-        "core/test_whole_file.py::test_what_is_no_regular_file_is_not_replaced",
-        "core/test_whole_file.py::test_a_file_that_cannot_be_written_whole_stays_as_it_was",
-        "core/test_whole_file.py::test_a_file_has_the_rights_that_the_umask_leaves",
+        "base/test_whole_file.py::test_what_is_no_regular_file_is_not_replaced",
+        "base/test_whole_file.py::test_a_file_that_cannot_be_written_whole_stays_as_it_was",
+        "base/test_whole_file.py::test_a_file_has_the_rights_that_the_umask_leaves",
     ],
     "**Terminal.** Whatever is printed": [
-        "core/test_console.py::test_what_would_command_a_terminal_is_shown_as_an_escape"
+        "base/test_console.py::test_what_would_command_a_terminal_is_shown_as_an_escape"
     ],
     "Cells of CSV files": [
         "figures/test_case.py::test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 KEPT = "click|nvidia-ml-py|psutil|pydantic|PyYAML|Jinja2|rich|setuptools"  # small; enough for --help

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from harness.base.console import print_table
 from harness.cli import options
 from harness.cli.options import Bytes
 from harness.core import method
-from harness.core.console import print_table
 from harness.core.job import Budget, Workload, params_text
 from harness.core.record import read_all
 from harness.devices import named_machines

@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
+from harness.base.child_process import ask
 from harness.cli import options
 from harness.cli.exit_codes import UNAVAILABLE
 from harness.cli.options import check_writable
 from harness.core import method, native_build
-from harness.core.child_process import ask
 from harness.core.job import Job, Workload, gib
 from harness.devices import machine, sim
 from harness.devices.device_lock import turn

@@ -64,7 +64,7 @@ job_options = options.together(
     click.option("--steps", type=int, default=20, help="Training steps, warm-up included."),
     click.option("--warmup", type=int, help="Steps left out of the median; default: 5, fewer if --steps is below 6."),
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the method."),
-    click.option("--models", "num_models", type=int, help="Models that hydra trains in turns (default: 1)."),
+    click.option("--models", "num_models", type=int, help="Models trained in turns, where a method can (default: 1)."),
     click.option("--devices", "num_devices", type=int, help="Devices shared by the models; on a CPU processes."),
     click.option("--double-buffer", type=bool, help="Fetch the next shard during compute (default: on)."),
     click.option("--hybrid", type=bool, help="Split the longest model's batch over idle devices (default: on)."),

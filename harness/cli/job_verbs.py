@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
+from harness.base.console import print_table
+from harness.base.whole_file import check_replaceable
 from harness.cli import exit_codes, options
 from harness.cli.job_options import WithMethods, check_corpus, job_options, make_jobs, place_of, place_options
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
-from harness.core.console import print_table
 from harness.core.job import Budget, Job
-from harness.core.whole_file import check_replaceable
 from harness.devices import budgets, machine, named_machines
 from harness.jobs import memories
 from harness.jobs.next_calls import next_calls

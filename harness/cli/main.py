@@ -1,13 +1,14 @@
 """The door: finds the verb, and turns every error of the user into one line and an exit code.
 
 Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle, notebook), pipeline_verbs.py (varuna), advise.py, doctor.py, check_method.py, and image in
-harness/places/docker_image.py.
+report, bundle, notebook), advise.py, doctor.py, check_method.py, image in harness/places/docker_image.py, and
+those that methods bring (Method.verbs).
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import sys
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import click
 
-from harness.cli import job_verbs, options, pipeline_verbs, result_verbs
+from harness.base.console import readable_output
+from harness.cli import job_verbs, options, result_verbs
 from harness.cli.advise import advise
 from harness.cli.check_method import check_method
 from harness.cli.doctor import doctor
@@ -23,7 +25,6 @@ from harness.cli.exit_codes import CRASH, INTERRUPTED, MEMORY, UNAVAILABLE, USAG
 from harness.cli.job_options import WithMethods
 from harness.cli.job_verbs import EXAMPLES
 from harness.core import method
-from harness.core.console import readable_output
 from harness.jobs.sweep import FolderLost
 from harness.places.docker_image import image
 
@@ -31,7 +32,7 @@ FIRST_CALLS = """\
 What people do first:
   ./run.sh demo --quick                              see it work: two methods, three figures, a report, in a minute
   ./run.sh -m stronghold -l 4 -h 256 -b 2            train by one method, and judge the run
-  ./run.sh sweep -m resident,l2l,stronghold -l 2,4 -h 256 -b 2    compare methods and sizes in one table
+  ./run.sh sweep -m all -l 2,4 -h 256 -b 2                      compare methods and sizes in one table
   ./run.sh advise                                    which method suits this machine, and what fits
   ./run.sh case 3 --profile demo                     make a figure of the paper
 ./run.sh --help lists all verbs and methods; ./run.sh VERB --help the options."""
@@ -41,11 +42,24 @@ class Door(WithMethods, click.Group):
     """Published calls name no verb: words that begin with an option are a `run`."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if len(args) > 2 and args[0] == "--methods" and args[2] in self.commands:
+        if len(args) > 2 and args[0] == "--methods" and self.get_command(context, args[2]):
             args = [args[2], *args[:2], *args[3:]]
         if args and args[0].startswith("-") and args[0] != "--help":
             args = ["run", *args]
         return super().parse_args(context, args)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        return self.commands.get(name) or self._of_methods().get(name)
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(self.all_verbs())
+
+    def all_verbs(self) -> dict[str, click.Command]:
+        return {**self._of_methods(), **self.commands}
+
+    def _of_methods(self) -> dict[str, click.Command]:
+        modules = {cls.verbs for cls in method.loadable(()).values() if cls.verbs}
+        return {verb.name: verb for module in sorted(modules) for verb in importlib.import_module(module).VERBS}
 
 
 @click.group(cls=Door, epilog=EXAMPLES, invoke_without_command=True,
@@ -61,7 +75,7 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
         click.echo(FIRST_CALLS)
 
 
-for verb in (*job_verbs.VERBS, *result_verbs.VERBS, *pipeline_verbs.VERBS, advise, check_method, doctor, image):
+for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, doctor, image):
     door.add_command(verb)
 
 
@@ -87,9 +101,8 @@ def _run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(INTERRUPTED)
     except click.NoSuchOption as error:
-        others = [
-            name for name, verb in door.commands.items() for each in verb.params if error.option_name in each.opts
-        ]
+        verbs = door.all_verbs().items()
+        others = [name for name, verb in verbs for each in verb.params if error.option_name in each.opts]
         told = f"{error.message.rstrip('.')}; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it"
         _fail(f"error: {told if others else error.format_message().rstrip('.') + '; see --help'}", USAGE)
     except click.ClickException as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from harness.base.checkout import ROOT
 from harness.core import method, named_models
 from harness.devices import named_machines
 from harness.jobs.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
@@ -36,9 +37,7 @@ class Finite(click.FloatRange):
 FOLDER = Named(path_type=Path, file_okay=False)
 FILE = Named(path_type=Path, dir_okay=False)
 
-results = click.option(
-    "--results", type=FOLDER, default=method.ROOT / "results", help="Folder of records, logs and figures."
-)
+results = click.option("--results", type=FOLDER, default=ROOT / "results", help="Folder of records, logs and figures.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 
+from harness.base.checkout import ROOT
 from harness.cli import options
 from harness.cli.exit_codes import CHECK_FAILED
 from harness.cli.options import FILE, check_writable
-from harness.core.method import ROOT
 from harness.core.record import read_all
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.core.imported_file import line_in
+from harness.base.imported_file import line_in
 from harness.core.job import gib
 from harness.core.method import Unavailable
 

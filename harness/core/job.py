@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core.checked_data import NO_OTHER_FIELDS
+from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.core.rates import Rates
 
 GIB = 2**30

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
 import methods
+from harness.base.checkout import ROOT
+from harness.base.imported_file import Called, imported, told
+from harness.base.named_entries import did_you_mean
 from harness.core import source_hash as source
-from harness.core.imported_file import Called, imported, told
 from harness.core.job import MOST_LAYERS, Budget, Plan, Workload
-from harness.core.named_entries import did_you_mean
-from harness.core.source_hash import ROOT
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +103,7 @@ class Method(Protocol):
     accumulates: ClassVar[bool] = False  # trains on micro-batches
     log_dialect: ClassVar[str] = "megatron"  # or deepspeed, of its published logs (harness/core/log_lines.py)
     build_seconds: ClassVar[int] = 0  # of build(), about
+    verbs: ClassVar[str] = ""  # the module of the verbs that it brings: click commands in VERBS
     clips: ClassVar[bool] = True  # False: it trains with --clip 0 alone
     drops_alike: ClassVar[bool] = True  # False: with dropout it drops other elements than the reference
     scales_loss: ClassVar[bool] = False  # trains in fp16, by the rule of methods/shared/loss_scale.py

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.core.checked_data import NO_OTHER_FIELDS
+from harness.base.checked_data import NO_OTHER_FIELDS
+from harness.base.checkout import ROOT
+from harness.base.named_entries import entries, entry
 from harness.core.job import Workload
-from harness.core.named_entries import entries, entry
-from harness.core.source_hash import ROOT
 
 FILE = ROOT / "models.yaml"
 EXAMPLE = "gpt2: {num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 1024}"

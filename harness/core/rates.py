@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from harness.core.named_entries import did_you_mean
+from harness.base.named_entries import did_you_mean
 
 # A fact of machines.yaml, the rate that it gives, and the factor to its unit.
 FACTS = (

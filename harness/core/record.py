@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from harness.core.checked_data import NO_OTHER_FIELDS, checked
-from harness.core.foreign_file import read_json
+from harness.base.checked_data import NO_OTHER_FIELDS, checked
+from harness.base.foreign_file import read_json
+from harness.base.whole_file import write_whole
 from harness.core.job import Job
-from harness.core.whole_file import write_whole
 
 SCHEMA_VERSION = 1
 SPEED = "samples_per_second"

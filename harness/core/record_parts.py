@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import NotRequired, Required, TypedDict  # noqa: UP035 - typing's, before Python 3.12, pydantic refuses
 
-from harness.core.checked_data import OTHER_FIELDS
+from harness.base.checked_data import OTHER_FIELDS
 
 Values = list[float | None]  # None in imported logs only
 

@@ -18,7 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from harness.base.checkout import ROOT
+
 # What every method trains on and is judged by, whether its own file imports it or not.
 SHARED = tuple(
     ROOT / path for path in ("harness/core/data.py", "harness/core/gpt.py", "harness/run/inspect_training.py")

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.core.child_process import ask
+from harness.base.child_process import ask
 from harness.core.job import Budget, Job, gib
 from harness.devices import cuda_budget, machine, sim
 

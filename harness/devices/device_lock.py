@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from harness.core.foreign_file import read_json
+from harness.base.foreign_file import read_json
 from harness.core.job import Job
 from harness.devices import machine
 

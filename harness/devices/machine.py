@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
+from harness.base.checkout import ROOT
+from harness.base.whole_file import write_whole
 from harness.core.job import Budget, Job, Workload
-from harness.core.method import ROOT
 from harness.core.rates import Rates
-from harness.core.whole_file import write_whole
 from harness.devices import cgroup, cuda_budget
 
 CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, by `doctor --calibrate`

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.core.checked_data import NO_OTHER_FIELDS
+from harness.base.checked_data import NO_OTHER_FIELDS
+from harness.base.checkout import ROOT
+from harness.base.named_entries import entry, places
 from harness.core.job import GIB, Budget
-from harness.core.method import ROOT
-from harness.core.named_entries import entry, places
 from harness.core.rates import Rates, of_facts
 from harness.devices import cuda_budget, machine
 

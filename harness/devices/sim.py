@@ -15,8 +15,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+from harness.base.checkout import ROOT
 from harness.core.job import Budget
-from harness.core.method import ROOT, Unavailable
+from harness.core.method import Unavailable
 from harness.core.native_build import Library
 from harness.devices import machine
 

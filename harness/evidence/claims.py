@@ -15,13 +15,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from harness.base.checked_data import checked
+from harness.base.checkout import ROOT
+from harness.base.foreign_file import read_yaml
 from harness.core import method
-from harness.core.checked_data import checked
-from harness.core.foreign_file import read_yaml
 from harness.figures import case
 from harness.figures.point import METRICS
 
-FOLDER = method.ROOT / "claims"
+FOLDER = ROOT / "claims"
 PAPER_MACHINE = "v100-vm"
 MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim holds
 _chosen: list[Path] = []  # files and folders of claims, instead of FOLDER
@@ -248,7 +249,7 @@ def load(*places: Path) -> list[Claim]:
 def _of_place(place: Path) -> Iterator[tuple[Path, Claim]]:
     paths = sorted(place.glob("*.yaml")) if place.is_dir() else [place]
     if not paths:
-        raise ValueError(f"{place} holds no claims: expected *.yaml files such as {FOLDER.name}/stronghold.yaml")
+        raise ValueError(f"{place} holds no claims: expected *.yaml files as in {FOLDER.name}/")
     for path in paths:
         yield from ((path, claim) for claim in _load_file(path))
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.base.console import print_table
 from harness.core import method
-from harness.core.console import print_table
 from harness.core.job import MOST_LAYERS, Job, Plan, gib
 from harness.core.record import Record, read_all
 from harness.devices import machine

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
@@ -127,7 +128,7 @@ def _alone(file: Path) -> Iterator[Subject]:
     file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-")).resolve()
     name = file.stem.replace("_", "-")
     try:
-        if file.parent == method.ROOT / "methods":
+        if file.parent == ROOT / "methods":
             yield Subject(name, (), folder)
             return
         (folder / "methods").mkdir()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.core.console import print_table
+from harness.base.console import print_table
 from harness.core.record import Record, read_all
 from harness.devices import named_machines
 from harness.evidence import claims, judge

@@ -35,14 +35,14 @@ from types import FunctionType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import cases
+from harness.base.checked_data import checked
+from harness.base.checkout import ROOT
+from harness.base.foreign_file import read_text
+from harness.base.imported_file import imported, told
+from harness.base.whole_file import write_whole
 from harness.core import method
-from harness.core.checked_data import checked
-from harness.core.foreign_file import read_text
-from harness.core.imported_file import imported, told
 from harness.core.job import Job, Workload
-from harness.core.method import ROOT
 from harness.core.record import Gate, Record
-from harness.core.whole_file import write_whole
 from harness.devices import machine
 from harness.figures import plot, profile
 from harness.figures.point import METRICS, FigureRow, machine_of, row_of

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.base.whole_file import write_whole
 from harness.core import method
-from harness.core.whole_file import write_whole
 from harness.figures.point import FigureRow
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.base.child_process import ask
+from harness.base.console import print_table
 from harness.core import method
-from harness.core.child_process import ask
-from harness.core.console import print_table
 from harness.core.job import STATE_KINDS, Budget, Job, gib
 from harness.devices import machine
 from harness.jobs import published_laws

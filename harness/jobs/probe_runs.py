@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job, Workload
-from harness.core.method import ROOT
 from harness.core.record import Record
 from harness.jobs import departure
 from harness.jobs.probe import LEARNING_RATE, ROUNDINGS, Extent, Probe, Trial

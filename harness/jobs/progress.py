@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from harness.core.console import print_table, readable, terminal
+from harness.base.console import print_table, readable, terminal
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.base.whole_file import own_folder
 from harness.core import log_lines, method
 from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
-from harness.core.whole_file import own_folder
 from harness.devices import budgets, cuda_budget, device_lock, machine
 from harness.jobs import estimate, gate, probe_runs
 from harness.jobs.probe import MOST_STEPS, NONE, STEPS, Extent, Probe

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from harness.base.foreign_file import read_json, read_text
+from harness.base.whole_file import write_whole
 from harness.core import log_lines
-from harness.core.foreign_file import read_json, read_text
 from harness.core.method import Unavailable
 from harness.core.record import Record
-from harness.core.whole_file import write_whole
 
 USER = 1000  # of docker/Dockerfile, user and group
 PREFIX = ".exchange-"

@@ -19,10 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.base.checkout import ROOT
 from harness.core import failures
 from harness.core.corpus_files import corpus_files
 from harness.core.job import Job
-from harness.core.method import ROOT, Unavailable
+from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
 from harness.devices.device_lock import turn

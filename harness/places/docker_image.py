@@ -12,8 +12,9 @@ from typing import IO, Any
 
 import click
 
-from harness.core.method import ROOT, Unavailable
-from harness.core.whole_file import check_replaceable
+from harness.base.checkout import ROOT
+from harness.base.whole_file import check_replaceable
+from harness.core.method import Unavailable
 from harness.places import container_user
 from harness.places.docker import Docker, default_image, engine, told
 

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness.base.child_process import ENVIRONMENT, interrupt_here, when_closed
 from harness.core import failures, log_lines
-from harness.core.child_process import ENVIRONMENT, interrupt_here, when_closed
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import machine

@@ -23,11 +23,12 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import PositiveInt
 
+from harness.base.checked_data import NO_OTHER_FIELDS, checked
+from harness.base.checkout import ROOT
+from harness.base.foreign_file import read_yaml
 from harness.core import failures
-from harness.core.checked_data import NO_OTHER_FIELDS, checked
-from harness.core.foreign_file import read_yaml
 from harness.core.job import Job
-from harness.core.method import ROOT, Unavailable
+from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
 from harness.devices import budgets
 from harness.places.docker import PYTHON, folders_shown, memory_limit

@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from harness.base.foreign_file import read_text
+from harness.base.whole_file import check_replaceable, write_whole
 from harness.core import method
-from harness.core.foreign_file import read_text
 from harness.core.record import STATUSES, VERDICTS, Record, read_all
-from harness.core.whole_file import check_replaceable, write_whole
 from harness.devices import named_machines
 from harness.devices.machine import PACKAGES
 from harness.evidence import verify

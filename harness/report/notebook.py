@@ -6,8 +6,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from harness.base.checkout import ROOT
 from harness.core.job import gib
-from harness.core.method import ROOT
 from harness.devices import machine
 from harness.evidence import collect, verify
 from harness.figures import case

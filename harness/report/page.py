@@ -17,9 +17,9 @@ from typing import Any
 
 from pandas import DataFrame
 
+from harness.base.whole_file import own_folder, write_whole
 from harness.core import method
 from harness.core.record import Record, read_all
-from harness.core.whole_file import own_folder, write_whole
 from harness.devices import named_machines
 from harness.evidence import fairness, verify
 from harness.evidence.judge import Finding

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 
 HOST, USER, HOME, ADDRESS, SECRET = "HOST", "USER", "~", "ADDRESS", "SECRET"
 NOBODY = ("localhost", "root", "/", "")  # the same on every machine

@@ -21,8 +21,8 @@ from typing import IO, Any
 
 import psutil
 
+from harness.base.child_process import child_environment
 from harness.core import failures, log_lines, method
-from harness.core.child_process import child_environment
 from harness.core.job import Job, Workload
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, cgroup, machine

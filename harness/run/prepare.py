@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from harness.base.child_process import run_logged
 from harness.core import log_lines, method
-from harness.core.child_process import run_logged
 from harness.core.job import Job
 from harness.devices import cgroup, sim
 from harness.run.launch import Report

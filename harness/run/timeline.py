@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.core.foreign_file import read_json
-from harness.core.whole_file import write_whole
+from harness.base.foreign_file import read_json
+from harness.base.whole_file import write_whole
 
 TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # in the order of a timeline
 KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # may hide behind compute

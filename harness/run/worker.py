@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
+from harness.base.child_process import interrupt_here, when_closed
 from harness.core import failures, log_lines
-from harness.core.child_process import interrupt_here, when_closed
 from harness.core.job import Job
 from harness.core.method import Method, Step, Trained, create
 from harness.core.record import Record, wrong_num_models

@@ -8,12 +8,12 @@ rates are the machine's; no number here was measured.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,12 +22,10 @@ from torch.utils.flop_counter import flop_registry
 
 from harness.core.job import Workload
 from harness.core.method import Method
-from harness.core.rates import ADAM_BYTES, Rates
-from harness.run.timeline import Span, Timeline, steps
+from harness.run.timeline import Span, Timeline, steps, write
 from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
 from harness.simulation.watched_ops import Memory, Op, tensors
-from methods.streaming.planner import Counts, rows
 
 aten = torch.ops.aten
 # The CPU's attention takes its arguments in the order of CUDA's, for which torch has the formulas.
@@ -76,6 +74,10 @@ class VirtualRun:
 
     def timeline(self, about: dict[str, Any]) -> Timeline:
         return Timeline(self.spans, steps([0.0, *self.step_ends], 1), {**about, "clock": "virtual"})
+
+    def write(self, about: dict[str, Any], path: Path) -> None:
+        """Write the timeline, as a trace of a run is written."""
+        write(self.timeline(about), path)
 
 
 class VirtualTime:
@@ -216,42 +218,3 @@ def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int
         step_ends = [streams.compute.now for _ in training]
         streams.compute.synchronize()
         return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops, spans.done)
-
-
-MODEL_HIDDEN_SIZE = 32
-
-
-def scale_model(workload: Workload) -> Workload:
-    """A shape small enough to train: as deep, with the same ratios between layers and ends of FLOPs and of bytes."""
-    scale = MODEL_HIDDEN_SIZE / workload.hidden_size
-    ends: Any = {"seq_len": round(workload.seq_len * scale), "vocab_size": round(workload.vocab_size * scale)}
-    return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)
-
-
-def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> Machine:
-    """The machine on which the scale model takes as long as the workload at these rates. All traffic of the host's
-    memory, copies included, is charged to the updates."""
-    model = scale_model(workload)
-    params = model.layer_params / workload.layer_params
-    on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
-    carried = [row for row in rows(workload, rates, clipping) if row.name == "host memory"][-1].total(counts)
-    host_seconds = max(1 / rates.host_adam_params_per_second, carried / on_host if on_host else 0.0)
-    return Machine(
-        device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,
-        link_bytes_per_second=min(rates.inbound_bytes_per_second, rates.outbound_bytes_per_second) * params,
-        device_update_params_per_second=params * rates.device_bytes_per_second / ADAM_BYTES[workload.dtype],
-        host_update_params_per_second=params / host_seconds,
-    )
-
-
-def executed_flops(workload: Workload) -> float:
-    """FLOPs of a step: the recompute stops before a layer's last product, which no gradient needs."""
-    tokens = workload.batch_size * workload.seq_len
-    return workload.flops_per_step - workload.num_layers * 8 * tokens * workload.hidden_size**2
-
-
-def virtual_rates(workload: Workload, rates: Rates) -> Rates:
-    """The rates with the virtual clock's division of compute between the passes, by FLOPs."""
-    layers = workload.flops_per_step - workload.model_flops_per_step
-    head = (workload.flops_per_step - 4 * layers) / 3
-    return dataclasses.replace(rates, forward_share=(layers + head) / executed_flops(workload))

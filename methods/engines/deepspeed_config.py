@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from harness.base.checkout import ROOT
 from harness.core import native_build
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import ROOT
 from methods.shared.memory_needs import each_page_locked, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # DeepSpeed's compiled kernels

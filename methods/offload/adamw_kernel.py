@@ -13,8 +13,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from harness.base.checkout import ROOT
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
-from harness.core.method import ROOT
 from harness.core.native_build import Library
 
 PATHS = ("plain", "AVX2", "AVX-512")  # these in the order of adamw_kernel.cpp

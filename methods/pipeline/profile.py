@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.core.checked_data import checked
-from harness.core.foreign_file import read_json
-from harness.core.whole_file import write_whole
+from harness.base.checked_data import checked
+from harness.base.foreign_file import read_json
+from harness.base.whole_file import write_whole
 
 FILE = "profile.json"
 

@@ -20,10 +20,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from harness.core.event_core import KINDS, B, F, Line, R, run_lines
+from harness.simulation.event_core import KINDS, B, F, Line, R, run_lines
 
 if TYPE_CHECKING:
-    from harness.core.event_core import Array
+    from harness.simulation.event_core import Array
 
 SCHEDULES = ("varuna", "1f1b", "gpipe")
 SLOTS = {"F": 1, "R": 1, "B": 2}

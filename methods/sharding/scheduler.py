@@ -16,7 +16,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from harness.core.event_core import Key, PoolUnit, run_pool
+from harness.simulation.event_core import Key, PoolUnit, run_pool
 
 Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
 

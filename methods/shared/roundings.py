@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.base.named_entries import did_you_mean
 from harness.core import gpt
-from harness.core.named_entries import did_you_mean
 
 ULP = 2.0**-24  # of fp32, in which kernels sum, relative
 BLOCK_LOGITS = 2**14

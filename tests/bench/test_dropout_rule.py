@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench import dropout_rule, gate_power
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from harness.jobs import gate
 
 FIGURES = json.loads((ROOT / "results" / "dropout-rule.json").read_text())

@@ -9,8 +9,8 @@ import pytest
 
 from bench import gate_power
 from bench.gate_power import Case
+from harness.base.checkout import ROOT
 from harness.core import method
-from harness.core.method import ROOT
 from harness.core.record import Gate, Record
 from harness.jobs import probe
 from harness.jobs.probe import Trial

@@ -20,9 +20,9 @@ import torch
 
 from bench import gpu, gpu_facts, gpu_results, gpu_wheels
 from bench.gpu import Call, Step, Steps
+from harness.base.checkout import ROOT
 from harness.cli.main import door
 from harness.core.job import GIB, Job, Workload
-from harness.core.method import ROOT
 from harness.core.record import read_all
 from methods.streaming import calibrate
 from tests.support import records

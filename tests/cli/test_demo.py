@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.cli import demo
 from harness.core import method, native_build
 from harness.core.job import Job
@@ -64,11 +65,11 @@ def test_a_build_that_failed_is_not_tried_again_in_the_same_call(tmp_path: Path)
 def test_the_demo_shows_all_and_the_notebook_shows_it_again(tmp_path: Path, compiled_sim: None) -> None:
     """Beginning with the quick one, whose runs are not made again."""
     command = [sys.executable, "-m", "harness", "demo", "--results", str(tmp_path)]
-    done = subprocess.run([*command, "--quick"], capture_output=True, text=True, cwd=method.ROOT)
+    done = subprocess.run([*command, "--quick"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.stem for path in tmp_path.glob("figures/*.png")} == {f"case{number}_demo" for number in (3, 4, 5)}
     assert {record.job.method for record in read_all(tmp_path)[0].values()} == {"l2l", "stronghold", "resident"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=method.ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     ended = {record.job.method: record for record in read_all(tmp_path)[0].values()}
     without = set(re.findall(r"^left out: (\S+):", done.stderr, re.MULTILINE))  # not built, when it began

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.cli import exit_codes
 from harness.core.job import Job, Workload
-from harness.core.method import ROOT
 from harness.core.record import Gate, Record
 from tests.support import cli, tiny
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.cli.options import check_writable
-from harness.core.method import ROOT
 from tests.support import tiny
 
 LOST = "-dac_override,-dac_read_search"  # what lets root read everything

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core import failures
 from harness.core.job import Budget, Job, Workload
-from harness.core.method import ROOT, Unavailable
+from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
 from harness.devices import budgets, cgroup
 from harness.jobs.sweep import Sweep

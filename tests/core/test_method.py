@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core import method
-from harness.core.method import ROOT
 from harness.evidence import method_contract
 from tests.support import tiny
 from tests.support.cli import run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core import source_hash
-from harness.core.method import ROOT
 
 
 @pytest.fixture(scope="module")

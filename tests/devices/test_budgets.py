@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job
-from harness.core.method import ROOT
 from harness.core.record import read_all
 from harness.devices import budgets, cgroup, device_lock, machine
 from tests.support.cli import run

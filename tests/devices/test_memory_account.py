@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.base.checkout import ROOT
 from harness.core.job import Workload
-from harness.core.method import ROOT
 from harness.devices.memory_account import Tracker
 from tests.support import on_sim
 from tests.support.training import tiny, train

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.cli.main import main
 from harness.core import method
 from harness.core.job import GIB, STATE_KINDS, Budget, Plan, Workload, gib
-from harness.core.method import ROOT
 from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
 from harness.jobs.estimate import least_step_seconds

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job
-from harness.core.method import ROOT
 from harness.core.record import Gate, Record
 from harness.jobs import departure, gate, probe
 from harness.jobs.probe import ALL_LAYERS, NONE, Extent, Probe, Trial

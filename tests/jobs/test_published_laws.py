@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core.job import Workload
-from harness.core.method import ROOT
 from harness.devices.named_machines import load
 from harness.jobs.published_laws import (
     HOST_TAKEN_BYTES,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core import native_build
 from harness.core.job import GIB, Budget, Job, Workload
-from harness.core.method import ROOT, Unavailable, create
+from harness.core.method import Unavailable, create
 from harness.core.record import Record
 from harness.devices import machine
 from harness.jobs.sweep import Sweep, resolve

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.record import Record
@@ -111,7 +112,7 @@ def test_blocking_launches_change_no_bit(dtype: str) -> None:
     for blocking in ("0", "1"):
         environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         command = [sys.executable, "-c", BITS, DEVICE, dtype]
-        done = subprocess.run(command, cwd=method.ROOT, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert "BITS" in done.stdout, done.stderr[-2000:]
         told.append(done.stdout.split("BITS")[1])
     assert told[0] == told[1]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core.job import Job
-from harness.core.method import ROOT
 from harness.jobs.sweep import Sweep, resolve
 from harness.places.slurm import Slurm, states_of
 from tests.support.packages import need

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job
-from harness.core.method import ROOT, Unavailable
+from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
 from harness.places.docker import PYTHON

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import case7
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from harness.core.record import Gate, Record, read_all
 from harness.report import bundle, page
 from harness.report.redact import ADDRESS, HOST, USER, Names, here, nodes

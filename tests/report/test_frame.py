@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import harness
+from harness.base.checkout import ROOT
 from harness.core.job import Job
-from harness.core.method import ROOT
 from harness.core.record import Gate
 from tests.support import records
 from tests.support.tiny import TINY

@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.failures import End
 from harness.core.job import Budget, Job, Workload
-from harness.core.method import ROOT
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep, resolve
 from harness.run import scratch, warm_start

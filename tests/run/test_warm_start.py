@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.core.child_process import child_environment
-from harness.core.source_hash import ROOT
+from harness.base.checkout import ROOT
+from harness.base.child_process import child_environment
 from harness.run import warm_start
 from tests.run.test_launch import wait_for
 

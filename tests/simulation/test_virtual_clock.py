@@ -17,7 +17,8 @@ from bench import virtual
 from harness.core.job import Workload
 from harness.core.method import create
 from harness.simulation.fake_streams import watching
-from harness.simulation.virtual_clock import Machine, Spans, VirtualRun, VirtualTime, Workers, scale_model, virtual_run
+from harness.simulation.virtual_clock import Machine, Spans, VirtualRun, VirtualTime, Workers, virtual_run
+from methods.streaming.virtual_schedule import scale_model
 from tests.support.training import tiny
 
 WORKLOAD = tiny(num_layers=8, hidden_size=64, num_heads=2, seq_len=32, batch_size=4)

@@ -11,8 +11,8 @@ import sys
 from functools import partial
 from unittest import mock
 
+from harness.base.checkout import ROOT
 from harness.cli import main as door
-from harness.core.method import ROOT
 from harness.places import docker
 
 

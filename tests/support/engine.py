@@ -21,7 +21,7 @@ from typing import IO
 
 import psutil
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from tests.support.packages import SHARED, locked, missing, need
 
 PACKAGES = ("docker.io", "mmdebstrap")

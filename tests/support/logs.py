@@ -11,9 +11,9 @@ import pytest
 from harness.artifact_logs.import_logs import import_logs
 from harness.artifact_logs.parse import read
 from harness.artifact_logs.to_record import to_record
+from harness.base.checkout import ROOT
 from harness.core.job import Job, Workload
 from harness.core.log_lines import end_line, header_lines, interval_lines
-from harness.core.method import ROOT
 from harness.core.record import Record
 
 PUBLISHED = ROOT.parent / "shared" / "published"

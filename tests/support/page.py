@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 
 
 def page_blocks(language: str) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 
 # What defines operations of torch, which a process defines once.
 LOADED_ONCE = {"methods.offload.torch_ops", "methods.offload.adamw_kernel", "methods.offload.adamw_cuda"}

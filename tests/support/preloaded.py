@@ -3,7 +3,7 @@
 import gc
 import importlib
 
-from harness.core.checked_data import _adapter
+from harness.base.checked_data import _adapter
 from harness.core.record import Record
 from harness.run import warm_start
 

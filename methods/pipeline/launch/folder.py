@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.core.whole_file import write_whole
+from harness.base.whole_file import write_whole
 from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, folder_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.core.child_process import child_environment
+from harness.base.child_process import child_environment
 from methods.pipeline.launch import agent
 
 MODULE = "methods.pipeline.launch.fork_server"

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from harness.core.child_process import child_environment
+from harness.base.child_process import child_environment
 from methods.pipeline.launch.fork_server import ForkServer
 
 AGENT = "methods.pipeline.launch.agent"

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.core.method import ROOT, create
+from harness.base.checkout import ROOT
+from harness.core.method import create
 from harness.devices.streams import num_update_threads
 from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, watching

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from bench.morphs import random_schedule
 from cases._morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, play, undisturbed
-from harness.core.child_process import child_environment
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
+from harness.base.child_process import child_environment
 from methods.pipeline import link
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.launch.choose import Choice, Spread

@@ -10,8 +10,8 @@ import pytest
 from harness.core.job import Budget, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
-from harness.simulation.pipelines import simulate
 from methods.pipeline.partition import gpt_stages, stage_bytes
+from methods.pipeline.simulate import simulate
 from tests.support.ranks import on_ranks
 from tests.support.training import small_bytes
 

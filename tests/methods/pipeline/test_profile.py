@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from methods.pipeline.profile import Profile, read
 from methods.varuna import AutoConfig, CutPoint, Profiler
 from tests.methods.pipeline import user_model

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from methods.pipeline.batches import micro_batch_sizes, split
 from methods.pipeline.checkpoint import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from methods.hydra import ModelOrchestrator, ModelTask
 
 NUM_BATCHES = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.whole_file import own_folder, write_whole
+from harness.base.whole_file import own_folder, write_whole
 
 
 def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.child_process import ask
+from harness.base.child_process import ask
 
 
 @pytest.mark.parametrize("module", ["bisect", "this"])  # one prints nothing, one what is no JSON

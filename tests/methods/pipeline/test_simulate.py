@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from harness.core.event_core import KINDS, F
-from harness.simulation.pipelines import Network, simulate
+from harness.simulation.event_core import KINDS, F
 from methods.pipeline.schedule import SCHEDULES, SLOTS, units
+from methods.pipeline.simulate import Network, simulate
 
 NOISY = Network(0.7, jitter=0.3)
 

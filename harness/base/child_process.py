@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from harness.core.source_hash import ROOT
+from harness.base.checkout import ROOT
 
 # Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import pipeline_verbs
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from methods.pipeline.profile import read
+from methods.verbs.varuna import varuna
 from tests.support import cli
 
 
@@ -97,7 +97,7 @@ def test_a_simulated_step_tells_the_passes_and_messages_that_it_is_of(words: tup
 
 
 def test_what_is_written_by_default_is_no_change_of_the_checkout() -> None:
-    commands = pipeline_verbs.varuna.commands
+    commands = varuna.commands
     folders = [option.default for name in ("profile", "launch") for option in commands[name].params
                if option.name == "folder"]  # fmt: skip
     assert {f"/{folder}/" for folder in folders} <= set((ROOT / ".gitignore").read_text().splitlines())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.core.foreign_file import MOST_BYTES, read_text, read_yaml
+from harness.base.foreign_file import MOST_BYTES, read_text, read_yaml
 from harness.core.job import Job
 from harness.core.record import Record, read_all
 from tests.support.records import record

@@ -11,19 +11,20 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.core import method
 from harness.core.job import Workload
+from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import named_machines
-from harness.run.timeline import write
-from harness.simulation.virtual_clock import VirtualRun, model_machine, scale_model, virtual_rates, virtual_run
+from harness.simulation.virtual_clock import Machine, VirtualRun, virtual_run
 from methods.streaming.placement import parse
-from methods.streaming.planner import forecast, rows
+from methods.streaming.planner import Counts, forecast, rows
 
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
 CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}  # 1e9: all updates ahead are kept
+MODEL_HIDDEN_SIZE = 32
 STEPS = 4  # the first starts on an idle machine
 
 
@@ -64,6 +65,42 @@ def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep 
     return ScheduledStep(plan.options["placement"], bound.seconds, bound.binds, schedule, resident.seconds, run)
 
 
+def scale_model(workload: Workload) -> Workload:
+    """A shape small enough to train: as deep, with the same ratios between layers and ends of FLOPs and of bytes."""
+    scale = MODEL_HIDDEN_SIZE / workload.hidden_size
+    ends: Any = {"seq_len": round(workload.seq_len * scale), "vocab_size": round(workload.vocab_size * scale)}
+    return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)
+
+
+def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> Machine:
+    """The machine on which the scale model takes as long as the workload at these rates. All traffic of the host's
+    memory, copies included, is charged to the updates."""
+    model = scale_model(workload)
+    params = model.layer_params / workload.layer_params
+    on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
+    carried = [row for row in rows(workload, rates, clipping) if row.name == "host memory"][-1].total(counts)
+    host_seconds = max(1 / rates.host_adam_params_per_second, carried / on_host if on_host else 0.0)
+    return Machine(
+        device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,
+        link_bytes_per_second=min(rates.inbound_bytes_per_second, rates.outbound_bytes_per_second) * params,
+        device_update_params_per_second=params * rates.device_bytes_per_second / ADAM_BYTES[workload.dtype],
+        host_update_params_per_second=params / host_seconds,
+    )
+
+
+def executed_flops(workload: Workload) -> float:
+    """FLOPs of a step: the recompute stops before a layer's last product, which no gradient needs."""
+    tokens = workload.batch_size * workload.seq_len
+    return workload.flops_per_step - workload.num_layers * 8 * tokens * workload.hidden_size**2
+
+
+def virtual_rates(workload: Workload, rates: Rates) -> Rates:
+    """The rates with the virtual clock's division of compute between the passes, by FLOPs."""
+    layers = workload.flops_per_step - workload.model_flops_per_step
+    head = (workload.flops_per_step - 4 * layers) / 3
+    return dataclasses.replace(rates, forward_share=(layers + head) / executed_flops(workload))
+
+
 def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> None:
     """Write the timeline of one size, if it fits."""
     found = point(machine, num_layers, clipping)
@@ -73,7 +110,7 @@ def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> 
     path = folder / f"virtual_{machine}_{num_layers}_{clipping or 'none'}.json"
     title = f"{NAME} on {machine}, {num_layers} layers, {found.placement}, clipping {clipping or 'off'}"
     about = {"title": title, "source": method.source_hash(NAME), "machine": machine, "num_layers": num_layers}
-    write(found.run.timeline(about), path)
+    found.run.write(about, path)
     print(path)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core import method
-from harness.core.method import ROOT
 
 FORKS = """import os
 child = os.fork()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from harness.base.child_process import ask
+from harness.base.console import print_table
 from harness.cli import options
 from harness.cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
-from harness.core.child_process import ask
-from harness.core.console import print_table
 from harness.core.job import Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
@@ -171,7 +171,7 @@ def simulate(
 ) -> None:  # fmt: skip
     """Time a step of pipelines under a virtual clock: nothing of it is run. With -l or --model the passes are those of
     the published GPT at the rates of --machine."""
-    from harness.simulation import pipelines
+    from methods.pipeline import simulate as pipelines
 
     if num_stages * num_micro_batches > MOST_PASSES:
         raise ValueError(
@@ -206,7 +206,7 @@ def simulate(
         print_table(names, cells, numbers=names[1:])
     if out is not None:
         from harness.figures import plot
-        from harness.figures.pipeline_timeline import timeline
+        from methods.verbs.pipeline_timeline import timeline
 
         note = (
             f"simulated: {num_stages} stages, {num_micro_batches} micro-batches; messages of {network.send_seconds:.3g}"

@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.core.checked_data import checked
-from harness.core.foreign_file import read_yaml
+from harness.base.checked_data import checked
+from harness.base.foreign_file import read_yaml
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from harness.core.console import print_table, readable_output
+from harness.base.console import print_table, readable_output
 
 COMMAND = "\x1b]0;owned\x07\x9b2J\u202e"
 SHOWN = "\\x1b]0;owned\\x07\\x9b2J\\u202e"

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.core.event_core import run_lines
+from harness.simulation.event_core import run_lines
 from methods.pipeline.schedule import lines
 
 if TYPE_CHECKING:
-    from harness.core.event_core import Array
+    from harness.simulation.event_core import Array
 
 IN_FLIGHT = 4  # messages of a kind that a stage has under way, as the engine
 LEAST = 0.05  # of a nominal duration: what jitter leaves
