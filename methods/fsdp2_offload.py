@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import TensorState, Trained, Training
+from harness.core.method import Method, TensorState, Trained, Training
 from methods.shared.memory_needs import describe, each_page_locked
 
 
 @dataclass(frozen=True)
-class Fsdp2Offload:
+class Fsdp2Offload(Method):
     label = "FSDP2 offload"
     color = "#6FA8DC"
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"

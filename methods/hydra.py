@@ -18,7 +18,7 @@ from itertools import tee
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import Step, Trained, Training, largest_depth
+from harness.core.method import Method, Step, Trained, Training, largest_depth
 from methods.sharding.partition import gpt_shards, gpt_tensors
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> object:
 
 
 @dataclass(frozen=True)
-class Hydra:
+class Hydra(Method):
     shard_layers: int | None = None  # layers of a shard, or one end; None: as many as fit
     double_buffer: bool = True  # a second slot, for the next shard
     intermediates: str = "checkpointed"  # layers are recomputed; or "saved": activations go to the host
@@ -58,7 +58,7 @@ class Hydra:
     can_rehearse = True
 
     @property
-    def bit_exact(self) -> bool:
+    def bit_exact(self) -> bool:  # type: ignore[override]
         """False if a batch is split over devices: its gradients are summed in another order."""
         return not self._halves(0.0)
 

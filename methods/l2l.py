@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import Trained, Training
+from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe
 from methods.streaming.placement import placed_plan
 
 
 @dataclass(frozen=True)
-class L2L:
+class L2L(Method):
     label = "L2L"
     color = "#E7D6EF"
     paper = "Pudipeddi et al. 2020, arXiv:2002.05645"

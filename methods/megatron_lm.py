@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Budget, Plan, Workload
-from harness.core.method import Step, TensorState, Trained, Training, Unavailable
+from harness.core.method import Method, Step, TensorState, Trained, Training, Unavailable
 from methods.shared.memory_needs import describe
 
 NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
 
 
 @dataclass(frozen=True)
-class MegatronLM:
+class MegatronLM(Method):
     label = "Megatron-LM"
     color = "#E7D6EF"
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import Step, TensorState, Trained, Training
+from harness.core.method import Method, Step, TensorState, Trained, Training
 from methods.shared.memory_needs import describe, resident_plan
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Resident:
+class Resident(Method):
     label = "Resident"
     color = "#8A8A8A"
     paper = "PyTorch, with activation recompute (Chen et al. 2016)"

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import Trained, Training
+from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe
 from methods.streaming.choose_placement import Choice
@@ -24,7 +24,7 @@ from methods.streaming.placement import parse, shrink, text_of
 
 
 @dataclass(frozen=True)
-class Stronghold:
+class Stronghold(Method):
     window_size: int | None = None  # slots of the window; None: chosen by plan()
     resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the budget holds
     placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import Step, Trained, Training
+from harness.core.method import Method, Step, Trained, Training
 from harness.core.source_hash import source_hash
 from methods.pipeline.checkpoint_folders import choose, complete_steps
 from methods.pipeline.partition import gpt_stages, pass_flops, stage_bytes
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> object:
 
 
 @dataclass(frozen=True)
-class VarunaMethod:
+class VarunaMethod(Method):
     num_stages: int | None = None  # stages of a pipeline; the other ranks are replicas; None: the plan chooses
     chunk_size: int | None = None  # samples of a micro-batch; None: the plan chooses
     schedule: str = "varuna"  # or 1f1b, gpipe

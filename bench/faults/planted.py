@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
-from harness.core.method import TensorState, Trained, Training
+from harness.core.method import Method, TensorState, Trained, Training
 from methods.shared.memory_needs import resident_plan
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Planted:
+class Planted(Method):
     label = "planted"
     paper = "the reference with a planted fault"
     scales_loss = True

@@ -13,9 +13,10 @@ import functools
 import importlib
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_type_hints
 
 import methods
 from harness.base.checkout import ROOT
@@ -85,14 +86,18 @@ class Trained(NamedTuple):
 Training = Generator[Step, None, Trained]
 
 
-class Method(Protocol):
-    """What every method offers: a label, plan() and train(); the rest is optional, and load() adds what is here.
+RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # of optional ones None is an answer
+
+
+class Method(ABC):
+    """What every method offers: plan() and train(); the rest has a default. A method is a frozen dataclass, its fields
+    are its options.
 
     A method that trains in several processes has an option world_size, 1 by default: then each runs train() under
     torchrun's variables, on the whole batch of which it takes its part, yields the loss of all, and rank 0 returns the
     whole tensors. Its plan is that of one rank."""
 
-    label: ClassVar[str]
+    label: ClassVar[str]  # default: the name of its file
     color: ClassVar[str] = "#888888"  # in figures
     paper: ClassVar[str] = ""
     bit_exact: ClassVar[bool] = False  # promises the reference's bits on CPU in fp32
@@ -112,15 +117,26 @@ class Method(Protocol):
     # own knows better.
     hides: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls) -> None:
+        """Give the class its label; make failures of its functions one line with the file. train() has a process of its
+        own."""
+        module = sys.modules[cls.__module__]
+        if "label" not in vars(cls):
+            cls.label = cls.__module__.rpartition(".")[2].replace("_", "-")
+        for name, own in list(vars(cls).items()):
+            if not name.startswith("_") and name != "train" and (callable(own) or hasattr(own, "__get__")):
+                called = Called(own, name, Path(module.__file__ or ""), (Unavailable,), RETURNED.get(name))
+                setattr(cls, name, called)
+
+    @abstractmethod
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """What training needs, by arithmetic. Raises ValueError for options that make no sense at this size."""
-        ...
 
+    @abstractmethod
     def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
         """Train on each (inputs, targets) batch, (B, T) token ids on the device; yield each step before the next batch
         is taken, for its time ends there; return when every update is done. Batches may have a length. Raises
         Unavailable, or torch's OutOfMemoryError."""
-        ...
 
     def missing(self, device: str) -> str | None:
         """What it lacks to run on this device, and how to get it."""
@@ -134,7 +150,7 @@ class Method(Protocol):
         """What build() would compile before a run, for people; None when all is there."""
         return None
 
-    def build(self) -> None:
+    def build(self) -> None:  # noqa: B027  most have nothing to compile
         """Compile it: called once, in a process of its own, never inside a run."""
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
@@ -143,7 +159,6 @@ class Method(Protocol):
         return {"implementation": "its file"}
 
 
-RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # of optional ones None is an answer
 _added: list[Path] = []
 
 
@@ -210,20 +225,13 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
         importlib.invalidate_caches()
     module = imported(module_name, files[name])
     own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
-    classes = [item for item in own if hasattr(item, "train")]
-    if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or not hasattr(classes[0], "plan"):
-        raise ValueError(f"{files[name]} must hold one frozen dataclass with plan() and train(); see CONTRIBUTING.md")
-    for attribute in ("label", *vars(Method)):
-        if attribute.startswith("_"):
-            continue
-        own = inspect.getattr_static(classes[0], attribute, None)
-        if not hasattr(classes[0], attribute):
-            setattr(classes[0], attribute, name if attribute == "label" else getattr(Method, attribute))
-        elif attribute != "train" and (callable(own) or hasattr(own, "__get__")) and not isinstance(own, Called):
-            called = Called(own, attribute, files[name], (Unavailable,), RETURNED.get(attribute))
-            setattr(classes[0], attribute, called)
-    found: Any = classes[0]
-    return found
+    classes = [item for item in own if issubclass(item, Method)]
+    if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or inspect.isabstract(classes[0]):
+        raise ValueError(
+            f"{files[name]} must hold one frozen dataclass of harness.core.method.Method with plan() and train(); see"
+            " CONTRIBUTING.md"
+        )
+    return classes[0]
 
 
 def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -> Method:

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from harness.core.job import Workload
-from harness.core.method import Training
+from harness.core.method import Method, Training
 from methods.engines import deepspeed_config
 from methods.shared.memory_needs import describe
 
 
-class DeepSpeedMethod:
+class DeepSpeedMethod(Method):
     color = "#E7D6EF"
     log_dialect = "deepspeed"
     adam = "deepspeed"  # one of deepspeed_config.ADAMS
@@ -37,7 +37,7 @@ class DeepSpeedMethod:
         return deepspeed_config.lacks_to_build(self.kernel) if self.kernel else None
 
     @property
-    def build_seconds(self) -> int:
+    def build_seconds(self) -> int:  # type: ignore[override]
         return deepspeed_config.KERNELS[self.kernel][1] if self.kernel else 0
 
     def to_build(self) -> str | None:

@@ -9,12 +9,12 @@ import dataclasses
 from dataclasses import dataclass
 
 from harness.core.job import Budget, Plan, Workload
-from harness.core.method import OtherModel, Step, Trained, Training
+from harness.core.method import Method, OtherModel, Step, Trained, Training
 from methods.shared.memory_needs import resident_plan
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Rounded(Method):
     names: str  # of methods/shared/roundings.py, with commas
 
     label = "The reference by other roundings"

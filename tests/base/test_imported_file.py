@@ -21,9 +21,10 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 # A method whose functions, and whose making, do what its option says.
 ENDS = """from dataclasses import dataclass
+from harness.core.method import Method
 
 @dataclass(frozen=True)
-class Ends:
+class Ends(Method):
     ending: str = ""
     at_once: bool = False
     label = "Ends"

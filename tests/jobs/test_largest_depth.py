@@ -26,11 +26,12 @@ MIB = 2**20
 # Trains as l2l up to its wall, whatever its plan says, which is one MiB a layer.
 WALL = """
 from dataclasses import dataclass
+from harness.core.method import Method
 from harness.core.job import Plan
 from methods.l2l import L2L
 
 @dataclass(frozen=True)
-class Wall:
+class Wall(Method):
     wall: int = 3
     end: str = "torch.OutOfMemoryError('sim device out of memory: tried to allocate 512 bytes, 99 of 100 bytes in use')"
     least: int = 1

@@ -54,12 +54,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from harness.core.method import Step, Trained
+from harness.core.method import Method, Step, Trained
 from harness.core.job import Plan
 
 
 @dataclass(frozen=True)
-class HasChildren:
+class HasChildren(Method):
     brief: bool = True
 
     def plan(self, workload, budget):
@@ -82,12 +82,12 @@ class HasChildren:
 COLLECTS_LATE = """
 import time
 from dataclasses import dataclass
-from harness.core.method import Step, Trained
+from harness.core.method import Method, Step, Trained
 from harness.core.job import Plan
 
 
 @dataclass(frozen=True)
-class CollectsLate:
+class CollectsLate(Method):
     def plan(self, workload, budget):
         return Plan(device={"weights": 16 * workload.num_params})
 

@@ -25,11 +25,11 @@ from tests.support.tiny import TINY, write_ending
 SHARDED = Job("fsdp2-offload", TINY, {"world_size": 2}, steps=8, warmup=2)
 MEETING = """
 from dataclasses import dataclass
-from harness.core.method import Step, Trained
+from harness.core.method import Method, Step, Trained
 from harness.core.job import Plan
 
 @dataclass(frozen=True)
-class Meeting:
+class Meeting(Method):
     world_size: int = 2
     raises_at: int = 0
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from harness.core.job import Plan
-from harness.core.method import OtherModel, Step, Trained
+from harness.core.method import Method, OtherModel, Step, Trained
 
 
 @dataclass(frozen=True)
-class Tells:
+class Tells(Method):
     how: str = "each"
 
     def plan(self, workload, budget):

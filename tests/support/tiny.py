@@ -12,11 +12,11 @@ WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97".split()
 SIZES = "-l 4 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --lr 0.1".split()  # of a model with layers for some stages
 METHOD = """
 from dataclasses import dataclass
-from harness.core.method import Step, Trained, Unavailable
+from harness.core.method import Method, Step, Trained, Unavailable
 from harness.core.job import Plan
 
 @dataclass(frozen=True)
-class Ending:
+class Ending(Method):
     how: str = ""
 
     def plan(self, workload, budget):
@@ -34,11 +34,11 @@ COMPILING = """
 import subprocess, sys
 from dataclasses import dataclass
 from pathlib import Path
-from harness.core.method import Unavailable
+from harness.core.method import Method, Unavailable
 from harness.core.job import Plan
 
 @dataclass(frozen=True)
-class Compiling:
+class Compiling(Method):
     def plan(self, workload, budget):
         return Plan(device={"weights": 1})
 
