@@ -18,9 +18,9 @@ from pathlib import Path
 
 import click
 
+from bench.judge_launch import Verdict, judge_folder
 from cases._morphs import CAUSES, CHECKPOINT_EVERY, Change, Played, Schedule, play, undisturbed
 from methods.pipeline.launch.folder import read_lines
-from methods.pipeline.launch.judge import Verdict, judge_folder
 
 MOST_MACHINES = 4
 TEXTS = {"death": "a machine's death", "launcher": "the launcher's death", "list": "a change of the list",

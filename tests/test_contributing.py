@@ -30,12 +30,12 @@ def added(tmp_path: Path) -> list[str]:
     """The words that name the page's case and claim, and results that the case would have."""
     (tmp_path / "case8.py").write_text(CASE)
     (tmp_path / "eight.yaml").write_text(CLAIM)
-    case.add([tmp_path])
+    case.REGISTRY.add([tmp_path])
     try:
         used = profile.make("demo", None, ("l2l",), FACTS)
         jobs = [resolve(job)[0] for job in case.load(8).jobs(used, {})]
     finally:
-        case.forget()
+        case.REGISTRY.forget()
     seconds = {"resident": 1.0, "l2l": 2.0}
     made = [
         records.record(job, seconds[job.method], key=job.method, clock="sim", machine=FACTS, started=1.0)
@@ -112,7 +112,7 @@ def test_a_case_whose_jobs_fail_is_told_in_a_line(tmp_path: Path, right: str, wr
 
 def test_two_cases_of_one_number_are_refused(tmp_path: Path) -> None:
     (tmp_path / "case1.py").write_text(CASE)
-    assert "expected one case 1, got " in run("verify", "--cases", tmp_path, "--results", tmp_path).stderr
+    assert "expected one file of case 1, got " in run("verify", "--cases", tmp_path, "--results", tmp_path).stderr
 
 
 def test_a_machine_is_an_entry(tmp_path: Path) -> None:

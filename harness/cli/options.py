@@ -7,14 +7,14 @@ import importlib
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from harness.base.checkout import ROOT
-from harness.core import method, named_models
+from harness.base.registry import Registry
+from harness.core import named_models
 from harness.devices import named_machines
 from harness.jobs.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
@@ -77,39 +77,30 @@ methods = click.option(
 )
 
 
-def _registering(add: Callable[[Iterable[Path]], None], forget: Callable[[], None]) -> Any:
-    """A callback that makes what lies elsewhere known, until the call ends."""
+def _adds_to(module: str) -> Any:
+    """A callback that adds to the module's registry, until the call ends."""
 
     def callback(context: click.Context, _: Any, places: tuple[Path, ...]) -> None:
         if places:
-            context.find_root().call_on_close(forget)
-            add(places)
+            registry: Registry = importlib.import_module(module).REGISTRY
+            context.find_root().call_on_close(registry.forget)
+            registry.add(places)
 
     return callback
 
 
 machines = click.option(
     "--machines", type=FILE, multiple=True, is_eager=True, expose_value=False, metavar="FILE",
-    callback=_registering(named_machines.add, named_machines.forget),
-    help="Add the machines of a file, such as machines.yaml.",
+    callback=_adds_to("harness.devices.named_machines"), help="Add the machines of a file, such as machines.yaml.",
 )  # fmt: skip
-
-
-def _lazily(name: str) -> Any:
-    module, function = name.rsplit(".", 1)
-    return lambda *given: getattr(importlib.import_module(module), function)(*given)
-
-
 # What lies outside of this project: verbs that read results find it by name.
 added = together(
     click.option("--methods", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
-                 callback=_registering(method.add, method.forget), help="Add a folder of methods."),
+                 callback=_adds_to("harness.core.method"), help="Add a folder of methods."),
     click.option("--cases", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
-                 callback=_registering(_lazily("harness.figures.case.add"), _lazily("harness.figures.case.forget")),
-                 help="Add a folder of cases."),
+                 callback=_adds_to("harness.figures.case"), help="Add a folder of cases."),
     click.option("--claims", type=Named(path_type=Path), multiple=True, expose_value=False,
-                 callback=_registering(_lazily("harness.evidence.claims.choose"),
-                                       _lazily("harness.evidence.claims.forget")),
+                 callback=_adds_to("harness.evidence.claims"),
                  help="File or folder of claims; default: claims/ of this project."),
     machines,
 )  # fmt: skip

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
-import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
@@ -19,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_type_hints
 
 import methods
-from harness.base.checkout import ROOT
-from harness.base.imported_file import Called, imported, told
+from harness.base.imported_file import Called, told
 from harness.base.named_entries import did_you_mean
+from harness.base.registry import FileRegistry
 from harness.core import source_hash as source
 from harness.core.job import MOST_LAYERS, Budget, Plan, Workload
 
@@ -159,42 +157,12 @@ class Method(ABC):
         return {"implementation": "its file"}
 
 
-_added: list[Path] = []
-
-
-def add(folders: Iterable[Path]) -> None:
-    """Folders whose methods are found by name from now on, as those of this project are, until forget()."""
-    _added.extend(folder.resolve() for folder in folders)
-
-
-def forget() -> None:
-    _added.clear()
-
-
-def added() -> tuple[Path, ...]:
-    return tuple(_added)
-
-
-def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
-    return _files_of((*_added, *folders))
-
-
-@functools.cache
-def _files_of(folders: tuple[Path, ...]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for folder in (ROOT / "methods", *folders):
-        if not folder.is_dir():
-            raise ValueError(f"expected a folder of methods, got {folder}; try --methods FOLDER")
-        for path in sorted(folder.resolve().glob("[!_]*.py")):
-            name = path.stem.replace("_", "-")
-            if files.setdefault(name, path) != path:  # one would train under the identity of the other
-                raise ValueError(f"expected one file of method {name}, got {files[name]} and {path}; try another name")
-    return files
+REGISTRY = FileRegistry("method", methods, lambda stem: stem.replace("_", "-"))
 
 
 def names(folders: tuple[Path, ...] = ()) -> list[str]:
     """Every method's name, as the command line spells it: the file's, with hyphens."""
-    return sorted(_files(folders))
+    return sorted(REGISTRY.files(folders))
 
 
 def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
@@ -215,15 +183,10 @@ def loadable(folders: tuple[Path, ...]) -> dict[str, type[Method]]:
 
 def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     """The method's class. Raises ValueError that names the nearest method, or what the file lacks."""
-    files = _files(folders)
+    files = REGISTRY.files(folders)
     if name not in files:
         raise ValueError(f"no method {name!r}: {did_you_mean(name, files)}choose one of {', '.join(sorted(files))}")
-    # Files beside it are importable as methods._name, wherever the folder lies.
-    if str(files[name].parent) not in methods.__path__:
-        methods.__path__.append(str(files[name].parent))
-    if (module_name := f"methods.{files[name].stem}") not in sys.modules:
-        importlib.invalidate_caches()
-    module = imported(module_name, files[name])
+    module = REGISTRY.module(files[name])
     own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
     classes = [item for item in own if issubclass(item, Method)]
     if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or inspect.isabstract(classes[0]):
@@ -241,7 +204,7 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
     for option in options:
         if option not in allowed:
             raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
-    file = _files(folders)[name]
+    file = REGISTRY.files(folders)[name]
     with told("class", file):
         hints = get_type_hints(cls)
     for option, value in options.items():
@@ -298,4 +261,4 @@ def largest_depth(fits: Callable[[int], bool]) -> int:
 
 def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
     """Hash of the code that decides how this method trains."""
-    return source.source_hash(_files(folders)[name])
+    return source.source_hash(REGISTRY.files(folders)[name])

@@ -12,6 +12,7 @@ from typing import Any
 from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT
 from harness.base.named_entries import entry, places
+from harness.base.registry import Registry
 from harness.core.job import GIB, Budget
 from harness.core.rates import Rates, of_facts
 from harness.devices import cuda_budget, machine
@@ -109,30 +110,25 @@ class Machine:
         self.budget  # noqa: B018  raises ValueError where a size is wrong
 
 
-_added: list[Path] = []  # files of other machines
+class Machines(Registry):
+    def add(self, places: Iterable[Path]) -> None:
+        """Raises ValueError where an entry is wrong: tables, figures and reports ask every machine."""
+        files = [file.absolute() for file in places]
+        for file in files:
+            if not file.exists():
+                told = f"expected a file of machines, got {file}; try --machines FILE"
+                raise ValueError(f"{told}, with entries such as {EXAMPLE}")
+        for name in names(*self.places, *files):
+            load(name, *self.places, *files)
+        super().add(files)
 
 
-def add(files: Iterable[Path]) -> None:
-    """Files whose machines are found by name from now on, as those of this project are, until forget(). Raises
-    ValueError where one is wrong: tables, figures and reports ask every machine."""
-    files = list(files)
-    for file in files:
-        if not file.exists():
-            told = f"expected a file of machines, got {file}; try --machines FILE"
-            raise ValueError(f"{told}, with entries such as {EXAMPLE}")
-    all_files = (FILE, *_added, *(file.absolute() for file in files))  # a link stays one, and is refused
-    for name in names(*all_files):
-        load(name, *all_files)
-    _added[:] = all_files[1:]
-
-
-def forget() -> None:
-    _added.clear()
+REGISTRY = Machines("machine", FILE)
 
 
 def names(*files: Path) -> list[str]:
     """Of these files, else of all that are known."""
-    found = sorted(places(files or (FILE, *_added), EXAMPLE))
+    found = sorted(places(files or REGISTRY.places, EXAMPLE))
     for name in found:
         if not NAME.fullmatch(name):  # files of figures are named by it
             raise ValueError(f"expected a name of letters, digits, ._- and spaces, got {name!r:.80}; try my-machine")
@@ -141,19 +137,19 @@ def names(*files: Path) -> list[str]:
 
 def load(name: str, *files: Path) -> Machine:
     """The machine of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
-    return entry(Machine, name, files or (FILE, *_added), EXAMPLE)
+    return entry(Machine, name, files or REGISTRY.places, EXAMPLE)
 
 
 def source(name: str) -> str:
     """The entry and its file, as people read it."""
-    file = places((FILE, *_added), EXAMPLE)[name]
+    file = places(REGISTRY.places, EXAMPLE)[name]
     return f"{name} in {file.name if file == FILE else file}"
 
 
 def words(name: str) -> str:
     """The options of a call that names it."""
-    file = places((FILE, *_added), EXAMPLE).get(name)
-    return shlex.join(["--machine", name, *(["--machines", str(file)] if file in _added else [])])
+    file = places(REGISTRY.places, EXAMPLE).get(name)
+    return shlex.join(["--machine", name, *(["--machines", str(file)] if file in REGISTRY.added else [])])
 
 
 def size_bytes(text: str) -> int:

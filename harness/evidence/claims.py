@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from harness.base.checked_data import checked
 from harness.base.checkout import ROOT
 from harness.base.foreign_file import read_yaml
+from harness.base.registry import Registry
 from harness.core import method
 from harness.figures import case
 from harness.figures.point import METRICS
@@ -25,7 +26,7 @@ from harness.figures.point import METRICS
 FOLDER = ROOT / "claims"
 PAPER_MACHINE = "v100-vm"
 MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim holds
-_chosen: list[Path] = []  # files and folders of claims, instead of FOLDER
+REGISTRY = Registry("claim", FOLDER)  # what is added is read instead of this project's
 AXES = ("num_layers", "window_size")  # along which a shape is claimed
 EXTREMES = ("largest", "smallest")  # of the windows measured
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
@@ -227,19 +228,11 @@ class Claim:
 COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # fields beside those of a kind
 
 
-def choose(places: Iterable[Path]) -> None:
-    """Files and folders to read instead of this project's claims, until forget()."""
-    _chosen.extend(places)
-
-
-def forget() -> None:
-    _chosen.clear()
-
-
 def load(*places: Path) -> list[Claim]:
-    """The claims of these files and folders, else of those chosen. Raises ValueError, one line, for an invalid file."""
+    """The claims of these files and folders, else of those added, else of this project. Raises ValueError, one line,
+    for an invalid file."""
     claims: dict[str, Claim] = {}
-    for path, claim in (pair for place in places or _chosen or [FOLDER] for pair in _of_place(place)):
+    for path, claim in (pair for place in places or REGISTRY.added or [FOLDER] for pair in _of_place(place)):
         if claim.id in claims:
             raise ValueError(f"{path.parent}: claim {claim.id}: the id is taken; try another")
         claims[claim.id] = claim

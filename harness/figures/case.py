@@ -38,7 +38,8 @@ import cases
 from harness.base.checked_data import checked
 from harness.base.checkout import ROOT
 from harness.base.foreign_file import read_text
-from harness.base.imported_file import imported, told
+from harness.base.imported_file import told
+from harness.base.registry import FileRegistry
 from harness.base.whole_file import write_whole
 from harness.core import method
 from harness.core.job import Job, Workload
@@ -53,8 +54,6 @@ from harness.jobs.sweep import context
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FOLDER = ROOT / "cases"
-_added: list[Path] = []  # folders of other cases
 # The start of a text that a spreadsheet would compute; numbers are none.
 FORMULA = re.compile(r"^(?=[=+\-@\t\r])(?![-+]?[\d.]+(?:e[-+]?\d+)?$)")
 PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each of the artifact's runs that a figure draws
@@ -63,61 +62,43 @@ EDITED = "its line of the table is not as it was extracted"
 COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
 
 
-def add(folders: Iterable[Path]) -> None:
-    """Folders whose cases are found by number from now on, as those of this project are, until forget(). Raises
-    ValueError where one does not load: whatever makes profiles asks every case."""
-    _added.extend(folder.resolve() for folder in folders)
-    for number in numbers():
-        load(number)
+class Cases(FileRegistry[int]):
+    def add(self, places: Iterable[Path]) -> None:
+        """Raises ValueError where one does not load: whatever makes profiles asks every case."""
+        super().add(places)
+        for number in numbers():
+            load(number)
 
 
-def forget() -> None:
-    _added.clear()
+def _number(stem: str) -> int | None:
+    found = re.fullmatch(r"case(\d{1,6})", stem)
+    return int(found[1]) if found else None
 
 
-def _files() -> dict[int, Path]:
-    """Raises ValueError where two files are of one number, or there is no such folder."""
-    return _files_of((FOLDER, *_added))
-
-
-@functools.cache
-def _files_of(folders: tuple[Path, ...]) -> dict[int, Path]:
-    found: dict[int, Path] = {}
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"expected a folder of cases, got {folder}; try --cases FOLDER")
-        for path in folder.glob("case*.py"):
-            if (name := re.fullmatch(r"case(\d{1,6})", path.stem)) and found.setdefault(int(name[1]), path) != path:
-                raise ValueError(
-                    f"expected one case {name[1]}, got {found[int(name[1])]} and {path}; try another number"
-                )
-    return found
+REGISTRY = Cases("case", cases, _number)
 
 
 def numbers() -> list[int]:
-    return sorted(_files())
+    return sorted(REGISTRY.files())
 
 
 def call(number: int, profile_name: str = "") -> str:
     """The command that runs a case, wherever its file is."""
     words = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
-    folder = _files()[number].parent
-    return words if folder == FOLDER else f"{words} --cases {shlex.quote(str(folder))}"
+    folder = REGISTRY.files()[number].parent
+    return words if folder == REGISTRY.own else f"{words} --cases {shlex.quote(str(folder))}"
 
 
 def others() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("[!_]*.py") if not path.stem.startswith("case"))
+    return sorted(path.stem for path in REGISTRY.own.glob("[!_]*.py") if not path.stem.startswith("case"))
 
 
 def load(number: int | str) -> Any:
     """The case of a number or a name, as a module. Raises ValueError that names the file which does not load."""
     if isinstance(number, str):
         return importlib.import_module(f"cases.{number}")
-    path = _files()[number]
-    if str(path.parent) not in cases.__path__:
-        cases.__path__.append(str(path.parent))
-        importlib.invalidate_caches()
-    module = imported(f"cases.{path.stem}", path)
+    path = REGISTRY.files()[number]
+    module = REGISTRY.module(path)
     if lacking := [name for name in ("METRIC", "METHODS", "SEARCHES", "RUNS", "jobs") if not hasattr(module, name)]:
         raise ValueError(f"{path} is no case: expected {', '.join(lacking)}; see CONTRIBUTING.md")
     if module.METRIC not in METRICS:

@@ -111,7 +111,7 @@ class Sweep:
         """`probe`: how much of each method the gate's probe trains; None: PROBES. `is_timed`: False where nobody asks
         for the speed of these jobs."""
         self.results, self.rerun, self.place = results, rerun, place
-        self.folders = folders or method.added()
+        self.folders = folders or tuple(method.REGISTRY.added)
         self.report = report or (lambda event: None)
         self.extent = PROBES if probe is None else probe
         self._probe_records: Sweep | None = None

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.judge_launch import judge, judge_folder
 from bench.morphs import random_schedule
 from cases._morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, play, undisturbed
 from harness.base.checkout import ROOT
@@ -27,7 +28,6 @@ from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.launch.choose import Choice, Spread
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
 from methods.pipeline.launch.fork_server import ForkServer
-from methods.pipeline.launch.judge import judge, judge_folder
 from methods.pipeline.launch.machines import Line, Remote, command, is_here, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.user_pipeline import Varuna
