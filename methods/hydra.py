@@ -112,7 +112,8 @@ class Hydra(Method):
         from methods.sharding.task import Task
         from methods.sharding.two_devices import First
 
-        kinds = gpt_shards(workload, self.plan(workload, Budget()).options["shard_layers"])
+        assert self.shard_layers
+        kinds = gpt_shards(workload, self.shard_layers)
         lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]  # the ends counted as layers
         names, own, is_alone = gpt.names(workload), self._workloads(workload), self.num_models == 1
         num_batches, is_shared = len(batches) if hasattr(batches, "__len__") else None, self.num_devices > 1

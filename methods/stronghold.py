@@ -73,14 +73,15 @@ class Stronghold(Method):
         from methods.streaming.update_rules import UpdateRule
         from methods.streaming.window import Window
 
-        options = self.plan(workload, Budget()).options
-        kinds = parse(options["placement"], workload.num_layers)
-        window_size, clipping = options["window_size"], options.get("clipping")
+        assert self.placement and self.window_size
+        kinds = parse(self.placement, workload.num_layers)
         with Device(device, num_workers=num_update_threads(device)) as gpu:
             ends = ResidentEnds(gpu, workload)
-            layers = new_layers(gpu, workload, kinds, window_size, self.disk, speculates=clipping == "speculate")
-            rule = UpdateRule(gpu, workload, ends, layers, clipping)
-            window = Window(layers, kinds, window_size, rule)
+            layers = new_layers(
+                gpu, workload, kinds, self.window_size, self.disk, speculates=self.clipping == "speculate"
+            )
+            rule = UpdateRule(gpu, workload, ends, layers, self.clipping)
+            window = Window(layers, kinds, self.window_size, rule)
 
             window.refill()
             for step, (inputs, targets) in enumerate(batches, start=1):

@@ -97,9 +97,9 @@ class VarunaMethod(Method):
         from methods.pipeline.gpt_pipeline import GptPipeline, Shape, joined
         from methods.shared.loss_scale import LossScale
 
-        options = self.plan(workload, Budget()).options
-        ranks = RankMap.make(options["num_stages"], self.world_size // options["num_stages"])
-        shape = Shape(ranks, options["chunk_size"], self.schedule, float(self.peer_seconds))
+        assert self.num_stages and self.chunk_size
+        ranks = RankMap.make(self.num_stages, self.world_size // self.num_stages)
+        shape = Shape(ranks, self.chunk_size, self.schedule, float(self.peer_seconds))
         with joined(self.world_size, device, shape.limit_seconds) as rank:
             pipeline = GptPipeline(workload, shape, rank, device)
             gradients, scale = pipeline.gradients, LossScale(workload)

@@ -48,7 +48,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
         return Plan(
             device=stage_3_device(workload),
             host={"gradients": 4 * params, "buffers": size * NUM_BUFFERS * largest + of_states},
-            disk={"weights": size * params, "optimizer": 12 * params},
+            disk=on_disk(workload),
             moved_bytes=2 * (12 + size) * params,
             options={"disk": folder, "pipelined": pipelined, "reentrant": self.reentrant},
         )
@@ -56,24 +56,23 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods.engines import deepspeed
 
-        plan = self.plan(workload, Budget())
-        pipelined = plan.options["pipelined"]
+        assert self.pipelined is not None
         with ExitStack() as needed:
-            folder = needed.enter_context(swap_folder(writable(self.disk), plan.disk_bytes))
+            folder = needed.enter_context(swap_folder(writable(self.disk), sum(on_disk(workload).values())))
             if not is_built("async_io"):
                 raise Unavailable(lacks_to_build("async_io") or "DeepSpeed's async_io is not compiled: ./run.sh setup")
-            on_disk = {"device": "nvme", "nvme_path": str(folder)}
+            nvme = {"device": "nvme", "nvme_path": str(folder)}
             zero = {
                 **stage_3(workload, on_gpu=device == "cuda"),
                 # Prefetch would fetch the tied embedding, which is used twice, into two buffers, and fail.
                 "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": sub_group_params(workload),
                 "offload_optimizer": {
-                    **on_disk, "buffer_count": num_state_buffers(pipelined),
-                    "pipeline_read": pipelined, "pipeline_write": pipelined,
+                    **nvme, "buffer_count": num_state_buffers(self.pipelined),
+                    "pipeline_read": self.pipelined, "pipeline_write": self.pipelined,
                 },
                 "offload_param": {
-                    **on_disk, "buffer_count": NUM_BUFFERS, "max_in_cpu": 0,
+                    **nvme, "buffer_count": NUM_BUFFERS, "max_in_cpu": 0,
                     "buffer_size": largest_tensor(workload),  # elements
                 },
             }  # fmt: skip
@@ -81,6 +80,11 @@ class ZeroInfinityNvme(DeepSpeedMethod):
             return (
                 yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, needed, aio=aio)
             )
+
+
+def on_disk(workload: Workload) -> dict[str, int]:
+    """Bytes by kind."""
+    return {"weights": workload.weight_bytes * workload.num_params, "optimizer": 12 * workload.num_params}
 
 
 def num_state_buffers(pipelined: bool) -> int:

@@ -14,7 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hints
 
 import methods
 from harness.base.imported_file import Called, told
@@ -130,11 +130,15 @@ class Method(ABC):
     def plan(self, workload: Workload, budget: Budget) -> Plan:
         """What training needs, by arithmetic. Raises ValueError for options that make no sense at this size."""
 
+    def settled(self, plan: Plan) -> Self:
+        """The same with the options that a plan of it has chosen: train() chooses none."""
+        return type(self)(**plan.options) if plan.options else self
+
     @abstractmethod
     def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
-        """Train on each (inputs, targets) batch, (B, T) token ids on the device; yield each step before the next batch
-        is taken, for its time ends there; return when every update is done. Batches may have a length. Raises
-        Unavailable, or torch's OutOfMemoryError."""
+        """Train with settled options on each (inputs, targets) batch, (B, T) token ids on the device; yield each step
+        before the next batch is taken, for its time ends there; return when every update is done. Batches may have a
+        length. Raises Unavailable, or torch's OutOfMemoryError."""
 
     def missing(self, device: str) -> str | None:
         """What it lacks to run on this device, and how to get it."""

@@ -26,7 +26,7 @@ import psutil
 
 from harness.base.child_process import interrupt_here, when_closed
 from harness.core import failures, log_lines
-from harness.core.job import Job
+from harness.core.job import Job, Plan
 from harness.core.method import Method, Step, Trained, create
 from harness.core.record import Record, wrong_num_models
 from harness.devices import budgets, machine, sim
@@ -232,7 +232,9 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     try:
         run.enter("import")
         enforced = budgets.enforce(job)
-        run.train(method)
+        plan = method.plan(job.workload, machine.budget(job.budget, job.device, job.workload))
+        run.measured["predicted"] = _predicted(plan)
+        run.train(method.settled(plan))
     except KeyboardInterrupt:
         end = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
     except Exception as error:
@@ -251,7 +253,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     record = Record(
         job=job, key=key, phase=run.phase, clock=job.device, machine=machine.facts(), software=machine.software(),
         started=started, limits=enforced, **end.changes(evidence),
-        predicted=_predicted(method, job), description=method.describe(job.workload, job.device),
+        description=method.describe(job.workload, job.device),
         bit_exact=method.bit_exact if job.workload.dtype == "fp32" else method.bit_exact_in_half,
         is_exact=method.is_exact, **run.measured,
     )  # fmt: skip
@@ -295,8 +297,7 @@ def memory_of_training(device: str) -> dict[str, Any]:
     return {"peaks": device_peaks(device), "num_alloc_retries": retries}
 
 
-def _predicted(method: Method, job: Job) -> dict[str, Any]:
-    plan = method.plan(job.workload, machine.budget(job.budget, job.device, job.workload))
+def _predicted(plan: Plan) -> dict[str, Any]:
     names = ["device", "host", "disk", "moved_bytes", *(("step_seconds", "binds") if plan.step_seconds else ())]
     names += ["stages"] if plan.stages else []
     return {name: getattr(plan, name) for name in names}

@@ -14,7 +14,7 @@ from harness.core.method import Unavailable, create
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
 from tests.support.published_megatron import published_megatron
-from tests.support.training import small_bytes, tiny
+from tests.support.training import settled, small_bytes, tiny
 
 MIB = 2**20
 PUBLISHED = Workload(num_layers=32, dropout=0.1)
@@ -50,7 +50,7 @@ def test_the_rehearsal_is_a_real_runs_device_peak_to_the_byte(method: str, optio
     with Tracker() as tracker:
         tokens = torch.from_numpy(batches(workload, steps)).to("sim")
         inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
-        for _ in create(method, options).train(workload, zip(inputs, targets, strict=True), "sim"):
+        for _ in settled(method, options, workload).train(workload, zip(inputs, targets, strict=True), "sim"):
             pass
         measured = tracker.stats()["device_peak"]
     assert predict(create(method, options), workload, steps).device_bytes == measured

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from harness.core import method
 from harness.core.job import Budget
 from harness.devices import sim
 from harness.devices.streams import CpuStreams, SimStreams
 from harness.simulation.batches import token_batches
 from tests.support import forks
-from tests.support.training import Result, tiny
+from tests.support.training import Result, settled, tiny
 from tests.support.training import train as train_anywhere
 
 MIB = 2**20
@@ -173,7 +172,7 @@ def step_seconds(name: str, options: dict[str, Any]) -> float:
     """Of the fastest of the last steps of a model whose layers are 0.2 MB."""
     workload = tiny(num_layers=6, hidden_size=64, num_heads=4)
     batches = [(inputs.to("sim"), targets.to("sim")) for inputs, targets in token_batches(workload, 4)]
-    moments = [time.perf_counter() for _ in method.create(name, options).train(workload, batches, "sim")]
+    moments = [time.perf_counter() for _ in settled(name, options, workload).train(workload, batches, "sim")]
     return min(after - before for before, after in itertools.pairwise(moments))
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from harness.core.gpt import initial
-from harness.core.job import Workload
-from harness.core.method import Trained, create
+from harness.core.job import Budget, Workload
+from harness.core.method import Method, Trained, create
 from harness.simulation.batches import token_batches
 
 STEPS = 20
@@ -54,11 +54,16 @@ def overflowing(**changes: Any) -> Workload:
     return tiny(**{**sizes, "dtype": "fp16", **changes})
 
 
+def settled(method: str, options: dict[str, Any], workload: Workload) -> Method:
+    made = create(method, options)
+    return made.settled(made.plan(workload, Budget()))
+
+
 def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cpu", **options: Any) -> Result:
     """Run a method to its end on the CPU, or on a device of it, seeded as the worker seeds it."""
     torch.manual_seed(workload.seed)
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, steps)]
-    training = create(method, options).train(workload, batches, device)
+    training = settled(method, options, workload).train(workload, batches, device)
     losses, norms = [], []
     while True:
         try:

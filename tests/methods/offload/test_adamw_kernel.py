@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from harness.base.checkout import ROOT
-from harness.core.method import create
 from harness.devices.streams import num_update_threads
 from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, watching
@@ -22,7 +21,7 @@ from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Piece, State, chunks, joined, keep_, update
 from tests.support.races import VectorClock, finish
-from tests.support.training import tiny
+from tests.support.training import settled, tiny
 
 # Elements of tensors that fill no vector register evenly, in a slab where each starts at a multiple of 16.
 SHAPES = (5, 300, 16, 1000, 8, 2100, 31)
@@ -239,7 +238,7 @@ def test_a_layer_is_updated_by_one_call_on_all_cores(
     workload = tiny(num_layers=3, hidden_size=258, dtype=dtype, clip_norm=clip_norm)
     clock = HostUpdates()
     with watching(clock):
-        finish(create(method, options).train(workload, token_batches(workload, 2), DEVICE))
+        finish(settled(method, options, workload).train(workload, token_batches(workload, 2), DEVICE))
     assert clock.num_threads == [num_update_threads("cpu")] * 2 * 3
 
 
@@ -266,7 +265,7 @@ def test_a_streamed_layers_update_is_one_pass_of_at_most_48_bytes_a_parameter(
     workload = tiny(num_layers=3, hidden_size=258, dtype=dtype, clip_norm=clip_norm)
     clock = StreamedUpdates()
     with watching(clock):
-        method = create("stronghold", {"placement": "S3", "window_size": 1})
+        method = settled("stronghold", {"placement": "S3", "window_size": 1}, workload)
         finish(method.train(workload, token_batches(workload, 2), DEVICE))
     assert clock.names == {"adamw", "copy_"}
     assert len(clock.num_bytes) >= 3 and max(clock.num_bytes) <= 48 * workload.layer_params

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from harness.core.job import Workload
-from harness.core.method import create
 from harness.devices.memory_account import Tracker
 from harness.simulation.batches import token_batches
 from methods.pipeline.rank_map import RankMap
@@ -19,6 +18,7 @@ from tests.methods.pipeline import user_model
 from tests.support.pipeline_bugs import BY_NAME
 from tests.support.planting import planted
 from tests.support.ranks import meeting
+from tests.support.training import settled
 
 ABOVE = 2.0**20  # a loss scale whose first steps overflow
 
@@ -48,7 +48,7 @@ def by_method(training: dict[str, Any]) -> dict[str, Any]:
 def train(workload: Workload, steps: int, options: dict[str, Any], name: str = "varuna") -> dict[str, Any]:
     """Losses and norms of each step, steps skipped, and on the first rank sums that tell every tensor's bits."""
     torch.manual_seed(workload.seed)
-    training = create(name, options).train(workload, token_batches(workload, steps), "cpu")
+    training = settled(name, options, workload).train(workload, token_batches(workload, steps), "cpu")
     found: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
     while True:
         try:
@@ -70,7 +70,7 @@ def peak(training: dict[str, Any]) -> int:
     found = 0
     with Tracker() as tracker:
         batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, 2)]
-        for _ in create("varuna", options).train(workload, batches, device):
+        for _ in settled("varuna", options, workload).train(workload, batches, device):
             found = tracker.stats()["device_peak" if device == "sim" else "host_peak"]
     return found
 
