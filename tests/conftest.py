@@ -67,6 +67,12 @@ def pytest_pyfunc_call() -> None:
     del os.environ["PYTEST_CURRENT_TEST"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Let fixtures share it, too."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`method_name` runs over every method there is, so that a new file is tested unasked."""
     if "method_name" in metafunc.fixturenames:
@@ -113,6 +119,13 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps train in forks of a process that has torch: for tests of methods, not of the process of a worker."""
     monkeypatch.setattr("harness.jobs.sweep.launch", forks.launch)
+
+
+@pytest.fixture
+def own_server() -> Iterator[None]:
+    """Workers are forked by another process than before and afterwards: for tests that change what it inherits."""
+    with forks.own_server():
+        yield
 
 
 @pytest.fixture(scope="session")

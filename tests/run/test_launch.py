@@ -159,7 +159,7 @@ def test_a_clock_set_forward_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert Record.read(path).status == "ok"
 
 
-def test_an_end_by_a_limit_of_the_shell_is_tried_again(tmp_path: Path) -> None:
+def test_an_end_by_a_limit_of_the_shell_is_tried_again(tmp_path: Path, own_server: None) -> None:
     (tmp_path / "collects_late.py").write_text(COLLECTS_LATE.replace("torch.ones(100_000_000)", "bytearray(2**36)"))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**35, most))

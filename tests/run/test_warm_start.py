@@ -19,6 +19,7 @@ from harness.base.checkout import ROOT
 from harness.base.child_process import child_environment
 from harness.run import warm_start
 from tests.run.test_launch import wait_for
+from tests.support import forks
 
 MODULE = """
 import json, os, signal, sys
@@ -35,17 +36,20 @@ def main():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("warm")
+    """With a torch of nothing, whose import takes no seconds: nothing here trains."""
+    made = tmp_path_factory.mktemp("warm")
+    (made / "torch").mkdir()
+    for name in ("__init__", "_dynamo"):
+        (made / "torch" / f"{name}.py").touch()
+    return made
 
 
 @pytest.fixture(scope="module")
 def environment(folder: Path) -> Iterator[dict[str, str]]:
     given = child_environment()
     path = f"{given['PYTHONPATH']}{os.pathsep}{folder}"
-    yield given | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OWN": "1"}
-    if server := warm_start._server:
-        server.process.kill()
-        server.process.wait()
+    with forks.own_server():
+        yield given | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OWN": "1"}
 
 
 def ended(folder: Path, environment: dict[str, str], first: str = "pass", read: int = 1) -> tuple[int, str]:

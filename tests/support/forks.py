@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from harness.core.job import Job
 from harness.core.record import new_stem
+from harness.run import warm_start
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.support.preloaded"])
@@ -25,6 +27,20 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 def _on_cores(cores: set[int], function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     os.sched_setaffinity(0, cores)  # the server may have been started on others
     return function(*arguments)
+
+
+@contextlib.contextmanager
+def own_server() -> Iterator[None]:
+    """Let another process fork workers, and end it; the one before, which took seconds to start, is kept."""
+    before, warm_start._server = warm_start._server, None
+    try:
+        yield
+    finally:
+        if own := warm_start._server:
+            own.connection.close()
+            own.process.kill()
+            own.process.wait()
+        warm_start._server = before
 
 
 def launch(
