@@ -16,6 +16,7 @@ It shares no code with harness/simulation, whose streams run one thing after ano
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -325,7 +326,17 @@ class _Told:
             self.whole.join(now)
 
 
+@functools.cache
+def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
+    """The names of an op's arguments, and of those that it writes."""
+    arguments = func._schema.arguments
+    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+    return [argument.name for argument in arguments], written
+
+
 def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, (int, float, str)) or value is None:
+        return []
     leaves = value if isinstance(value, (list, tuple)) else [value]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 
@@ -339,9 +350,8 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, cuda = kwargs or {}, self.cuda
-        name, schema = func.overloadpacket.__name__, func._schema.arguments
-        given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
-        written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
+        name, (names, written) = func.overloadpacket.__name__, _arguments_of(func)
+        given = dict(zip(names, args, strict=False)) | kwargs
         writes = [tensor for key in written & given.keys() for tensor in tensors(given[key])]
         unread = written if name in OVERWRITES else set()
         reads = [tensor for key in given.keys() - unread for tensor in tensors(given[key])]

@@ -67,7 +67,13 @@ class VectorClock:
         self.races: list[Race] = []
 
     def join(self, one: Counter[str], other: Counter[str]) -> Counter[str]:
-        return one | other  # the greater count of each
+        """The greater count of each."""
+        if one is other:
+            return one
+        joined = one.copy()
+        for name, count in other.items():
+            joined[name] = max(joined[name], count)
+        return joined
 
     def load(self, thread: Agent) -> float:
         return thread.now[thread.name]
@@ -75,7 +81,8 @@ class VectorClock:
     def queued(self, thread: Agent, op: Op) -> None: ...
 
     def ran(self, agent: Agent, op: Op) -> None:
-        agent.now = agent.now + Counter([agent.name])
+        agent.now = agent.now.copy()
+        agent.now[agent.name] += 1
         for access in op.accesses:
             self._note(agent.name, agent.now, access, op.name)
 
