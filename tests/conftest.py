@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import multiprocessing.util
@@ -20,6 +21,7 @@ import pytest
 from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.job import Job
+from harness.core.method import source_hash
 from harness.core.record import new_stem
 from harness.devices import cgroup, machine, sim
 from harness.jobs import probe
@@ -99,9 +101,17 @@ def folders(request: pytest.FixtureRequest) -> tuple[Path, ...]:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps read the project's own files once for all tests, not for each key of a job: nothing changes them."""
+    monkeypatch.setattr(method, "source_hash", _source_hash)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch, read_once: None) -> None:
     """Sweeps train in this process instead of a worker's: for tests of what they do with the records."""
     from harness.run import worker
+
+    gc.freeze()  # a worker collects garbage before it trains: let it search no more than one has
 
     def launch(
         job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Any, recorded: Any, **turn: Any
@@ -116,7 +126,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch: pytest.MonkeyPatch, read_once: None) -> None:
     """Sweeps train in forks of a process that has torch: for tests of methods, not of the process of a worker."""
     monkeypatch.setattr("harness.jobs.sweep.launch", forks.launch)
 
@@ -191,6 +201,17 @@ def make_memory_group() -> Iterator[Callable[[int], cgroup.Group]]:
     yield make
     for group in made:
         group.remove()
+
+
+def _source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
+    return (_own_source_hash if all(map(_is_own, folders)) else source_hash)(name, folders)
+
+
+def _is_own(folder: Path) -> bool:
+    return folder.resolve().is_relative_to(method.ROOT)
+
+
+_own_source_hash = functools.cache(source_hash)
 
 
 def _to_build(method_name: str, folders: tuple[Path, ...]) -> str:
