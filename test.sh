@@ -15,4 +15,5 @@ END
     processes=3
 fi
 . "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh" test
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the project's own files, and pytest all tests
 cd "$root" && exec "$python" -m pytest -n $processes --dist worksteal "$@"
