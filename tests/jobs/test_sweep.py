@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import tempfile
@@ -40,10 +41,11 @@ def test_other_threads_are_another_measurement_and_on_record(tmp_path: Path, mon
     from harness.run.launch import launch
 
     names = []
-    for number in ("1", "2"):
+    for number, server in (("1", contextlib.nullcontext()), ("2", forks.own_server())):
         monkeypatch.setenv("OMP_NUM_THREADS", number)
         (job,) = jobs("resident")
-        record = Record.read(launch(job, Sweep(tmp_path).key(job), tmp_path))
+        with server:
+            record = Record.read(launch(job, Sweep(tmp_path).key(job), tmp_path))
         names.append((record.key, machine_of(record)))
         assert record.machine["environment"] == f"OMP_NUM_THREADS={number}"
     assert len({key for key, _ in names}) == len({name for _, name in names}) == 2

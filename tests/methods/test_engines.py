@@ -172,17 +172,14 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, libaio: 
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(tmp_path: Path) -> None:
+def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(tmp_path: Path, own_server: None) -> None:
     """An empty package in front of the real one, as on a machine without it."""
     for package in ("megatron", "deepspeed"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise ImportError('not installed')\n")
     for name, command in (("megatron-lm", "pip install megatron-core"), ("zero-offload", "pip install deepspeed")):
         words = f"-m {name} -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 3".split()
-        done = subprocess.run(
-            [sys.executable, "-m", "harness", *words, "--results", str(tmp_path / "results")],
-            cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        )  # fmt: skip
+        done = cli.run(*words, "--results", tmp_path / "results", PYTHONPATH=f"{tmp_path}:{ROOT}")
         assert done.returncode == 7 and command in done.stdout.splitlines()[-1], done.stdout
 
 
