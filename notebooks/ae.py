@@ -12,16 +12,12 @@
 # this machine); `None` is `quick` where there is a GPU, else `demo`. `MACHINE = "v100-vm"` gives the runs the memories
 # of the published machine.
 
-# %% tags=["parameters"]
-import sys
-from pathlib import Path
-
-ROOT = Path.cwd() if Path("harness").is_dir() else Path.cwd().parent
-PROFILE, MACHINE, RESULTS = None, None, ROOT / "results"
-
 # %%
-sys.path.insert(0, str(ROOT))
+from harness.core.method import ROOT
 from harness.report.notebook import clean_up, show_case, show_claims, show_minutes, show_neighbors
+
+# %% tags=["parameters"]
+PROFILE, MACHINE, RESULTS = None, None, ROOT / "results"
 
 # %% [markdown]
 # ## Before you start: who else is on the device, and how long each case takes from here

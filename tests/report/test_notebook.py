@@ -21,11 +21,11 @@ SOURCE = notebook.FOLDER / "ae.py"
 
 
 def executed(results: Path) -> list[dict]:
-    """The outputs of its code cells, run from top to bottom by a kernel of this Python, on other results."""
+    """The outputs of its code cells, run from top to bottom by a kernel of this Python, in a folder of results."""
     made = nbformat.reads(notebook.notebook_text(SOURCE.read_text()), as_version=4)
     place = next(index for index, cell in enumerate(made.cells) if "parameters" in cell.metadata.get("tags", []))
-    made.cells.insert(place + 1, nbformat.v4.new_code_cell(f"RESULTS = Path({str(results)!r})"))
-    nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": str(notebook.FOLDER)}}).execute()
+    made.cells.insert(place + 1, nbformat.v4.new_code_cell(f"RESULTS = __import__('pathlib').{results!r}"))
+    nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": str(results)}}).execute()
     return [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
