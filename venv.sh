@@ -58,40 +58,51 @@ with_uv() (  # uv, told what pip's configuration says
     given() { [ -z "$2" ] || [ -n "${!1:-}" ] || export "$1=$2"; }
     given UV_DEFAULT_INDEX "$(setting index-url)"
     given UV_INDEX "$(setting extra-index-url)"
-    given UV_FIND_LINKS "$(setting find-links | tr ' ' ,)"
     given SSL_CERT_FILE "$(setting cert)"
-    [ -z "$(setting no-index)" ] || set -- --no-index "$@"
-    "$root/.venv/bin/uv" pip install --no-config --python "$python" "$@" >> "$log" 2>&1
+    if [ -z "${UV_FIND_LINKS:-}" ]; then
+        read -ra links <<< "$(setting find-links)"
+        for link in "${links[@]}"; do  # pip knows ~ and leaves out what is missing
+            link=${link/#\~\//$HOME/}
+            [[ $link != *://* && ! -e $link ]] || set -- --find-links "$link" "$@"
+        done
+    fi
+    ! setting no-index | grep -qixE '1|y|yes|t|true|on' || set -- --no-index "$@"
+    "$root/.venv/bin/uv" pip install --no-config --python "$python" --index-strategy unsafe-best-match --no-deps "$@" \
+        >> "$log" 2>&1
 )
 
 # --use-pep517: a pip before 23.1, such as Debian 12's, else runs a source's setup.py where PYTHONSAFEPATH keeps it from
 # the files beside it.
 with_pip() {
-    "$python" -m pip install --disable-pip-version-check --use-pep517 "$@" >> "$log" 2>&1
+    "$python" -m pip install --disable-pip-version-check --use-pep517 --no-deps "$@" >> "$log" 2>&1
 }
 
-# Installs the lock's part that the extras need, and the project itself, editable: with uv, or with pip where uv cannot
-# be had or fails. uv resolves, so torch's CPU build needs nothing of cuda.txt; pip is asked without that file first.
-install() {
-    local lock=$root/requirements project=(--no-deps --no-build-isolation -e "$root")
-    local each extras=() all=(-r "$lock/run.txt")
+has_cuda() {  # true if the torch that was installed is a CUDA build
+    grep -qsE '^Requires-Dist: (nvidia|cuda)' "$root"/.venv/lib/python3*/site-packages/torch-*.dist-info/METADATA
+}
+
+# install_with COMMAND OPTION ...: what the lock lists for the extras, and nothing else, whatever a package says that it
+# needs; then the project itself, editable.
+install_with() {
+    local lock=$root/requirements each lists
+    lists=(-r "$lock/run.txt")
     for each in $extra; do
-        extras+=(--extra "$each")
-        all=(-r "$lock/run.txt" -r "$lock/extras.txt")
+        lists+=(-r "$lock/$each.txt")
     done
-    if ! with_pip --require-hashes -r "$lock/uv.txt"; then
+    "$@" "${lists[@]}" && { ! has_cuda || "$@" -r "$lock/cuda.txt"; } && "$1" --no-build-isolation -e "$root"
+}
+
+install() {
+    if ! with_pip --require-hashes -r "$root/requirements/uv.txt"; then
         echo "uv cannot be had (see $log)." >&2
     else
         echo "Installing packages with uv (half a minute; 1.6 GB without CUDA) ..." >&2
         # Compiled as pip does: where Python may write no bytecode, torch's import takes 7 seconds instead of 3.
-        with_uv --compile-bytecode --verify-hashes --index-strategy unsafe-best-match \
-            -r "$root/pyproject.toml" "${extras[@]}" -c "$lock/run.txt" -c "$lock/extras.txt" -c "$lock/cuda.txt" \
-            && with_uv "${project[@]}" && return
+        install_with with_uv --verify-hashes --compile-bytecode && return
         echo "uv failed (see $log)." >&2
     fi
     echo "Installing the same packages with pip (minutes; 1.6 GB without CUDA) ..." >&2
-    with_pip --require-hashes "${all[@]}" || with_pip --require-hashes "${all[@]}" -r "$lock/cuda.txt" \
-        && with_pip "${project[@]}" || failed "installing packages"
+    install_with with_pip --require-hashes || failed "installing packages"
 }
 
 set_up() {

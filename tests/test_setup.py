@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,7 @@ def test_an_extra_is_added_and_stays(copy: Path) -> None:
     """As ./run.sh notebook adds Jupyter, here a small package: the next call lacks nothing."""
     pins = copy / "pyproject.toml"
     pins.write_text(re.sub(r"^notebook = .*", 'notebook = ["json5==0.17.3"]', pins.read_text(), flags=re.MULTILINE))
+    keep_lines(copy / "requirements/notebook.txt", r"(?!json5==).*==.*")
     assert subprocess.run(["bash", "-c", '. "$0/venv.sh" notebook', str(copy)], capture_output=True).returncode == 0
     assert subprocess.run([str(copy / ".venv/bin/python"), "-c", "import json5, click"]).returncode == 0
     assert call(copy).stderr == ""
@@ -115,6 +117,19 @@ def test_the_project_is_importable_from_any_folder(copy: Path, tmp_path: Path) -
     call(copy)
     words = [str(copy / ".venv/bin/python"), "-c", "import harness.core, methods; print(harness.__file__)"]
     assert subprocess.run(words, cwd=tmp_path, capture_output=True, text=True).stdout.startswith(str(copy / "harness"))
+
+
+def test_code_that_comes_after_the_set_up_is_importable(copy: Path, tmp_path: Path) -> None:
+    """As in the image, where a change of the code does not install the packages again."""
+    names = ("harness", "methods", "cases")
+    for name in names:
+        shutil.move(copy / name, tmp_path)
+    change_pins(copy)
+    subprocess.run(["bash", "-c", '. "$0/venv.sh" ""', str(copy)], capture_output=True, check=True)
+    for name in names:
+        shutil.move(tmp_path / name, copy)
+    words = [str(copy / ".venv/bin/python"), "-c", "import harness.core, methods.probe, cases"]
+    assert subprocess.run(words, cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize("why", ["no uv", "uv fails"])
@@ -153,7 +168,7 @@ def test_the_lock_serves_every_python_and_platform_with_cuda(copy: Path, tmp_pat
     words = [str(copy / ".venv/bin/uv"), "pip", "install", "--no-config", "--dry-run", "--target", str(tmp_path)]
     words += ["--verify-hashes", "--default-index", "https://pypi.org/simple", "-r", str(ROOT / "pyproject.toml")]
     words += ["--extra", "test", "--extra", "notebook"]
-    words += [word for name in ("run", "extras", "cuda") for word in ("-c", str(lock / f"{name}.txt"))]
+    words += [word for name in ("run", "test", "notebook", "cuda") for word in ("-c", str(lock / f"{name}.txt"))]
     for version, machine in itertools.product(("3.11", "3.12", "3.13"), ("x86_64", "aarch64")):
         platform = ["--python-version", version, "--python-platform", f"{machine}-manylinux_2_28"]
         done = subprocess.run([*words, *platform], capture_output=True, text=True)
@@ -165,27 +180,74 @@ def test_the_lock_serves_every_python_and_platform_with_cuda(copy: Path, tmp_pat
 
 @pytest.mark.parametrize("by", ["environment", "file"])
 def test_uv_is_told_what_pips_configuration_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """A package that only a folder of pip's find-links has."""
-    project = make_project(tmp_path)
-    words = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--use-pep517", "-w", str(tmp_path / "wheels")]
-    subprocess.run([*words, str(tmp_path / "beside-1")], check=True, env=os.environ | {"PYTHONSAFEPATH": ""})
-    (wheel,) = (tmp_path / "wheels").iterdir()
-    lock(project, wheel)
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    """Of four packages one lies in the index and three in folders of find-links; pip takes a folder that is missing."""
+    folders = {"one": tmp_path / "with spaces", "two": tmp_path / "wheels", "three": tmp_path / "home/wheels"}
+    project = make_project(tmp_path, "beside", *folders)
+    lock(project, in_index := make_wheel(tmp_path / "index/beside", "beside"))
+    (in_index.parent / "index.html").write_text(f'<a href="{in_index.name}">{in_index.name}</a>')
+    for name, folder in folders.items():
+        lock(project, make_wheel(folder, name))
+    says = {
+        "index-url": (tmp_path / "index").as_uri(),
+        "extra-index-url": f"https://pypi.org/simple {(tmp_path / 'nothing').as_uri()}",
+        "find-links": f"{folders['one'].as_uri()} {folders['two']} ~/wheels {tmp_path / 'missing'}",
+        "no-index": "false",
+    }
+    for name in list(os.environ):
+        if name.startswith(("PIP_FIND", "PIP_INDEX", "PIP_EXTRA", "UV_")):
+            monkeypatch.delenv(name)
+    (tmp_path / "pip.conf").write_text(
+        "[global]\n" + "".join(f"{name} = {text.replace(' ', chr(10) + '    ')}\n" for name, text in says.items())
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf") if by == "file" else os.devnull)
     if by == "environment":
-        monkeypatch.setenv("PIP_FIND_LINKS", f"{tmp_path} {wheel.parent}")
-    else:
-        (tmp_path / "pip.conf").write_text(f"[global]\nfind-links =\n    {tmp_path}\n    {wheel.parent}\n")
-        monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    done = import_beside(project)
-    assert done.returncode == 0 and "with pip" not in done.stderr, done.stderr
+        for name, text in says.items():
+            monkeypatch.setenv(f"PIP_{name.replace('-', '_').upper()}", text)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    done = call_python(project, "import beside, one, two, three")
+    assert done.returncode == 0 and "with pip" not in done.stderr, done.stderr + (project / ".venv.log").read_text()
+
+
+def test_a_package_that_the_lock_does_not_list_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever pyproject.toml and the packages themselves say that they need."""
+    project = make_project(tmp_path, "beside", "unlocked")
+    lock(project, make_wheel(tmp_path, "beside", needs="further"))
+    make_wheel(tmp_path, "further"), make_wheel(tmp_path, "unlocked")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert call_python(project, "import beside").returncode == 0
+    for name in ("further", "unlocked"):
+        assert "ModuleNotFoundError" in call_python(project, f"import {name}").stderr
+
+
+@pytest.mark.parametrize("by", ["uv", "pip"])
+@pytest.mark.parametrize("needs", ["", "nvidia-stub"])
+def test_nvidias_packages_come_with_torchs_cuda_build_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs: str, by: str
+) -> None:
+    project = make_project(tmp_path, "torch")
+    lock(project, make_wheel(tmp_path, "torch", needs))
+    lock(project, make_wheel(tmp_path, "nvidia_stub"), "cuda")
+    if by == "pip":
+        (project / "requirements/uv.txt").write_text(f"uv==0.0.1 {NO_HASH}\n")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    done = call_python(
+        project, "import torch, importlib.util; print(importlib.util.find_spec('nvidia_stub') is not None)"
+    )
+    assert done.stdout == f"{bool(needs)}\n" and ("with pip" in done.stderr) == (by == "pip"), done.stderr
 
 
 def test_debians_pip_installs_a_source_whose_setup_imports_a_file_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As DeepSpeed's does, by pip 23.0.1 of Debian 12, with which the image is built, where uv cannot be had."""
-    project = make_project(tmp_path)
+    project, source = make_project(tmp_path, "beside"), tmp_path / "beside-1"
+    source.mkdir()
+    (source / "beside.py").touch()
+    (source / "setup.py").write_text(
+        "import beside\nfrom setuptools import setup\nsetup(name='beside', version='1', py_modules=['beside'])\n"
+    )
     lock(project, Path(shutil.make_archive(str(tmp_path / "beside-1"), "gztar", tmp_path, "beside-1")))
     (project / "requirements/uv.txt").write_text(f"uv==0.0.1 {NO_HASH}\n")
     python = project / ".venv" / "bin" / "python"
@@ -193,40 +255,50 @@ def test_debians_pip_installs_a_source_whose_setup_imports_a_file_beside_it(
     subprocess.run([python, "-m", "pip", "install", "-q", "pip==23.0.1"], check=True)
     (project / ".venv/.stamp").touch()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    done = import_beside(project)
+    done = call_python(project, "import beside")
     assert done.returncode == 0 and "with pip" in done.stderr, done.stderr
 
 
-def make_project(folder: Path) -> Path:
-    """A project that needs one package, `beside`, whose source lies beside it."""
-    source, project = folder / "beside-1", folder / "project"
-    source.mkdir()
-    (source / "beside.py").touch()
-    (source / "setup.py").write_text(
-        "import beside\nfrom setuptools import setup\nsetup(name='beside', version='1', py_modules=['beside'])\n"
-    )
+def make_project(folder: Path, *needs: str) -> Path:
+    """A project that needs these packages, each of version 1; none is locked yet."""
+    project = folder / "project"
     (project / "requirements").mkdir(parents=True)
     shutil.copy(ROOT / "venv.sh", project)
     shutil.copy(ROOT / "requirements/uv.txt", project / "requirements")
     setuptools = re.findall(r"(?m)^setuptools==.*", (ROOT / "requirements/run.txt").read_text())[0]
     (project / "requirements/run.txt").write_text(f"{setuptools}\n")
-    for name in ("extras", "cuda"):
+    for name in ("test", "notebook", "cuda"):
         (project / f"requirements/{name}.txt").touch()
     pin = setuptools.split()[0]
+    pins = ", ".join(f'"{each}"' for each in (pin, *(f"{name}==1" for name in needs)))
     (project / "pyproject.toml").write_text(
         f'[build-system]\nrequires = ["{pin}"]\nbuild-backend = "setuptools.build_meta"\n[project]\nname = "project"\n'
-        f'version = "1"\ndependencies = ["{pin}", "beside==1"]\n[tool.setuptools]\npy-modules = []\n'
+        f'version = "1"\ndependencies = [{pins}]\n[tool.setuptools]\npy-modules = []\n'
     )
     return project
 
 
-def lock(project: Path, file: Path) -> None:
-    with (project / "requirements/run.txt").open("a") as pins:
-        pins.write(f"beside==1 --hash=sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}\n")
+def make_wheel(folder: Path, name: str, needs: str = "") -> Path:
+    """A wheel of one empty module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel, info = folder / f"{name}-1-py3-none-any.whl", f"{name}-1.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n" + (f"Requires-Dist: {needs}\n" if needs else "")
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{name}.py", "")
+        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "".join(f"{each},,\n" for each in (*archive.namelist(), f"{info}/RECORD")))
+    return wheel
 
 
-def import_beside(project: Path) -> subprocess.CompletedProcess:
-    words = ["bash", "-c", '. "$0/venv.sh" "" && cd / && "$python" -c "import beside"', str(project)]
+def lock(project: Path, file: Path, name: str = "run") -> None:
+    with (project / f"requirements/{name}.txt").open("a") as pins:
+        package = file.name.split("-")[0].replace("_", "-")
+        pins.write(f"{package}==1 --hash=sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}\n")
+
+
+def call_python(project: Path, program: str) -> subprocess.CompletedProcess:
+    words = ["bash", "-c", '. "$0/venv.sh" "" && cd / && exec "$python" -c "$1"', str(project), program]
     return subprocess.run(words, capture_output=True, text=True)
 
 

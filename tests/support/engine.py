@@ -131,10 +131,15 @@ def make_image(folder: Path) -> None:
     pins = project / "pyproject.toml"
     needed = re.sub(rf'^ +"({"|".join(LEFT_OUT)})==.*\n', "", pins.read_text(), flags=re.MULTILINE)
     pins.write_text(needed)
+    lock = project / "requirements/run.txt"
     direct = re.findall(r'^    "([^"]*==[^"]*)",', needed.split("optional-dependencies")[0], flags=re.MULTILINE)
     pins = folder / "pins.txt"
-    pins.write_text(re.sub(r" --hash=\S+", "", (ROOT / "requirements/run.txt").read_text()))
+    pins.write_text(re.sub(r" --hash=\S+", "", lock.read_text()))
     fetch(sys.executable, "-m", "pip", "wheel", "-q", "-w", str(wheels), "-c", str(pins), *direct)
+    fetched = {path.name.split("-")[0].lower().replace("_", "-") for path in wheels.iterdir()}
+    lock.write_text(
+        "".join(line for line in lock.read_text().splitlines(keepends=True) if line.split("==")[0] in fetched)
+    )
     words = [sys.executable, "-m", "pip", "download", "-q", "-d", str(wheels), "--require-hashes"]
     fetch(*words, "-r", str(ROOT / "requirements/uv.txt"))
     words = [sys.executable, "-m", "harness", "image", "build", "--image", IMAGE, "--base", BASE]
