@@ -39,10 +39,20 @@ is_set_up() {  # true if the present pins are installed, with all extras that we
     done
 }
 
-failed() {
-    echo "error: set-up failed while $1; the whole output is in $log, its end is:" >&2
-    tail -n 5 "$log" >&2
-    echo "try again: the same call continues" >&2
+failed() {  # in one line where the cause is known, else with the end of the output
+    local cause free
+    free=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
+    if [ "$free" -lt 16 ] || grep -qE 'No space left|os error 28|Disk quota exceeded' "$log"; then
+        cause="no room on a disk ($free MiB on that of .venv): make some"
+    elif grep -qE 'Retry\(total=0|Max retries exceeded' "$log" && ! grep -q 'DO NOT MATCH THE HASHES' "$log"; then
+        cause="an index cannot be reached: look at the network and at pip's configuration"
+    else
+        echo "error: set-up failed while $1; the whole output is in $log, its end is:" >&2
+        tail -n 5 "$log" >&2
+        echo "try again: the next call sets it up anew" >&2
+        return 2
+    fi
+    echo "error: set-up failed while $1: $cause, then try again; the whole output is in $log" >&2
     return 2
 }
 
@@ -116,17 +126,21 @@ set_up() {
     fi
     rm "$root/.venv/.stamp" 2> /dev/null
     install || return
-    echo "$(pins) $extra" > "$root/.venv/.stamp"
+    { echo "$(pins) $extra" > "$root/.venv/.stamp"; } 2>> "$log" || failed "writing its stamp" || return
     echo "Set-up is done." >&2
 }
 
 if ! is_set_up; then
+    if ! cause=$({ : >> "$root/.venv.lock" && : >> "$log"; } 2>&1); then
+        echo "error: set-up cannot write to $root:${cause##*:}; try a copy of the checkout" >&2
+        exit 2
+    fi
     exec 9> "$root/.venv.lock"
     if command -v flock > /dev/null; then
         flock -n 9 || { echo "Waiting for another set-up of .venv ..." >&2; flock 9; }  # two calls at once set up once
     fi
     if ! is_set_up; then
-        trap 'echo "error: set-up interrupted; try again: the same call continues" >&2; exit 130' INT TERM
+        trap 'echo "error: set-up interrupted; try again: the next call sets it up anew" >&2; exit 130' INT TERM
         set_up || exit 2
         trap - INT TERM
     fi
