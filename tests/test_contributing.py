@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from harness.core.job import Job
+from harness.core.method import ROOT
 from harness.core.record import Record
 from harness.devices import named_machines
 from harness.evidence import claims
@@ -203,3 +206,15 @@ def test_a_place_is_two_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     kubectl.write_text("#!/bin/sh\nexit 7\n")
     (record,) = Sweep(tmp_path / "results", place=place, rerun=True).run([record.job])
     assert (record.status, record.reason) == ("killed", "its pod ended with exit code 7")
+
+
+@pytest.mark.parametrize("name", ["run", "test", "notebook"])
+def test_the_lock_has_what_the_project_asks_for(name: str) -> None:
+    """By name and version, with a hash in every line; else requirements/renew.sh was forgotten."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = project["dependencies"] if name == "run" else project["optional-dependencies"][name]
+    text = (ROOT / f"requirements/{name}.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert {pin.lower() for pin in asked} <= {line.split()[0].lower() for line in lines}
+    assert all(re.search(r" --hash=sha256:[0-9a-f]{64}( --hash=sha256:[0-9a-f]{64})*$", line) for line in lines)
+    assert "://" not in text  # no index: whoever sets up has their own
