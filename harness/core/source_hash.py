@@ -1,8 +1,9 @@
 """A method's identity: a hash of the code that its file imports, directly or not, and of nothing else.
 
-The closure is read from the source: every import of a module of harness/ or methods/, also within a function, but not
-under TYPE_CHECKING. A C++ file that a module of the closure names, and that lies beside it, belongs to it. Of an
-installed package the version counts, of one that lies elsewhere on Python's path its files.
+The closure is read from the source: every import of a module of harness/ or methods/ or of one that lies beside the
+method's file, also within a function or by import_module(), but not under TYPE_CHECKING. A C++ or Python file that a
+module of the closure names, and that lies beside it, belongs to it. Of an installed package the version counts, of one
+that lies elsewhere on Python's path its files. A run that executes more than that has no verdict.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import re
 import sys
-from collections.abc import Iterator, Mapping
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +31,8 @@ SHARED = tuple(
 
 OWN = {"harness", "methods", "bench"}  # packages of this project
 INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that have versions
+NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py)")
+LOADERS = {"import_module", "__import__"}
 
 
 class Contents(NamedTuple):
@@ -35,18 +40,44 @@ class Contents(NamedTuple):
 
     text: bytes
     modules: tuple[str, ...] = ()
-    cpp_files: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 def source_hash(path: Path) -> str:
     """Of the method in this file; blind to comments and layout of Python. 16 hexadecimal digits."""
-    digest, packages = hashlib.sha256(), set[str]()
-    for _, contents in sorted(closure(path).items()):
+    digest, found = hashlib.sha256(), closure(path)
+    for _, contents in sorted(found.items()):
         digest.update(contents.text)
-        packages |= {name.partition(".")[0] for name in contents.modules if not name.startswith(".")}
-    for name in sorted(packages - OWN - sys.stdlib_module_names):
+    for name in _packages(found):
         digest.update(f"{name} {_package(name)}".encode())
     return digest.hexdigest()[:16]
+
+
+class Listed(NamedTuple):
+    """What the hash is of: the folder of the method's file, and the files and folders that count."""
+
+    beside: Path
+    places: frozenset[Path]
+
+    @classmethod
+    def of(cls, path: Path) -> Listed:
+        found = closure(path)
+        packages = (place.resolve() for name in _packages(found) for place in _places(name))
+        return cls(path.resolve().parent, frozenset((*found, *packages)))
+
+    def lacks(self, executed: Iterable[str]) -> list[str]:
+        """Which of the files whose code a run executed it is not of. Not counted are the standard library, installed
+        packages, the harness around the method, and compiled modules that do not lie beside it."""
+        around = {*(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")), ROOT / "harness"}
+        told = set[str]()
+        for file in {Path(each).resolve() for each in executed}:
+            above = {file, *file.parents}
+            is_foreign = bool(INSTALLED & set(file.parts) or above & around)
+            is_compiled_elsewhere = file.suffix == ".so" and self.beside not in above
+            if not (is_foreign or is_compiled_elsewhere or above & self.places):
+                base = next((base for base in (self.beside, ROOT) if base in above), None)
+                told.add(str(file.relative_to(base) if base else file))
+        return sorted(told)
 
 
 def closure(path: Path) -> dict[Path, Contents]:
@@ -69,27 +100,34 @@ def _parsed(data: bytes) -> Contents:
     except (SyntaxError, ValueError):
         return Contents(data)
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    cpp_files = tuple(text for text in texts if text.endswith((".cpp", ".h", ".cu")))
-    return Contents(ast.dump(tree).encode(), tuple(_imported(tree)), cpp_files)
+    files = tuple(text for text in texts if NAMED_FILE.fullmatch(text))
+    return Contents(ast.dump(tree).encode(), tuple(_imported(tree)), files)
+
+
+def _packages(found: Mapping[Path, Contents]) -> list[str]:
+    """Names of the packages outside this project that a closure imports."""
+    modules = {name for contents in found.values() for name in contents.modules if not name.startswith(".")}
+    return sorted({name.partition(".")[0] for name in modules} - OWN - sys.stdlib_module_names)
 
 
 def _package(name: str) -> str:
     """What tells one state of a package from another: the version of what is installed, else the hash of its files."""
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return "broken"
-    if found is None:
-        return "missing"
-    folders = [Path(folder) for folder in found.submodule_search_locations or ()]
-    places = folders or [Path(found.origin or "")]
+    places = _places(name)
     if INSTALLED & {part for place in places for part in place.parts} and (version := _version(name)):
         return version
-    files = sorted(file for folder in folders for file in folder.rglob("*.py")) or places
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes() if file.is_file() else b"")
-    return digest.hexdigest()
+    for place in places:
+        for file in sorted(place.rglob("*.py")) or [place]:
+            digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest() if places else "missing"
+
+
+def _places(name: str) -> list[Path]:
+    """The folders of a package, or the file of a module; none where there is no such package."""
+    with contextlib.suppress(ImportError, ValueError):
+        if found := importlib.util.find_spec(name):
+            return list(map(Path, found.submodule_search_locations or filter(None, [found.origin])))
+    return []
 
 
 @functools.cache
@@ -110,21 +148,24 @@ def _needed(source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
         bases, rest = _looked_in(name, source, beside)
         for base in bases:
             module = base.joinpath(*rest)
-            for file in (module.with_suffix(".py"), module / "__init__.py"):
+            above = [base.joinpath(*rest[:depth]) for depth in range(1, len(rest))]
+            for file in (module.with_suffix(".py"), *(folder / "__init__.py" for folder in (module, *above))):
                 if file.is_file():
                     yield file.resolve()
-    for name in contents.cpp_files:
+    for name in contents.files:
         if (named := source.parent / name).is_file():
-            yield named
+            yield named.resolve()
 
 
 def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:
     """The folders in which a module may lie, and its name below them. A relative name begins with a dot for its own
-    package, and another for each one above; a method's file belongs to `methods`, wherever it lies."""
+    package, and another for each one above; a method's file belongs to `methods`, wherever it lies, and may have put
+    its own folder on Python's path."""
     dots = len(name) - len(name.lstrip("."))
     rest = [part for part in name[dots:].split(".") if part]
     if not dots:
-        return {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}.get(rest.pop(0), []), rest
+        own = {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}
+        return (own[rest[0]], rest[1:]) if rest[:1] and rest[0] in own else ([beside], rest)
     package = source.parents[dots - 1]
     return [package, ROOT / "methods"] if package == beside else [package], rest
 
@@ -142,4 +183,11 @@ def _imported(node: ast.AST) -> Iterator[str]:
             for other in child.orelse:
                 yield from _imported(other)
         else:
+            if isinstance(child, ast.Call) and _name(child.func) in LOADERS:
+                words = (word.value for word in child.args[:1] if isinstance(word, ast.Constant))
+                yield from (word for word in words if isinstance(word, str))
             yield from _imported(child)
+
+
+def _name(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,49 @@ def test_a_package_on_pythons_path_counts_by_its_files(
     assert source_hash.source_hash(tmp_path / "mine.py") == before
     path.write_text("RATE = 2\n")
     assert source_hash.source_hash(tmp_path / "mine.py") != before
+
+
+LOADS = (
+    "import _part",
+    'importlib.import_module("_part")',
+    'importlib.import_module("methods._part")',
+    '__import__("methods._part", fromlist=["A"])',
+    'runpy.run_path(Path(__file__).with_name("_part.py"))',
+)
+
+
+@pytest.mark.parametrize("line", LOADS)
+def test_a_file_beside_that_is_loaded_by_a_constant_name_belongs_to_the_method(tmp_path: Path, line: str) -> None:
+    (tmp_path / "own.py").write_text(f"def train():\n    {line}\n")
+    (tmp_path / "_part.py").write_text("A = 1")
+    assert (tmp_path / "_part.py").resolve() in source_hash.closure(tmp_path / "own.py")
+
+
+def test_the_packages_above_a_module_belong_to_the_method(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "own.py").write_text("from .below.part import A")
+    for part in ("__init__.py", "part.py"):
+        (tmp_path / "below" / part).write_text("A = 1")
+    assert (tmp_path / "below/__init__.py").resolve() in source_hash.closure(tmp_path / "own.py")
+
+
+def test_a_long_text_that_ends_like_a_files_name_is_none(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(repr(300 * "a" + ".cpp"))
+    assert (tmp_path / "own.py").resolve() in source_hash.closure(tmp_path / "own.py")
+
+
+def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("own/_part.py", "own/decay.py", "own/kernel.so", "path/aside/part.py", "other/one.py", "other/one.so"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    (tmp_path / "own" / "own.py").write_text("from methods import _part\nimport numpy, aside\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    executed = [*map(str, tmp_path.rglob("*.*")), str(source_hash.ROOT / "harness/core/job.py")]
+    executed += [str(each.__file__) for each in (json, pytest)]
+    lacking = source_hash.Listed.of(tmp_path / "own" / "own.py").lacks(executed)
+    assert lacking == [f"{tmp_path}/other/one.py", "decay.py", "kernel.so"]
 
 
 def test_an_installed_package_counts_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
