@@ -38,6 +38,11 @@ PROMISES = {
     "**Methods.** The gate finds mistakes.": ["bench/test_gate_power.py::test_a_planted_fault_is_seen_and_named"],
     "A method's file runs as you": [],
     "Read what you run.": [],
+    "Code that a run loads is in its identity": [
+        "core/test_source_hash.py::test_of_the_executed_files_those_are_told_that_the_hash_lacks",
+        "run/test_launch.py::test_code_that_a_run_executes_beyond_its_identity_is_on_record",
+        "jobs/test_gate.py::test_a_run_of_code_that_its_identity_lacks_is_untested",
+    ],
     "**Packages.** Set-up installs only files": [
         "test_setup.py::test_a_file_of_another_hash_is_refused_by_name",
         "test_security.py::test_the_image_installs_what_set_up_installs_on_a_base_of_one_digest",

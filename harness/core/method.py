@@ -266,3 +266,8 @@ def largest_depth(fits: Callable[[int], bool]) -> int:
 def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
     """Hash of the code that decides how this method trains."""
     return source.source_hash(REGISTRY.files(folders)[name])
+
+
+def listed(name: str, folders: tuple[Path, ...] = ()) -> source.Listed:
+    """What that hash is of."""
+    return source.Listed.of(REGISTRY.files(folders)[name])

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     Machine: TypeAlias = Evidence
     Other: TypeAlias = Evidence
     Schedule: TypeAlias = Evidence
+    Software: TypeAlias = Evidence
     Tensor: TypeAlias = Evidence
 else:
-    from harness.core.record_parts import Evidence, Machine, Other, Schedule, Tensor, Values
+    from harness.core.record_parts import Evidence, Machine, Other, Schedule, Software, Tensor, Values
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Record:
     clock: str = "cpu"
     is_timed: bool = True  # False where another untimed run was on the device meanwhile: its seconds do not count
     machine: Machine = field(default_factory=dict)
-    software: dict[str, Any] = field(default_factory=dict)
+    software: Software = field(default_factory=dict)
     started: float = 0.0  # Unix time
     losses: Values = field(default_factory=list)
     grad_norms: Values = field(default_factory=list)

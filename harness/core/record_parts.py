@@ -59,6 +59,13 @@ class Machine(TypedDict, total=False):
     ranks: list[dict[str, Any]]
 
 
+class Software(TypedDict, total=False):
+    """What programs read of versions and source; it may say more."""
+
+    source: str  # the hash of the code that decides how the method trains
+    unlisted: list[str]  # files whose code the run executed, and which that hash lacks
+
+
 class Schedule(TypedDict, total=False):
     """What programs read of the schedule of several models or after a checkpoint; it may say more."""
 
@@ -68,5 +75,5 @@ class Schedule(TypedDict, total=False):
     turns: list[list[Any]]
 
 
-for kind in (Evidence, Machine, Schedule):  # a TypedDict takes no statement in its body
+for kind in (Evidence, Machine, Schedule, Software):  # a TypedDict takes no statement in its body
     kind.__pydantic_config__ = OTHER_FIELDS  # type: ignore[union-attr]

@@ -151,7 +151,10 @@ def _own_conditions(record: Record) -> Gate | None:
 
 
 def _elsewhere(record: Record) -> Gate | None:
-    """A training that was not done here: by steps of a checkpoint, by other source, or beside the device."""
+    """A training that was not done here: by code or source without a name, by a checkpoint, or beside the device."""
+    if unlisted := record.software.get("unlisted"):
+        told = f"it executed {_some(unlisted)}, which its identity lacks"
+        return Gate("untested", "unlisted-code", f"{told}; import it by its name in the method's file")
     steps, source = record.schedule.get("resumed_steps", 0), record.schedule.get("resumed_source")
     if steps >= record.job.steps:
         return Gate("untested", "no-step", f"all of its {steps} steps are the checkpoint's: none was trained here")

@@ -31,7 +31,8 @@ In it are
 
 - the job: method, every option, workload, steps, warm-up, device, budgets;
 - the source: the code that the method's file imports, directly or not, within the project and beside the file; of an
-  installed package its version, of one that lies elsewhere on Python's path a hash of its files;
+  installed package its version, of one that lies elsewhere on Python's path a hash of its files. A run that executes
+  other Python code than this, such as a module whose name it computes, is `untested`, and says which file;
 - the corpus: sizes, and hashes of 256 blocks, of its two files, wherever they lie;
 - the machine: CPU or GPU, cores that the run may use, versions of torch, numpy, DeepSpeed and megatron-core, variables
   that change kernels or threads, such as `OMP_NUM_THREADS`, and those of torch's allocator on a GPU;
@@ -39,11 +40,13 @@ In it are
 
 Not in it are the trace, comments and layout of Python, the harness around the method, the operating system, drivers,
 clocks and temperatures, and whatever else runs: a record tells what of these it saw, under `machine` and `software`.
+Nor are the data files and variables that a method reads by itself, libraries that it opens by ctypes, and what the
+folder of `--resume` holds: after a change of these measure into a new folder of results.
 """
 # Of a class: a field's name, its type and default, and the remark beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
 PARTS = (Record, Job, Workload, Budget, Rates, Gate, record_parts.Tensor, record_parts.Other, record_parts.Evidence,
-         record_parts.Machine, record_parts.Schedule)  # fmt: skip
+         record_parts.Machine, record_parts.Software, record_parts.Schedule)  # fmt: skip
 
 
 def page() -> str:

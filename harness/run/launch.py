@@ -131,6 +131,7 @@ class Watch:
         self.listed = 0.0  # time of the last list of these
         self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
+        self.executed: list[str] = []  # files, as the worker tells them after its training
         self.record: Record | None = None  # the worker's, until complete() unfinished and on no disk
         self.started = time.time()
         self.began = self.last_event = self.signalled = time.monotonic()  # whatever is done to the clock meanwhile
@@ -139,7 +140,7 @@ class Watch:
         self.broken: BrokenPipeError | None = None  # the report's reader is gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
-        self.source = method.source_hash(job.method, folders)
+        self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)
         for other in self.surroundings.get("foreign_processes", []):
             report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
         limit = budgets.wall_bytes(job)
@@ -245,6 +246,8 @@ class Watch:
         changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
         changes["machine"] = {**record.machine, **self.surroundings, **machine.kernel_environment()}
         changes["software"] = {**record.software, "source": self.source}
+        if unlisted := self.listed_code.lacks(self.executed):
+            changes["software"]["unlisted"] = unlisted
         if self.wall:
             changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}
         failure, end = None, dataclasses.replace(self.end, phase=record.phase)
@@ -277,6 +280,9 @@ class Watch:
         if event["event"] == "record":
             with contextlib.suppress(ValueError):  # from the worker's pipe, not by its code: it ended without a result
                 self.record = Record.from_dict(event["record"])
+            return
+        if event["event"] == "executed":
+            self.executed = [each for each in event["files"] if self.scratch not in Path(each).parents]  # generated
             return
         if self.wall and event["event"] == "phase" and event["phase"] in AFTER_TRAINING:
             self.wall.lift()

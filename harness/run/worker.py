@@ -78,6 +78,20 @@ class Counted:
         return self.number
 
 
+class Executed:
+    """The files whose code this process executes from now on, in whatever way it loads them."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, told: tuple[Any, ...]) -> None:
+        if event == "exec":
+            self.files.add(told[0].co_filename)
+        elif event == "import" and told[1]:  # a compiled module
+            self.files.add(told[1])
+
+
 class Run:
     """Measurements so far, however the run ends."""
 
@@ -225,7 +239,7 @@ class Run:
 
 def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     """Train one job here; returns its record, however it ended."""
-    started, run = time.time(), Run(job, emit)
+    started, run, executed = time.time(), Run(job, emit), Executed()
     end, evidence = failures.Failure("ok", ""), {}
     method = create(job.method, job.options, folders)
     enforced: dict[str, str] = {}
@@ -235,6 +249,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         plan = method.plan(job.workload, machine.budget(job.budget, job.device, job.workload))
         run.measured["predicted"] = _predicted(plan)
         run.train(method.settled(plan))
+        emit({"event": "executed", "files": sorted(each for each in executed.files if os.path.isfile(each))})
     except KeyboardInterrupt:
         end = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
     except Exception as error:

@@ -213,6 +213,13 @@ def test_steps_that_other_source_trained_are_untested(source: str, verdict: str)
     assert gate.judge(resumed, reference()).verdict == verdict
 
 
+def test_a_run_of_code_that_its_identity_lacks_is_untested() -> None:
+    record = dataclasses.replace(reference(), software={"unlisted": ["decay.py"]})
+    verdict = gate.judge(record, reference())
+    assert (verdict.verdict, verdict.reason) == ("untested", "unlisted-code")
+    assert verdict.text.startswith("it executed decay.py, which its identity lacks; import it by its name")
+
+
 @pytest.mark.parametrize(("share", "verdict"), [(1.0, "exact"), (0.5, "untested")])
 def test_a_device_that_held_less_than_a_matrix_trained_nothing(share: float, verdict: str) -> None:
     """The largest of a layer here has 32 x 128 elements of 4 bytes."""

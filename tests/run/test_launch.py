@@ -38,7 +38,7 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
     record = Record.read(path)
     log = Path(str(path).removesuffix(".json") + ".txt").read_text()
     assert record.status == "ok" and len(record.losses) == 10
-    assert record.software["source"] == method.source_hash("resident")
+    assert record.software["source"] == method.source_hash("resident") and "unlisted" not in record.software
     assert " iteration       10/      10 |" in log and log.endswith("ended as ok at done, after 10 of 10 steps\n")
     assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
 
@@ -100,6 +100,39 @@ class CollectsLate(Method):
         time.sleep(0.5)
         return Trained([])
 """
+
+
+LOADS_A_NAME = """
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from harness.core.method import Method, Step, Trained
+from harness.core.job import Plan
+
+
+@dataclass(frozen=True)
+class LoadsAName(Method):
+    name: str = "_part"
+
+    def plan(self, workload, budget):
+        return Plan(device={"weights": 16 * workload.num_params})
+
+    def train(self, workload, batches, device):
+        import torch
+
+        spec = util.spec_from_file_location("part", Path(__file__).with_name(f"{self.name}.py"))
+        spec.loader.exec_module(util.module_from_spec(spec))
+        for inputs, targets in batches:
+            yield Step(torch.tensor(1.0))
+        return Trained([])
+"""
+
+
+def test_code_that_a_run_executes_beyond_its_identity_is_on_record(tmp_path: Path) -> None:
+    (tmp_path / "loads_a_name.py").write_text(LOADS_A_NAME)
+    (tmp_path / "_part.py").write_text("A = 1")
+    path = launch(Job("loads-a-name", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
+    assert Record.read(path).software["unlisted"] == ["_part.py"]
 
 
 @pytest.mark.heavy
