@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.base.child_process import ENVIRONMENT, interrupt_here, when_closed
+from harness.base.child_process import interrupt_here, when_closed
 from harness.core import failures, log_lines
 from harness.core.job import Job
 from harness.core.record import Record
@@ -23,7 +23,7 @@ from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
 # These decide a job's speed and the order of its sums: the same there as here.
-FORWARDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *ENVIRONMENT)
+FORWARDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *machine.KERNEL_VARIABLES)
 KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
 ORDERED = "ordered"  # the phase of an order whose worker has not reported yet
 
@@ -44,7 +44,8 @@ class Place(Protocol):
 
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
     """A job as perform() takes it."""
-    environment = {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    # A library that is loaded before others lies here, and maybe not there.
+    environment = {name: os.environ[name] for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"}
     where = {"stem": str(stem), "folders": list(map(str, folders))}
     return {"job": job.to_dict(), "key": key, **where, "environment": environment}
 

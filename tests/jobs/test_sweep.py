@@ -51,6 +51,16 @@ def test_other_threads_are_another_measurement_and_on_record(tmp_path: Path, mon
     assert len({key for key, _ in names}) == len({name for _, name in names}) == 2
 
 
+@pytest.mark.parametrize("name", ["OMP_THREAD_LIMIT", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_another_variable_of_threads_or_kernels_is_another_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (job,) = jobs("resident")
+    before = Sweep(tmp_path).key(job)
+    monkeypatch.setenv(name, "1")
+    assert Sweep(tmp_path).key(job) != before
+
+
 def test_what_a_plan_refuses_is_of_the_same_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.figures.point import machine_of
 
