@@ -23,9 +23,11 @@ import psutil
 
 from harness.base.foreign_file import read_json
 from harness.core.job import Job
+from harness.core.record import LATEST
 from harness.devices import machine
 
 Report = Callable[[dict[str, Any]], None]
+MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # of a list, and of a job's name
 
 
 @dataclass
@@ -165,16 +167,17 @@ def _read(path: Path) -> dict[str, Any]:
     """The list, which anyone on the machine may have written: empty where it has another form."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = read_json(_list(path))
-        forms: dict[str, Any] = {
-            "number": int,
-            "pid": int,
-            "job": str,
-            "since": (int, float),
-            "foreseen_seconds": (int, float),
-        }
-        if all(isinstance(sign[name], form) for sign in found["holders"] for name, form in forms.items()):
+        if all(map(_is_sign, found["holders"])) and len(found["holders"]) <= MOST_HOLDERS:
             return {"holders": list(found["holders"]), "entered": int(found["entered"])}
     return {"holders": [], "entered": 0}
+
+
+def _is_sign(sign: Any) -> bool:
+    """False for what _sign() does not make: the system takes no number of a process and no time beyond these."""
+    is_whole = isinstance(sign["number"], int) and isinstance(sign["pid"], int)
+    is_named = isinstance(sign["job"], str) and len(sign["job"]) <= MOST_CHARACTERS
+    times = 0 <= sign["since"] < LATEST and 0 <= sign["foreseen_seconds"] < LATEST
+    return is_whole and 0 < sign["pid"] < 2**31 and is_named and times
 
 
 def _can_write(path: Path) -> bool:

@@ -185,10 +185,23 @@ def test_untimed_runs_that_come_later_do_not_pass_a_timed_one(locks: Path) -> No
     assert order and later
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"holders": [1], "entered": 1}', '{"holders": [], "entered": "x"}'])
+def odd_list(**odd: object) -> str:
+    """A list that has such a holder."""
+    return json.dumps({"holders": [device_lock._sign(1, "some", 1.0) | odd], "entered": 1})
+
+
+ODD_LISTS = [
+    "", "{", "[]", '{"holders": [1], "entered": 1}', '{"holders": [], "entered": "x"}', odd_list(pid=2**63 - 1),
+    odd_list(pid=-1), odd_list(since=1e300), odd_list(since="x"), odd_list(foreseen_seconds=1e300),
+    odd_list(job=2000 * "x"), odd_list(number=None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ODD_LISTS)
 def test_any_list_of_holders_is_read(locks: Path, text: str) -> None:
     (locks / "harness-cpu.holders").write_text(text)
     assert device_lock.wait_seconds(Job("some", TINY)) == 0
+    assert device_lock.holder(locks / "harness-cpu.lock").startswith("another process has it")
     with device_lock.turn(Job("some", TINY), print, False) as held:
         assert not held.is_shared()
 
