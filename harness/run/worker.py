@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import inspect
 import json
@@ -78,18 +79,20 @@ class Counted:
         return self.number
 
 
-class Executed:
-    """The files whose code this process executes from now on, in whatever way it loads them."""
+@functools.cache
+def executed_files() -> set[str]:
+    """The files whose code this process executes from the first call on, in whatever way it loads them. One hook for a
+    process: it cannot be taken away."""
+    files: set[str] = set()
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, told: tuple[Any, ...]) -> None:
+    def hear(event: str, told: tuple[Any, ...]) -> None:
         if event == "exec":
-            self.files.add(told[0].co_filename)
+            files.add(told[0].co_filename)
         elif event == "import" and told[1]:  # a compiled module
-            self.files.add(told[1])
+            files.add(told[1])
+
+    sys.addaudithook(hear)
+    return files
 
 
 class Run:
@@ -239,7 +242,8 @@ class Run:
 
 def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     """Train one job here; returns its record, however it ended."""
-    started, run, executed = time.time(), Run(job, emit), Executed()
+    started, run, executed = time.time(), Run(job, emit), executed_files()
+    executed.clear()
     end, evidence = failures.Failure("ok", ""), {}
     method = create(job.method, job.options, folders)
     enforced: dict[str, str] = {}
@@ -249,7 +253,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         plan = method.plan(job.workload, machine.budget(job.budget, job.device, job.workload))
         run.measured["predicted"] = _predicted(plan)
         run.train(method.settled(plan))
-        emit({"event": "executed", "files": sorted(each for each in executed.files if os.path.isfile(each))})
+        emit({"event": "executed", "files": sorted(each for each in executed if os.path.isfile(each))})
     except KeyboardInterrupt:
         end = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
     except Exception as error:

@@ -242,6 +242,7 @@ def test_whatever_an_import_raises_that_is_broken_off_is_no_crash(stopped: str, 
     watch = object.__new__(Watch)
     watch.job, watch.stopped, watch.end = TINY_JOB, stopped, End("import", stopped=stopped)
     watch.wall, watch.peaks, watch.surroundings, watch.source = None, {}, {}, ""
+    watch.listed_code, watch.executed = method.listed("resident"), []
     made = Record(TINY_JOB, "key", "crash", "import", "ImportError: cannot import name")
     assert watch.complete(made).status == status
 
