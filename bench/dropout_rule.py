@@ -25,7 +25,9 @@ from bench.gate_power import SIZE, train_all
 from harness.base.whole_file import write_whole
 from harness.core.job import Job, Workload
 from harness.core.record import Record
-from harness.jobs import departure, gate
+from harness.gate import evidence, limits
+from harness.gate.departures import TENSORS
+from harness.gate.verdict import judge
 
 SIZES = [
     replace(SIZE, **{"dropout": 0.1, **changes})
@@ -70,14 +72,14 @@ FAULTS = (
 
 def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, str]:
     """How many times what dropout changes, and where that is."""
-    floor = departure.floor(reference, [undropped]).alike()
+    floor = limits.floor(reference, [undropped]).alike()
     far = {
-        "loss": zip(departure.differences(record.losses, reference.losses), floor.losses, strict=True),
-        "norm": zip(departure.differences(record.grad_norms, reference.grad_norms), floor.norms, strict=True),
+        "loss": zip(evidence.differences(record.losses, reference.losses), floor.losses, strict=True),
+        "norm": zip(evidence.differences(record.grad_norms, reference.grad_norms), floor.norms, strict=True),
     }
     found = {what: max(ours / limit for ours, limit in pairs) for what, pairs in far.items()}
-    for part, (reason, _, compare) in departure.PARTS.items():
-        own = compare(record, reference)
+    for part, (reason, _) in TENSORS.items():
+        own = evidence.COMPARED[part](record, reference)
         found[f"{part} ({reason})"] = max((each / floor.tensors[part][name] for name, each in own.items()), default=0.0)
     worst = max(found, key=lambda what: math.inf if math.isnan(found[what]) else found[what])
     return found[worst], worst
@@ -110,11 +112,11 @@ def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
             print(f"left out: {name}: {ours.status}: {ours.reason}")
             continue
         times, where = ratio(ours, theirs, other)
-        verdict = gate.judge(ours, theirs, undropped=other).verdict
+        verdict = judge(ours, theirs, undropped=other).verdict
         print(f"{name:35} {times:8.2f}  {where:30} {verdict}", flush=True)
         told = round(times, 2) if math.isfinite(times) else None  # JSON has no infinity
         rows.append({"name": name, "times": told, "where": where, "verdict": verdict})
-    write_whole(out, json.dumps({"allowed": gate.DROPOUT_ALLOWED, "rows": rows}, indent=1))
+    write_whole(out, json.dumps({"allowed": limits.DROPOUT_ALLOWED, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -32,13 +32,14 @@ from harness.base.whole_file import write_whole
 from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
-from harness.jobs import gate, probe, probe_runs
-from harness.jobs.probe import Probe, Trial
+from harness.gate import probe
+from harness.gate.probe import Probe, Trial
+from harness.gate.verdict import judge, with_probe
 from harness.run import warm_start
 from methods.shared.roundings import ROUNDINGS
 
 SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)
-FOLDERS = (Path(__file__).parent / "faults", probe_runs.METHODS)
+FOLDERS = (Path(__file__).parent / "faults", probe.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
 # How a record is judged: with a CPU's tolerances, with CUDA's, by bits, and as before there was a probe.
@@ -126,7 +127,7 @@ class Case(NamedTuple):
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
-        return self._job(probe_runs.capped(probe_runs.workload(self.size, dtype)), self.probe_steps)
+        return self._job(probe.capped(probe.workload(self.size, dtype)), self.probe_steps)
 
     def _job(self, size: Workload, steps: int = 20) -> Job:
         size = dataclasses.replace(size, **self.changes, seed=self.seed)
@@ -136,7 +137,7 @@ class Case(NamedTuple):
         return self._replace(method=method.reference(), options={}, changes={})
 
     def rounded(self) -> Case:
-        job = probe_runs.rounding(self.probe("fp32"))
+        job = probe.rounding(self.probe("fp32"))
         return self.reference()._replace(method=job.method, options=job.options)
 
     def jobs(self) -> Iterator[Job]:
@@ -215,7 +216,9 @@ def outcome(case: Case, records: dict[str, Record]) -> Outcome:
         as_judged: dict[str, Any] = {"device": "cuda" if way == "cuda" else "cpu", "bit_exact": way == "bits"}
         tried = Probe(tuple(trial._replace(record=_as(trial.record, **as_judged)) for trial in trials))
         ours, theirs = (_as(records[each.job().key()], **as_judged) for each in (case, case.reference()))
-        verdicts[way] = gate.judge(ours, theirs, probe=None if way == "without the probe" else tried)
+        verdicts[way] = judge(ours, theirs)
+        if way != "without the probe":
+            verdicts[way] = with_probe(verdicts[way], ours, tried)
     return Outcome(case, verdicts)
 
 
@@ -271,7 +274,7 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
     unique = {job.key(): job for job in jobs}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([*warm_start.PRELOADED, "click", "harness.jobs.probe_runs"])  # what is imported above
+    server.set_forkserver_preload([*warm_start.PRELOADED, "click", "harness.gate.probe"])  # what is imported above
     found: dict[str, Record] = {}
     for is_engine in (True, False):
         some = {key: job for key, job in unique.items() if (job.method in ENGINES) == is_engine}

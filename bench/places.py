@@ -15,7 +15,7 @@ import click
 
 from harness.core.job import Job, Workload
 from harness.devices import machine
-from harness.jobs.probe import NONE
+from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
 from harness.places.docker import Docker
 

@@ -24,7 +24,7 @@ from harness.core.job import Job
 from harness.core.method import source_hash
 from harness.core.record import new_stem
 from harness.devices import cgroup, machine, sim
-from harness.jobs import probe
+from harness.gate import probe
 from tests.support import covering, forks, longest_first, packages
 
 _serial = itertools.count()

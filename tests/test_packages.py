@@ -13,7 +13,7 @@ from harness.core import method
 
 # A package imports from those before it, and from itself.
 ORDER = (
-    "harness/base", "harness/core", "harness/devices", "harness/run", "harness/places", "harness/jobs",
+    "harness/base", "harness/core", "harness/gate", "harness/devices", "harness/run", "harness/places", "harness/jobs",
     "harness/artifact_logs", "harness/simulation",
     "methods/shared", "methods/offload",
     "methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines", "methods",

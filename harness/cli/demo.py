@@ -19,7 +19,7 @@ from harness.core.record import Record
 from harness.evidence import collect
 from harness.figures import case
 from harness.figures.profile import Profile
-from harness.jobs.probe import NONE
+from harness.gate.probe import NONE
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep, resolve
 from harness.report import page

@@ -16,7 +16,7 @@ from harness.base.checkout import ROOT
 from harness.base.registry import Registry
 from harness.core import named_models
 from harness.devices import named_machines
-from harness.jobs.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
+from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
 MOST_NUMBERS = 10_000  # of one option
 

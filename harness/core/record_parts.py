@@ -12,7 +12,7 @@ Values = list[float | None]  # None in imported logs only
 
 
 class Tensor(TypedDict, total=False):
-    """What became of a trained tensor: see harness/run/inspect_training.py."""
+    """What became of a trained tensor: see harness/gate/inspect_training.py."""
 
     changed: Required[float]
     moved: Required[float]

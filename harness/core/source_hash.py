@@ -25,7 +25,7 @@ from harness.base.checkout import ROOT
 
 # What every method trains on and is judged by, whether its own file imports it or not.
 SHARED = tuple(
-    ROOT / path for path in ("harness/core/data.py", "harness/core/gpt.py", "harness/run/inspect_training.py")
+    ROOT / path for path in ("harness/core/data.py", "harness/core/gpt.py", "harness/gate/inspect_training.py")
 )
 
 

@@ -19,7 +19,7 @@ from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
 from harness.evidence.fairness import COLUMNS
-from harness.jobs.probe import NONE
+from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep, resolve
 
 # At this rate each step moves the weights by more than they are rounded.

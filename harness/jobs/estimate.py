@@ -6,8 +6,8 @@ from harness.core.job import Job, Plan, Workload
 from harness.core.method import Method
 from harness.core.rates import ADAM_BYTES, Rates
 from harness.devices import machine
-from harness.jobs import probe_runs
-from harness.jobs.probe import ROUNDINGS, Extent
+from harness.gate import probe
+from harness.gate.probe import ROUNDINGS, Extent
 from harness.run.launch import is_small
 
 LONG_SECONDS = 600.0  # what is foreseen to take longer says so first
@@ -34,7 +34,7 @@ def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
 
 def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -> float:
     """Seconds of the gate's probe, by those of a run of the job: each of its trainings is as a run, but for its steps
-    and its size. See probe_runs.py for how many there are."""
+    and its size. See harness/gate/probe.py for how many there are."""
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
     load, keeps_bits = job.workload, job.device != "cuda"
@@ -44,7 +44,7 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
     # By the method and by the reference; where the bits may differ, in one more process by the reference otherwise.
     num_runs = sum(2 if each else 3 for each in kept)
     num_models = sum(2 if each else 2 + len(ROUNDINGS) for each in kept)
-    small = probe_runs.capped(load.at_depth(min(extent.layers, load.num_layers)))
+    small = probe.capped(load.at_depth(min(extent.layers, load.num_layers)))
     share = extent.steps / job.steps * small.flops_per_step / load.flops_per_step
     return num_runs * PROCESS_SECONDS[job.device] + num_models * share * (run - PROCESS_SECONDS[job.device])
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from harness.core import method
 from harness.core.job import Budget, Job, gib
 from harness.devices import machine, named_machines
+from harness.gate.probe import Extent
 from harness.jobs import estimate
 from harness.jobs.command import command
-from harness.jobs.probe import Extent
 from harness.jobs.scale import PUBLISHED_ON, to_fit
 from harness.jobs.sweep import largest, resolve
 

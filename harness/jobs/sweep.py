@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
 from harness.devices import budgets, cuda_budget, device_lock, machine
-from harness.jobs import estimate, gate, probe_runs
-from harness.jobs.probe import MOST_STEPS, NONE, STEPS, Extent, Probe
+from harness.gate import probe
+from harness.gate.probe import MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
+from harness.gate.verdict import CERTAIN, judge, together, with_probe
+from harness.jobs import estimate
 from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
@@ -278,7 +280,7 @@ class Sweep:
         if record.status != "ok":
             return record
         verdicts = [self._verdict(record, number) for number in range(1 + len(record.others))]
-        record = dataclasses.replace(record, gate=gate.together(verdicts))
+        record = dataclasses.replace(record, gate=together(verdicts))
         record.write(path)
         self.records[path] = record
         return record
@@ -288,7 +290,7 @@ class Sweep:
         record = whole.models()[number]
         other = self._reference(record.job)
         if record.job.method == other.method and record.job.device == other.device:
-            return gate.judge(record, record)
+            return judge(record, record)
         _, _, shortfall = resolve(other, self.folders)
         if shortfall is not None:
             return self._judge_by_twin(whole, number, other)
@@ -301,9 +303,7 @@ class Sweep:
             load = dataclasses.replace(other.workload, dropout=0.0)
             without = resolve(dataclasses.replace(other, workload=load), self.folders)[0]
             undropped = self.records[self._measure(without, {"role": "reference"})]
-        return self._with_probe(
-            whole, number, lambda probe: gate.judge(record, judged_by, probe=probe, undropped=undropped)
-        )
+        return self._with_probe(whole, number, judge(record, judged_by, undropped=undropped))
 
     def _reference(self, job: Job) -> Job:
         """The job whose training this one's is compared with."""
@@ -326,9 +326,7 @@ class Sweep:
             twins.append(self.records[self._measure(small, {"role": "twin"})])
         record, twin = whole.models()[number], twins[0].models()[min(number, len(twins[0].others))]
         peers = [other for other in self.records.values() if self._is_peer(other, record.job)]
-        return self._with_probe(
-            whole, number, lambda probe: gate.judge(record, twins=(twin, twins[1]), peers=peers, probe=probe)
-        )
+        return self._with_probe(whole, number, judge(record, twins=(twin, twins[1]), peers=peers))
 
     def _twin(self, job: Job, depth: int) -> Job:
         """The same code with so many layers."""
@@ -339,19 +337,18 @@ class Sweep:
         trained = method.create(reference.method, {}, self.folders)
         return largest(trained, reference, machine.budget(reference.budget, reference.device))
 
-    def _with_probe(self, whole: Record, number: int, judge: Callable[[Probe | None], Gate]) -> Gate:
+    def _with_probe(self, whole: Record, number: int, verdict: Gate) -> Gate:
         """The verdict, by the probe, too, where that can add to what the run says by itself."""
-        verdict = judge(None)
-        if verdict.verdict == "untested" or verdict.reason in gate.CERTAIN or not whole.is_exact:
+        if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
             return verdict
         extent = self.extent.or_more(_probed(whole))  # of a record that was judged before not less
-        if not extent:
-            return judge(Probe(untested="the probe was left out"))
-        return judge(probe_runs.probe(whole.job, number, extent, self._probe_runs()))
+        left_out = Probe(untested="the probe was left out")
+        found = train_probe(whole.job, number, extent, self._probe_runs()) if extent else left_out
+        return with_probe(verdict, whole.models()[number], found)
 
-    def _probe_runs(self) -> probe_runs.Runs:
+    def _probe_runs(self) -> probe.Runs:
         if self._probe_records is None:
-            folder, folders = own_folder(self.results / probe_runs.FOLDER), (*self.folders, probe_runs.METHODS)
+            folder, folders = own_folder(self.results / probe.FOLDER), (*self.folders, probe.METHODS)
             self._probe_records = Sweep(
                 folder, folders, self._report_probe, place=self.place, probe=NONE, is_timed=False
             )  # fmt: skip
@@ -363,7 +360,7 @@ class Sweep:
         def why_not(job: Job) -> str | None:
             return resolve(job, records.folders)[2]
 
-        return probe_runs.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
+        return probe.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
 
     def _report_probe(self, event: dict[str, Any]) -> None:
         """Tell what trains, not each of its steps."""

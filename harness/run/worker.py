@@ -122,7 +122,7 @@ class Run:
         import torch
 
         from harness.core import data
-        from harness.run.inspect_training import inspect
+        from harness.gate.inspect_training import inspect
         from harness.run.trace import Taking, Trace
 
         job, self.dialect = self.job, method.log_dialect
@@ -178,7 +178,7 @@ class Run:
         self.enter("done")
 
     def _drive(self, training: Any) -> Trained:
-        from harness.run.inspect_training import Kernels
+        from harness.gate.inspect_training import Kernels
 
         try:
             while True:

@@ -1,6 +1,6 @@
 """The reference by other roundings: how far they are from it is what the gate's probe takes for honest.
 
-Found by the probe alone (harness/jobs/probe_runs.py); the models take turns, step by step.
+Found by the probe alone (harness/gate/probe.py); the models take turns, step by step.
 """
 
 from __future__ import annotations

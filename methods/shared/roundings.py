@@ -1,7 +1,7 @@
 """Honest roundings: other ways to compute the same gradients, none of them wrong.
 
 The gate's probe trains the reference by some of them: how far these are from the reference is what rounding amounts to
-there (ROUNDINGS in harness/jobs/probe.py). bench/gate_power.py tries the gate on the others. To add one is to write one
+there (ROUNDINGS in harness/gate/probe.py). bench/gate_power.py tries the gate on the others. To add one is to write one
 function.
 
 Shapes: B batch, T tokens, D hidden, N rows.

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from bench import dropout_rule, gate_power
 from harness.base.checkout import ROOT
-from harness.jobs import gate
+from harness.gate import limits
 
 FIGURES = json.loads((ROOT / "results" / "dropout-rule.json").read_text())
 HONEST = [row for row in FIGURES["rows"] if row["name"] not in dropout_rule.FAULTS]
@@ -32,7 +32,7 @@ def test_another_seed_of_dropout_departs_by_more_than_rounding_and_less_than_the
     assert told.exit_code == 0, told.output
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert row["name"] == "other seed 3" and row["verdict"] == "tolerance"
-    assert 0.5 < row["times"] < gate.DROPOUT_ALLOWED, "dropout takes it about as far as dropout does"
+    assert 0.5 < row["times"] < limits.DROPOUT_ALLOWED, "dropout takes it about as far as dropout does"
 
 
 def test_a_case_that_there_is_not_is_a_usage_error_that_names_those_there_are(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_case_that_there_is_not_is_a_usage_error_that_names_those_there_are(tm
 
 
 def test_no_recorded_honest_run_fails_and_the_artifact_has_their_range() -> None:
-    assert {row["verdict"] for row in HONEST} == {"tolerance"} and FIGURES["allowed"] == gate.DROPOUT_ALLOWED
+    assert {row["verdict"] for row in HONEST} == {"tolerance"} and FIGURES["allowed"] == limits.DROPOUT_ALLOWED
     times = [row["times"] for row in HONEST]
     told = f"{len(HONEST)} honest runs need {min(times):.1f} to {max(times):.1f} times"
     assert told in " ".join((ROOT / "ARTIFACT.md").read_text().split())

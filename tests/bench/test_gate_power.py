@@ -12,8 +12,8 @@ from bench.gate_power import Case
 from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.record import Gate, Record
-from harness.jobs import probe
-from harness.jobs.probe import Trial
+from harness.gate import departures
+from harness.gate.probe import Trial
 from tests.support.training import STEPS
 
 FIGURES = json.loads((ROOT / "results" / "gate-power.json").read_text())["figures"]
@@ -105,7 +105,7 @@ def test_the_probe_in_fp32_sees_each_planted_fault_and_names_all_but_one(fault: 
     cases = (case, case.reference(), case.rounded())
     JOBS.update({each.probe("fp32").key(): each.probe("fp32") for each in cases})
     ours, theirs, rounded = (trained(each.probe("fp32").key()) for each in cases)
-    found = probe.find(Trial(ours, theirs, tuple(rounded.models())), is_held_to_bits=False)
+    found = departures.beyond_rounding(Trial(ours, theirs, tuple(rounded.models())), is_held_to_bits=False)
     assert found is not None
     verdict = Gate("failed", found.reason, found.text, {"step": found.step})
     named = gate_power.Outcome(case, {"cpu": verdict}).is_named("cpu")

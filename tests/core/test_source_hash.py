@@ -80,7 +80,7 @@ def test_the_batches_of_all_belong_to_every_method(tree: Path) -> None:
     assert changes(tree, "resident.py", "harness/core/data.py")
 
 
-@pytest.mark.parametrize("file", ["harness/report/page.py", "harness/cli/main.py", "harness/jobs/gate.py"])
+@pytest.mark.parametrize("file", ["harness/report/page.py", "harness/cli/main.py", "harness/gate/verdict.py"])
 def test_what_only_reads_records_makes_none_stale(tree: Path, file: str) -> None:
     assert not changes(tree, "stronghold.py", file)
 

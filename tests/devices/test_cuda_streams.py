@@ -11,7 +11,8 @@ import torch
 
 from harness.core.job import GIB, Budget, Job
 from harness.devices.streams import Device, num_update_threads
-from harness.run import inspect_training, worker
+from harness.gate import inspect_training
+from harness.run import worker
 from harness.run.timeline import read
 from methods.offload.transfer import copy, queue
 from tests.support import bugs, planting

@@ -16,10 +16,10 @@ from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.rates import Rates
 from harness.core.record import read_all
 from harness.devices import machine
+from harness.gate.probe import Extent
 from harness.jobs import estimate, progress, scale
 from harness.jobs.next_calls import next_calls
 from harness.jobs.plan_table import row
-from harness.jobs.probe import Extent
 from harness.jobs.sweep import resolve
 from tests.support.cli import run
 

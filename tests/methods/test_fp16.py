@@ -16,7 +16,7 @@ from harness.core.gpt import HeadLoss, build, initialize, is_decayed
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import create, load
 from harness.core.record import Record
-from harness.jobs import gate
+from harness.gate.verdict import judge
 from harness.jobs.sweep import Sweep, resolve
 from harness.run import worker
 from harness.simulation.batches import token_batches
@@ -226,7 +226,7 @@ def test_the_record_says_each_steps_scale_and_which_were_skipped(at_the_edge: No
 
 
 def test_the_same_steps_skipped_pass_the_gate(at_the_edge: None) -> None:
-    verdict = gate.judge(recorded("stronghold", placement="R1P1W2S1", clipping="speculate"), recorded("resident"))
+    verdict = judge(recorded("stronghold", placement="R1P1W2S1", clipping="speculate"), recorded("resident"))
     assert verdict.verdict == "exact", verdict.text
 
 
@@ -255,16 +255,14 @@ def test_wrong_scaling_fails_the_gate_for_its_named_reason(text: str, at_the_edg
     with planted(*change), pytest.MonkeyPatch.context() as patch:
         overflow(patch)
         record = recorded("stronghold", placement="W5", clipping="speculate", window_size=2)
-    verdict = gate.judge(record, recorded("resident"))
+    verdict = judge(record, recorded("resident"))
     assert (verdict.verdict, verdict.reason) == ("failed", reason), verdict.text
 
 
 def test_the_gate_names_where_scales_part(at_the_edge: None) -> None:
     record = recorded("resident")
     others = {"skipped_steps": [], "loss_scales": [EDGE] * STEPS}
-    said = {
-        name: gate.judge(dataclasses.replace(record, **{name: value}), record).text for name, value in others.items()
-    }
+    said = {name: judge(dataclasses.replace(record, **{name: value}), record).text for name, value in others.items()}
     assert said["skipped_steps"] == (
         "it skipped no step for gradients that are not finite, the reference steps 1, 3, 5 and 1 more"
     )

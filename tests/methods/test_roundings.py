@@ -9,7 +9,7 @@ import torch
 
 from harness.core import data
 from harness.core.method import create
-from harness.jobs import probe, probe_runs
+from harness.gate import probe
 from methods.resident import Model
 from methods.shared.roundings import ROUNDINGS, named
 from tests.support.tiny import TINY
@@ -51,4 +51,4 @@ def test_an_unknown_rounding_is_told_with_the_others() -> None:
 def test_the_probe_alone_finds_the_reference_by_other_roundings() -> None:
     with pytest.raises(ValueError, match="no method 'rounded'"):
         create("rounded", {"names": "split-products"})
-    assert create("rounded", {"names": "split-products"}, (probe_runs.METHODS,)).label
+    assert create("rounded", {"names": "split-products"}, (probe.METHODS,)).label

@@ -8,7 +8,7 @@ from harness.core.record import Record
 from harness.run import warm_start
 
 gc.disable()
-for name in (*warm_start.PRELOADED, "tests.support.on_sim", "harness.run.inspect_training", "harness.run.worker"):
+for name in (*warm_start.PRELOADED, "tests.support.on_sim", "harness.gate.inspect_training", "harness.run.worker"):
     importlib.import_module(name)
 _adapter(Record)
 gc.freeze()

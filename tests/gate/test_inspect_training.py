@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.core.gpt import initial
 from harness.core.job import Workload
 from harness.core.method import TensorState
-from harness.run.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, inspect
+from harness.gate.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, inspect
 from tests.support.tiny import TINY
 
 HALF = SKETCH_ROWS * SKETCH_BUCKETS

@@ -10,7 +10,7 @@ import pytest
 
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
-from harness.jobs import gate
+from harness.gate.verdict import judge, together
 from harness.run import worker
 from tests.support.planting import planted
 
@@ -71,7 +71,7 @@ def reference(**changes) -> Record:
 def verdict_on(text: str, **changes) -> Gate:
     file, right, wrong, _ = MUTANTS[text]
     with planted(file, right, wrong):
-        return gate.judge(trained("stronghold", {"window_size": 2}, **changes), reference(**changes))
+        return judge(trained("stronghold", {"window_size": 2}, **changes), reference(**changes))
 
 
 @pytest.mark.parametrize("text", MUTANTS)
@@ -87,18 +87,18 @@ def test_stale_weights_that_move_no_loss_are_seen_in_the_weights() -> None:
 
 def test_the_same_method_loaded_afresh_passes_exactly() -> None:
     with planted("methods/stronghold.py", "layers = new_layers", "layers  = new_layers"):
-        assert gate.judge(trained("stronghold", {"window_size": 2}), reference()).verdict == "exact"
+        assert judge(trained("stronghold", {"window_size": 2}), reference()).verdict == "exact"
 
 
 def test_bf16_passes() -> None:
-    verdict = gate.judge(trained("stronghold", {"window_size": 2}, dtype="bf16"), reference(dtype="bf16"))
+    verdict = judge(trained("stronghold", {"window_size": 2}, dtype="bf16"), reference(dtype="bf16"))
     assert verdict.passed
 
 
 def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far() -> None:
     with planted("methods/offload/layout.py", "is_decayed(shape)", "True"):
         record = dataclasses.replace(trained("stronghold", {"window_size": 2}), bit_exact=False)
-    verdict = gate.judge(record, reference())
+    verdict = judge(record, reference())
     assert (verdict.verdict, verdict.reason) == ("failed", "weights"), verdict.text
 
 
@@ -108,9 +108,9 @@ def test_weights_near_1_need_not_move_where_a_step_is_shorter_than_their_roundin
     and 12e-8 above."""
     record = reference(learning_rate=learning_rate)
     assert not all(tensor["changed"] for tensor in record.tensors.values())
-    assert gate.judge(record, record).verdict == "exact"
+    assert judge(record, record).verdict == "exact"
     idle = {name: {**tensor, "exp_avg": 0.0} for name, tensor in record.tensors.items()}
-    assert gate.judge(dataclasses.replace(record, tensors=idle), record).reason == "unchanged"
+    assert judge(dataclasses.replace(record, tensors=idle), record).reason == "unchanged"
 
 
 def with_moments(record: Record, factor: float, of: str) -> Record:
@@ -123,86 +123,86 @@ def with_moments(record: Record, factor: float, of: str) -> Record:
 
 def test_a_gradient_that_cancels_in_bf16_may_differ_more_than_all_of_them() -> None:
     record = dataclasses.replace(reference(dtype="bf16"), bit_exact=False)
-    assert gate.judge(with_moments(record, 0.88, "layers.1.ln1.bias"), record).verdict == "tolerance"
-    assert gate.judge(with_moments(record, 0.5, "ends.wte"), record).reason == "gradient-scale"
-    assert gate.judge(with_moments(record, 0.9, ""), record).reason == "gradient-scale"
+    assert judge(with_moments(record, 0.88, "layers.1.ln1.bias"), record).verdict == "tolerance"
+    assert judge(with_moments(record, 0.5, "ends.wte"), record).reason == "gradient-scale"
+    assert judge(with_moments(record, 0.9, ""), record).reason == "gradient-scale"
 
 
 def test_a_nan_loss_fails_at_its_step() -> None:
     record = reference()
     losses = [*record.losses[:4], float("nan"), *record.losses[5:]]
-    verdict = gate.judge(dataclasses.replace(record, losses=losses), record)
+    verdict = judge(dataclasses.replace(record, losses=losses), record)
     assert (verdict.reason, verdict.evidence["step"]) == ("not-finite", 5)
 
 
 def test_a_missing_step_fails() -> None:
     record = reference()
-    assert gate.judge(dataclasses.replace(record, losses=record.losses[:-1]), record).reason == "incomplete"
+    assert judge(dataclasses.replace(record, losses=record.losses[:-1]), record).reason == "incomplete"
 
 
 def test_other_data_fails() -> None:
-    assert gate.judge(dataclasses.replace(reference(), data_sha256="other"), reference()).reason == "data"
+    assert judge(dataclasses.replace(reference(), data_sha256="other"), reference()).reason == "data"
 
 
 def test_tensors_left_out_fail() -> None:
     tensors = dict(reference().tensors)
     del tensors["layers.0.fc1.weight"]
-    assert gate.judge(dataclasses.replace(reference(), tensors=tensors), reference()).reason == "missing"
+    assert judge(dataclasses.replace(reference(), tensors=tensors), reference()).reason == "missing"
 
 
 def test_a_last_update_left_out_fails_though_all_losses_agree() -> None:
     tensors = {name: {**tensor, "sha256": "other"} for name, tensor in reference().tensors.items()}
-    verdict = gate.judge(dataclasses.replace(reference(), tensors=tensors), reference())
+    verdict = judge(dataclasses.replace(reference(), tensors=tensors), reference())
     assert (verdict.verdict, verdict.reason) == ("failed", "weights")
 
 
 def test_a_method_that_promises_bits_is_not_let_off_with_a_tolerance() -> None:
     losses = [loss * (1 + 1e-7) for loss in reference().losses]
     near = dataclasses.replace(reference(), losses=losses)
-    assert gate.judge(near, reference()).verdict == "failed"
-    assert gate.judge(dataclasses.replace(near, bit_exact=False), reference()).verdict == "tolerance"
+    assert judge(near, reference()).verdict == "failed"
+    assert judge(dataclasses.replace(near, bit_exact=False), reference()).verdict == "tolerance"
 
 
 def test_what_did_not_finish_is_not_judged() -> None:
-    assert gate.judge(dataclasses.replace(reference(), status="oom-host"), reference()).verdict == "untested"
+    assert judge(dataclasses.replace(reference(), status="oom-host"), reference()).verdict == "untested"
 
 
 def test_a_twin_stands_in_where_the_reference_does_not_fit() -> None:
     deep = trained("l2l", num_layers=5)
-    verdict = gate.judge(deep, twins=(trained("l2l"), reference()))
+    verdict = judge(deep, twins=(trained("l2l"), reference()))
     assert (verdict.verdict, verdict.evidence["twin_layers"]) == ("twin", 4)
 
 
 def test_a_failing_twin_fails_what_it_stands_for() -> None:
     twin = dataclasses.replace(trained("l2l"), losses=[1.0] * STEPS)
-    assert gate.judge(trained("l2l", num_layers=5), twins=(twin, reference())).verdict == "failed"
+    assert judge(trained("l2l", num_layers=5), twins=(twin, reference())).verdict == "failed"
 
 
 def test_methods_that_disagree_at_a_size_without_reference_fail_there() -> None:
     deep = trained("l2l", num_layers=5)
     peer = dataclasses.replace(deep, losses=[loss * 1.01 for loss in deep.losses])
-    assert gate.judge(deep, twins=(trained("l2l"), reference()), peers=[peer]).reason == "peers"
+    assert judge(deep, twins=(trained("l2l"), reference()), peers=[peer]).reason == "peers"
 
 
 def test_no_throughput_without_a_passing_gate() -> None:
     record = reference()
-    assert dataclasses.replace(record, gate=gate.judge(record, record)).samples_per_second is not None
+    assert dataclasses.replace(record, gate=judge(record, record)).samples_per_second is not None
     assert dataclasses.replace(record, gate=Gate("failed", "loss", "differs")).samples_per_second is None
     assert record.samples_per_second is None
 
 
 def test_of_several_models_the_worst_one_is_the_verdict_and_named() -> None:
     good, bad = Gate("exact", "", "bit-equal"), Gate("failed", "loss", "loss 2 instead of 1")
-    found = gate.together([good, bad, good])
+    found = together([good, bad, good])
     assert (found.verdict, found.reason) == ("failed", "loss") and found.text == "model 2 of 3: loss 2 instead of 1"
     assert found.evidence["models"] == ["exact", "failed", "exact"]
-    assert gate.together([good, good]).text == "each of 2 models: bit-equal"
-    assert gate.together([good]) is good
+    assert together([good, good]).text == "each of 2 models: bit-equal"
+    assert together([good]) is good
 
 
 def test_a_run_of_whose_steps_none_was_trained_here_is_untested() -> None:
     resumed = dataclasses.replace(reference(), schedule={"resumed_steps": STEPS, "resumed_source": "a"})
-    verdict = gate.judge(resumed, reference())
+    verdict = judge(resumed, reference())
     assert (verdict.verdict, verdict.reason) == ("untested", "no-step"), verdict.text
 
 
@@ -210,12 +210,12 @@ def test_a_run_of_whose_steps_none_was_trained_here_is_untested() -> None:
 def test_steps_that_other_source_trained_are_untested(source: str, verdict: str) -> None:
     schedule = {"resumed_steps": 3, "resumed_source": source}
     resumed = dataclasses.replace(reference(), schedule=schedule, software={"source": "here"})
-    assert gate.judge(resumed, reference()).verdict == verdict
+    assert judge(resumed, reference()).verdict == verdict
 
 
 def test_a_run_of_code_that_its_identity_lacks_is_untested() -> None:
     record = dataclasses.replace(reference(), software={"unlisted": ["decay.py"]})
-    verdict = gate.judge(record, reference())
+    verdict = judge(record, reference())
     assert (verdict.verdict, verdict.reason) == ("untested", "unlisted-code")
     assert verdict.text.startswith("it executed decay.py, which its identity lacks; import it by its name")
 
@@ -224,4 +224,4 @@ def test_a_run_of_code_that_its_identity_lacks_is_untested() -> None:
 def test_a_device_that_held_less_than_a_matrix_trained_nothing(share: float, verdict: str) -> None:
     """The largest of a layer here has 32 x 128 elements of 4 bytes."""
     elsewhere = dataclasses.replace(reference(), peaks={"device_allocated": int(share * 16384)})
-    assert gate.judge(elsewhere, reference()).verdict == verdict
+    assert judge(elsewhere, reference()).verdict == verdict

@@ -1,9 +1,16 @@
-"""The trainings that the gate's probe takes: jobs like any other, recorded in a folder of their own beside the records.
+"""The gate's probe: the same job at a rate that trains, beside the reference and what honest rounding amounts to.
 
-A probe is about a method's code, not a size: it has the job's options, placement, micro-batches and dtype, at few
-layers unless more are asked for, and at a width, sequence and vocabulary of its own. So many sizes share it, and it is
-made once for a method's source, its options, dtype, device and software. A method that trains the job's width alone is
-probed at that.
+At the published rate twenty steps of the warm-up hardly move a weight: much that is wrong does not show. The probe's
+rate is 0.5, under the same schedule: 1.6e-4 at the first step, 3.1e-3 at the twentieth. The method trains this, the
+reference does, and the reference trains it by several other roundings: how far these are from it is what honest
+rounding amounts to here. One of them alone may by chance end near the reference in some tensor, all of them do not. In
+half precision the distance to the reference in fp32 counts, too, and the same is done in fp32, where rounding hides
+nothing.
+
+These trainings are jobs like any other, recorded in a folder of their own beside the records. A probe is about a
+method's code, not a size: it has the job's options, placement, micro-batches and dtype, at few layers unless more are
+asked for, and at a width, sequence and vocabulary of its own. So many sizes share it, and it is made once for a
+method's source, its options, dtype, device and software. A method that trains the job's width alone is probed at that.
 """
 
 from __future__ import annotations
@@ -14,16 +21,67 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from harness.base.checkout import ROOT
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import MOST_LAYERS, Budget, Job, Workload
 from harness.core.record import Record
-from harness.jobs import departure
-from harness.jobs.probe import LEARNING_RATE, ROUNDINGS, Extent, Probe, Trial
+from harness.gate.evidence import is_same
 
+LEARNING_RATE = 0.5
+LAYERS, STEPS = 4, 20
+MOST_STEPS = 60  # for which the limits of a probe are known to hold
+# Of methods/shared/roundings.py: what the reference is trained by for the floor.
+ROUNDINGS = (
+    "single-samples", "samples-reversed", "split-products", "ulp-of-norms", "plain-attention", "head-in-blocks",
+)  # fmt: skip
 FOLDER = "probes"  # in the folder of results
 METHODS = ROOT / "methods" / "probe"  # a folder of methods that nothing else finds
 # The most that a probe has, where bench/gate_power.py sees all planted faults. A head keeps at least 8 columns: kernels
 # of GPUs take multiples of that.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
+
+
+class Extent(NamedTuple):
+    """How much the probe trains: steps, and layers, if the job has as many. A method may need more layers."""
+
+    layers: int = LAYERS
+    steps: int = STEPS
+
+    def __bool__(self) -> bool:
+        """Without layers there is no probe."""
+        return self.layers > 0
+
+    def or_more(self, other: Extent) -> Extent:
+        return Extent(max(self.layers, other.layers), max(self.steps, other.steps))
+
+
+NONE = Extent(0, 0)
+ALL_LAYERS = MOST_LAYERS
+
+
+class Trial(NamedTuple):
+    """The probe in one dtype. `others`: the reference by ROUNDINGS; `wide`: the reference in fp32, if that is another
+    dtype. Neither is needed where the method's bits are the reference's."""
+
+    record: Record
+    reference: Record
+    others: tuple[Record, ...] = ()
+    wide: tuple[Record, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        return self.record.job.workload.dtype
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.record.job.workload.num_layers, self.record.job.steps)
+
+
+class Probe(NamedTuple):
+    """Trials, the one in fp32 first, and what could not be tested, for people. `refused`: why the method does not train
+    at the probe's rate what it trained at another."""
+
+    trials: tuple[Trial, ...] = ()
+    untested: str = ""
+    refused: str = ""
 
 
 class Runs(NamedTuple):
@@ -37,19 +95,19 @@ class Runs(NamedTuple):
     twin_of: Callable[[Job, int], Job]
 
 
-class Missing(NamedTuple):
+class NoTrial(NamedTuple):
     """Why there is no trial. One of the whole size is the run itself, at another rate."""
 
     why: str
     is_of_the_size_that_trained: bool
 
 
-def probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
+def train_probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
     """The probe of one of a job's models. In half precision it is done in fp32, too, unless all bits are right."""
     found = _trial(job, job.workload.dtype, number, extent, runs)
     trials, untested = ([found], "") if isinstance(found, Trial) else ([], found.why)
-    refused = found.why if isinstance(found, Missing) and found.is_of_the_size_that_trained else ""
-    if job.workload.dtype != "fp32" and not (trials and departure.is_same(trials[0].record, trials[0].reference)):
+    refused = found.why if isinstance(found, NoTrial) and found.is_of_the_size_that_trained else ""
+    if job.workload.dtype != "fp32" and not (trials and is_same(trials[0].record, trials[0].reference)):
         wide = _trial(job, "fp32", number, extent, runs)
         if isinstance(wide, Trial):
             trials.insert(0, wide)
@@ -58,17 +116,17 @@ def probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
     return Probe(tuple(trials), untested, refused)
 
 
-def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | Missing:
+def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
     """The records of a trial: at a probe's size, or at the job's where the method does not train at that."""
     whole = workload(job.workload, dtype)
     small = capped(whole)
     found = _trial_of(small, job, number, extent, runs)
-    if small != whole and (isinstance(found, Missing) or found.record.status != "ok"):
+    if small != whole and (isinstance(found, NoTrial) or found.record.status != "ok"):
         return _trial_of(whole, job, number, extent, runs)
     return found
 
 
-def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs) -> Trial | Missing:
+def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
     """The records of a trial, or why there is none."""
     dtype = load.dtype
     changed = dataclasses.replace(job, workload=load, steps=extent.steps, warmup=0, trace=None)
@@ -92,12 +150,12 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
             break
         depth = min(2 * depth, most)
     if why:
-        return Missing(why, depth == job.workload.num_layers and small.workload.batch_size == job.workload.batch_size)
+        return NoTrial(why, depth == job.workload.num_layers and small.workload.batch_size == job.workload.batch_size)
     whole = runs.measure(small)
     record = whole.models()[min(number, len(whole.others))]
     reference = runs.reference_of(record.job)
     theirs = runs.measure(reference)
-    if record.status != "ok" or theirs.status != "ok" or departure.is_same(record, theirs):
+    if record.status != "ok" or theirs.status != "ok" or is_same(record, theirs):
         return Trial(record, theirs)
     rounded = runs.measure(dataclasses.replace(rounding(reference), budget=Budget(seconds=budget.seconds)))
     wide = [dataclasses.replace(reference, workload=dataclasses.replace(reference.workload, dtype="fp32"))]

@@ -13,8 +13,9 @@ import pytest
 from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job
 from harness.core.record import Gate, Record
-from harness.jobs import departure, gate, probe
-from harness.jobs.probe import ALL_LAYERS, NONE, Extent, Probe, Trial
+from harness.gate import departures, evidence, limits, probe
+from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, Trial, train_probe
+from harness.gate.verdict import judge, with_probe
 from harness.jobs.sweep import Sweep, resolve
 from tests.support import cli, records
 from tests.support.page import page_blocks
@@ -61,8 +62,12 @@ def trained(losses: list[float], norms: list[float] | None = None, **changes) ->
     return dataclasses.replace(made, **{**fields, **changes})
 
 
+def probed_verdict(record: Record, reference: Record, found: Probe) -> Gate:
+    return with_probe(judge(record, reference), record, found)
+
+
 BASE = [2.0, 1.9, 1.8, 1.7]
-LIMITS = departure.floor(trained(BASE), [trained(BASE)]).times(10)._replace(faint=probe.FAINT)
+LIMITS = limits.floor(trained(BASE), [trained(BASE)]).times(10)._replace(faint=limits.FAINT)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +86,13 @@ LIMITS = departure.floor(trained(BASE), [trained(BASE)]).times(10)._replace(fain
     ],
 )
 def test_the_first_departure_names_the_fault(losses: list, norms: list, reason: str, step: int) -> None:
-    found = departure.departure(trained(losses, norms), trained(BASE), LIMITS)
+    found = departures.departure(trained(losses, norms), trained(BASE), LIMITS)
     assert found is not None and (found.reason, found.step) == (reason, step)
 
 
 def test_no_floor_is_below_one_rounding_and_a_step_s_is_the_largest_so_far() -> None:
     split = trained([2.0, 1.9, 1.8, 1.7, 1.6, 1.5 * (1 + 1e-4), 1.4])
-    floor = departure.floor(trained([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4]), [split])
+    floor = limits.floor(trained([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4]), [split])
     assert floor.losses == pytest.approx([1e-7] * 5 + [1e-4] * 2, rel=1e-3)
     assert floor.norms == [1e-7] * 7
 
@@ -95,14 +100,14 @@ def test_no_floor_is_below_one_rounding_and_a_step_s_is_the_largest_so_far() -> 
 def test_a_tensor_s_floor_is_the_farthest_rounding_s() -> None:
     """One of them alone ends by chance where the reference does."""
     others = [trained(BASE, tensors={"a": tensor(size=0.0, sketch=[end, 0.0])}) for end in (1.0, 1.02, 1.01)]
-    floor = departure.floor(trained(BASE, tensors={"a": tensor(size=0.0)}), others)
+    floor = limits.floor(trained(BASE, tensors={"a": tensor(size=0.0)}), others)
     assert floor.tensors["way"] == pytest.approx({"a": 0.02}) and floor.medians["way"] == pytest.approx(0.02)
 
 
 def test_what_is_wider_counts_for_losses_alone() -> None:
     wide = trained([2.0, 1.9, 1.8, 1.7 * (1 + 1e-3)], tensors={"layers.0.fc1.weight": tensor(sketch=[2.0, 0.0])})
-    floor = departure.floor(trained(BASE), [trained(BASE)], [wide])
-    assert floor.losses[-1] == pytest.approx(1e-3) and floor.medians["way"] == departure.LEAST
+    floor = limits.floor(trained(BASE), [trained(BASE)], [wide])
+    assert floor.losses[-1] == pytest.approx(1e-3) and floor.medians["way"] == evidence.LEAST
 
 
 def test_a_tensor_s_floor_is_the_median_tensor_s_at_least() -> None:
@@ -110,7 +115,7 @@ def test_a_tensor_s_floor_is_the_median_tensor_s_at_least() -> None:
     reference = trained(BASE, tensors={name: tensor(size=0.0) for name in names})
     ends = {"a": 1.0, "b": 1.01, "c": 1.5}
     split = trained(BASE, tensors={name: tensor(size=0.0, sketch=[end, 0.0]) for name, end in ends.items()})
-    assert departure.floor(reference, [split]).tensors["way"] == pytest.approx({"a": 0.01, "b": 0.01, "c": 0.5})
+    assert limits.floor(reference, [split]).tensors["way"] == pytest.approx({"a": 0.01, "b": 0.01, "c": 0.5})
 
 
 @pytest.mark.parametrize(("moment", "name"), [("exp_avg", "first"), ("exp_avg_sq", "second")])
@@ -118,14 +123,14 @@ def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is
     names = ("a", "b")
     reference = trained(BASE, tensors=dict.fromkeys(names, tensor()))
     some = trained(BASE, tensors={"a": tensor(), "b": tensor(**{moment: None})})
-    assert departure.moment_differences(some, reference, moment) == {"a": 0.0, "b": math.inf}
+    assert evidence.moment_differences(some, reference, moment) == {"a": 0.0, "b": math.inf}
     none = trained(BASE, tensors=dict.fromkeys(names, tensor(**{moment: None})))
-    assert f"{name} moments were not tested" in gate.judge(none, reference, probe=Probe(untested="no probe")).text
+    assert f"{name} moments were not tested" in probed_verdict(none, reference, Probe(untested="no probe")).text
 
 
 def test_a_second_moment_off_by_more_than_rounding_is_a_departure_where_all_else_agrees() -> None:
     wrong = trained(BASE, tensors={"layers.0.fc1.weight": tensor(exp_avg_sq=1.1)})
-    found = departure.departure(wrong, trained(BASE), LIMITS)
+    found = departures.departure(wrong, trained(BASE), LIMITS)
     assert found is not None and found.reason == "gradient-scale" and "second moment 1.0e-01 off" in found.seen
 
 
@@ -133,7 +138,7 @@ def test_a_second_moment_off_by_more_than_rounding_is_a_departure_where_all_else
 def test_what_drops_other_elements_may_differ_by_six_times_what_dropout_changes(factor: float, verdict: str) -> None:
     """Dropout changes a loss by 1 % here."""
     reference, undropped = trained(BASE), trained([loss / 1.01 for loss in BASE])
-    found = gate.judge(trained([loss * factor for loss in BASE]), reference, undropped=undropped)
+    found = judge(trained([loss * factor for loss in BASE]), reference, undropped=undropped)
     assert found.verdict == verdict
     assert ("which elements are dropped was not compared" in found.text) is found.passed
 
@@ -146,38 +151,38 @@ def test_of_other_dropout_the_farthest_tensor_is_held_to_the_farthest(moment: fl
     other = trained(
         [loss * 1.01 for loss in BASE], tensors={**dict.fromkeys("ac", tensor()), "b": tensor(exp_avg=moment)}
     )
-    found = gate.judge(other, trained(BASE, tensors=dict.fromkeys("abc", tensor())), undropped=undropped)
+    found = judge(other, trained(BASE, tensors=dict.fromkeys("abc", tensor())), undropped=undropped)
     assert found.verdict == verdict, found.text
 
 
 def test_what_drops_nothing_is_named_where_dropout_shows() -> None:
     """It is as far from the reference as dropout takes that, which is within six times."""
     undropped = trained([loss / 1.01 for loss in BASE])
-    found = gate.judge(trained([loss * (1 + 1e-7) for loss in undropped.losses]), trained(BASE), undropped=undropped)  # type: ignore[operator]
+    found = judge(trained([loss * (1 + 1e-7) for loss in undropped.losses]), trained(BASE), undropped=undropped)  # type: ignore[operator]
     assert (found.verdict, found.reason) == ("failed", "dropout")
     hardly = trained([loss * (1 + 1e-7) for loss in undropped.losses])  # type: ignore[operator]
-    assert gate.judge(undropped, hardly, undropped=undropped).passed
+    assert judge(undropped, hardly, undropped=undropped).passed
 
 
 def test_steps_that_fp16_skipped_otherwise_are_not_compared() -> None:
     half = dataclasses.replace(job(dtype="fp16"), steps=4, warmup=0)
     skipping = trained([2.0, 1.9, 1.5, 1.4], loss_scales=[8.0, 8.0, 8.0, 4.0], skipped_steps=[3], job=half)
     steady = trained(BASE, loss_scales=[8.0] * 4, job=half)
-    assert departure.comparable_steps(skipping, steady) == 2
-    assert departure.departure(skipping, steady, LIMITS) is None
+    assert evidence.comparable_steps(skipping, steady) == 2
+    assert departures.departure(skipping, steady, LIMITS) is None
 
 
 def test_without_a_probe_the_verdict_says_that_decay_was_not_tested() -> None:
     """Rate times decay is 1.9e-9 at step 4: 1 less that is 1 in fp32."""
     record = trained(BASE)
-    verdict = gate.judge(record, trained(BASE), probe=Probe(untested="the probe was left out"))
+    verdict = probed_verdict(record, trained(BASE), Probe(untested="the probe was left out"))
     assert verdict.passed and verdict.text.endswith("; the probe was left out; decay was not tested")
 
 
 def test_a_run_whose_probe_ended_badly_has_no_throughput() -> None:
     """What trains wrongly and knows the probe could end there."""
     trial = Trial(trained(BASE, status="timeout", reason="too slow"), trained(BASE))
-    verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((trial,)))
+    verdict = probed_verdict(trained(BASE), trained(BASE), Probe((trial,)))
     assert (verdict.verdict, verdict.reason) == ("untested", "probe")
     assert verdict.text.startswith("the probe in fp32 ended as timeout: too slow; ") and "--no-probe" in verdict.text
 
@@ -185,14 +190,14 @@ def test_a_run_whose_probe_ended_badly_has_no_throughput() -> None:
 def test_where_the_reference_s_probe_ended_badly_nothing_is_tested() -> None:
     ended = trained(BASE, status="timeout", reason="too slow")
     for trial in (Trial(trained(BASE), ended), Trial(ended, ended)):
-        verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((trial,)))
+        verdict = probed_verdict(trained(BASE), trained(BASE), Probe((trial,)))
         assert verdict.passed and "the reference's probe in fp32 did not train: ended as timeout" in verdict.text
 
 
 def test_another_norm_beside_the_reference_s_bits_fails_the_probe() -> None:
     """What a method says of its norm was not compared where its weights were the reference's."""
     said = trained(BASE, [1.00009] * 4)
-    verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((Trial(said, trained(BASE), (trained(BASE),)),)))
+    verdict = probed_verdict(trained(BASE), trained(BASE), Probe((Trial(said, trained(BASE), (trained(BASE),)),)))
     assert (verdict.verdict, verdict.reason) == ("failed", "gradient"), verdict.text
 
 
@@ -200,13 +205,13 @@ def test_another_norm_beside_the_reference_s_bits_fails_the_probe() -> None:
 def test_what_is_not_finite_fails_even_beside_the_reference_s_bits(part: str) -> None:
     end = {"layers.0.attn.qkv.bias": tensor(left_out="keys", size=math.nan if part == "keys" else 1.0)}
     record = trained(BASE, [1.0, math.nan if part == "norm" else 1.0, 1.0, 1.0], tensors=end)
-    verdict = gate.judge(record, trained(BASE, tensors=end))
+    verdict = judge(record, trained(BASE, tensors=end))
     assert (verdict.verdict, verdict.reason) == ("failed", "not-finite"), verdict.text
 
 
 def test_norms_that_a_method_does_not_return_are_not_said_to_be_tested() -> None:
     silent = trained(BASE, grad_norms=[])
-    verdict = gate.judge(silent, trained(BASE), probe=Probe((Trial(silent, trained(BASE)),)))
+    verdict = probed_verdict(silent, trained(BASE), Probe((Trial(silent, trained(BASE)),)))
     assert verdict.passed and "norms were not tested: the method returns none" in verdict.text
     assert "losses, weights" in verdict.text
 
@@ -215,14 +220,14 @@ def test_norms_that_a_method_does_not_return_are_not_said_to_be_tested() -> None
 def test_a_bias_of_keys_may_end_anywhere_that_adamw_can_take_it(keys: float, verdict: str) -> None:
     """By hand: rates of 4.7e-8 times 1, 2, 3 and 4 are 4.7e-7, times 3.16 and the root of 32 elements 8.4e-6."""
     end = {"layers.0.attn.qkv.bias": tensor(moved=1e-6, size=math.hypot(1e-6, keys), left_out="keys")}
-    found = gate.judge(trained([loss * (1 + 1e-7) for loss in BASE], tensors=end), trained(BASE, tensors=end))
+    found = judge(trained([loss * (1 + 1e-7) for loss in BASE], tensors=end), trained(BASE, tensors=end))
     assert (found.verdict, found.reason) == (verdict, "weights" if verdict == "failed" else ""), found.text
 
 
 def test_a_step_skipped_outside_fp16_fails_the_probe() -> None:
     """No step after it was compared, and the verdict passed."""
     skipping = trained([2.0, 1.9, 1.5, 1.4], skipped_steps=[1])
-    verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((Trial(skipping, trained(BASE), (trained(BASE),)),)))
+    verdict = probed_verdict(trained(BASE), trained(BASE), Probe((Trial(skipping, trained(BASE), (trained(BASE),)),)))
     assert (verdict.verdict, verdict.reason) == ("failed", "loss-scale"), verdict.text
 
 
@@ -254,7 +259,7 @@ def test_a_method_that_plans_no_probe_of_its_run_s_own_size_has_no_throughput(
 
 def test_a_departing_probe_fails_a_run_that_agrees_and_names_the_cause() -> None:
     wrong = trained([2.0, 1.9, 1.5, 1.4], bit_exact=True, tensors={"layers.0.fc1.weight": tensor(sha256="b")})
-    verdict = gate.judge(trained(BASE), trained(BASE), probe=Probe((Trial(wrong, trained(BASE)),)))
+    verdict = probed_verdict(trained(BASE), trained(BASE), Probe((Trial(wrong, trained(BASE)),)))
     assert (verdict.verdict, verdict.reason) == ("failed", "later") and "(probe in fp32)" in verdict.text
 
 
@@ -368,12 +373,10 @@ def test_one_sample_and_dropout_are_probed_with_two_and_without(tmp_path: Path, 
 
 @pytest.mark.probe
 def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, in_process: None) -> None:
-    from harness.jobs import probe_runs
-
     sweep = Sweep(tmp_path)
     runs = sweep._probe_runs()._replace(fits=lambda reference: 0)
     tiny = dataclasses.replace(job(), budget=Budget(device_bytes=1))
-    found = probe_runs.probe(tiny, 0, Extent(), runs)
+    found = train_probe(tiny, 0, Extent(), runs)
     assert found == Probe((), "no probe in fp32: the reference does not fit at any depth")
 
 
@@ -398,12 +401,12 @@ def test_a_norm_may_be_off_by_what_one_sum_over_a_vocabulary_rounds(norm: float,
     workload = dataclasses.replace(job().workload, hidden_size=64, vocab_size=50304)
     made = trained(BASE), trained(BASE, [norm] * 4, tensors={"layers.0.fc1.weight": tensor(sha256="b")})
     theirs, ours = (dataclasses.replace(each, job=dataclasses.replace(each.job, workload=workload)) for each in made)
-    assert gate.judge(ours, theirs).verdict == verdict
+    assert judge(ours, theirs).verdict == verdict
 
 
 @pytest.mark.parametrize(("size", "reason"), [(1 + 1.4e-5, None), (1 + 6e-5, "gradient-scale")])
 def test_a_second_moment_may_be_off_by_what_beta_rounds_in_fp32(size: float, reason: str | None) -> None:
     """DeepSpeed's Adam of a CPU was 1.3e-5 from the reference in every tensor."""
     theirs, ours = trained(BASE), trained(BASE, tensors={"layers.0.fc1.weight": tensor(sha256="b", exp_avg_sq=size)})
-    found = probe.find(Trial(ours, theirs, (theirs,)), is_held_to_bits=False)
+    found = departures.beyond_rounding(Trial(ours, theirs, (theirs,)), is_held_to_bits=False)
     assert (found and found.reason) == reason

@@ -1,0 +1,247 @@
+"""Where a training departs from the reference's: first in its losses, then in its gradient norms, at last in its
+tensors.
+
+Pure functions of records, and of what honest rounding may amount to (limits.py). A method that promises bit-equality is
+held to it on a CPU, at the published rate as in the probe.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import NamedTuple
+
+from harness.core.job import BETAS
+from harness.core.record import Record
+from harness.gate import evidence
+from harness.gate.evidence import COMPARED, LEAST, comparable_steps, differences
+from harness.gate.limits import (
+    ALLOWED,
+    DROPOUT_ALLOWED,
+    FAINT,
+    LOSS_TOLERANCE,
+    MEDIAN_TOLERANCE,
+    NAMING,
+    Limits,
+    floor,
+    median_of,
+    published,
+)
+from harness.gate.probe import Trial
+
+# How far a tensor moved, relative to the reference's.
+SIZE_TOLERANCE = 0.1
+# Share of a tensor's elements that changed, relative to the reference's.
+CHANGED_TOLERANCE = 0.1
+ROUNDED_AWAY = 1e-3  # of a difference of two squares in fp32, relative to the larger one's root
+TELLING = 100.0  # a norm off by more than this times the loss: the gradient is wrong, not the weights
+FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
+GRADIENT = "the gradients, or the norm of them, are not the reference's"
+UPDATE = "the first update, or when it takes effect, is not the reference's"
+LATER = "the update of step {} or the batch of step {} is not the reference's"
+UP_TO = "an update up to that of step {}, or the batch of step {}, is not the reference's"
+AS_FAINT = "; so little shows that it may be the forward pass, too"
+TENSORS = {  # by what of a tensor is compared: the reason and the text
+    "way": ("weights", "ends {:.1e} of its way from the reference's"),
+    "exp_avg": ("gradient-scale", "has a first moment {:.1e} off the reference's"),
+    "exp_avg_sq": ("gradient-scale", "has a second moment {:.1e} off the reference's"),
+}
+OUTSTANDING = 3.0  # a group of tensors this many times as far off as the others is named
+
+
+class Departure(NamedTuple):
+    """A reason for programs, what was seen and what it means for people, and the step from which on, if it shows before
+    the end."""
+
+    reason: str
+    seen: str
+    cause: str = ""
+    step: int | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.seen}: {self.cause}" if self.cause else self.seen
+
+
+def of_run(record: Record, reference: Record) -> Departure | None:
+    """Of a run at the published rate. None says nothing of bits."""
+    must_be_exact = evidence.promises_bits(record)
+    limits = published(record, reference)
+    if must_be_exact:
+        limits = limits._replace(losses=[0.0] * len(limits.losses))
+    found = in_steps(record, reference, limits)
+    if found and found.reason in ("update", "later"):
+        # What shows late at the published rate, beyond a tolerance, may have begun at any step before.
+        found = _partial_update(record, reference) or (found if must_be_exact else Departure("loss", found.seen))
+    found = found or _partial_update(record, reference) or _update_size(record, reference)
+    return found or in_tensors(record, reference, limits) or _grown_keys(record)
+
+
+def drops_nothing(record: Record, reference: Record, undropped: Record) -> bool:
+    """Whether a run with dropout is, within rounding, the reference without, where the two references differ by more
+    than rounding."""
+    rounding = published(record, undropped)
+    shows = departure(reference, undropped, rounding.times(DROPOUT_ALLOWED))
+    return shows is not None and not departure(record, undropped, rounding)
+
+
+def beyond_dropout(record: Record, reference: Record, undropped: Record) -> Departure | None:
+    """Of a run that drops other elements, beyond what dropout itself changes."""
+    return departure(record, reference, floor(reference, [undropped]).alike().times(DROPOUT_ALLOWED))
+
+
+def of_trial(trial: Trial) -> Departure | None:
+    """Of a probe that trained: a flaw of its own, other tensors or scales, else what rounding does not allow."""
+    record, reference = trial.record, trial.reference
+    if flaw := evidence.flaw(record):
+        return Departure(flaw.reason, flaw.text)
+    if set(record.tensors) != set(reference.tensors):
+        return Departure("missing", "the tensors are not the reference's")
+    if trial.dtype != "fp16" and (told := evidence.other_scales(record, reference)):
+        return Departure("loss-scale", told)
+    return beyond_rounding(trial, evidence.promises_bits(record))
+
+
+def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
+    """How the method trained otherwise than rounding allows, or, where it promises so, not to the last bit."""
+    record, reference, others, wide = trial
+    if evidence.is_same(record, reference):
+        return None
+    if not others and not is_held_to_bits:
+        return Departure("weights", "the probe ends at other bits, and there is no measure of rounding")
+    rounding = floor(reference, others or [reference], wide)
+    told = f"{{:.1e}} is {NAMING:g} times what rounding does here"
+    naming = rounding.times(NAMING)._replace(told=told, faint=FAINT)
+    named = departure(record, reference, naming)
+    if is_held_to_bits:
+        return named or Departure("weights", "its bits are not the reference's, which it promises")
+    found = departure(record, reference, rounding.times(ALLOWED).of_rounded_betas())
+    return found and named
+
+
+def first_loss_beyond(record: Record, other: Record) -> str:
+    """The first loss beyond the tolerance of another method's, in words; empty if there is none."""
+    tolerance = LOSS_TOLERANCE[evidence.kernels(record)]
+    for step, ours, theirs, difference in evidence.loss_differences(record, other):
+        if not difference <= tolerance:
+            allowed = f"relative {difference:.1e}, {tolerance:g} allowed"
+            return f"loss {ours:.7g} instead of {theirs:.7g} at step {step} ({allowed})"
+    return ""
+
+
+def departure(record: Record, reference: Record, limits: Limits) -> Departure | None:
+    """The first there is."""
+    return in_steps(record, reference, limits) or in_tensors(record, reference, limits)
+
+
+def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | None:
+    """The first step whose loss or, where that agrees, gradient norm is beyond its limit. A step's loss comes before
+    its gradient, and that before its update: the first departure tells what went wrong."""
+    num = comparable_steps(record, reference)
+    losses = differences(record.losses[:num], reference.losses)
+    norms = differences(record.grad_norms[:num], reference.grad_norms)
+    for at in range(num):
+        step = at + 1
+        if at < len(losses) and not losses[at] <= limits.losses[at]:
+            limit = limits.told.format(limits.losses[at])
+            told = _told("loss", step, record.losses[at], reference.losses[at], losses[at], limit)
+            if step == 1:
+                return Departure("forward", f"{told}, before any update", FORWARD, step)
+            return _of_update(step, told, losses[at] <= limits.faint * limits.losses[at])
+        if at < len(norms) and not norms[at] <= limits.norms[at]:
+            ours, theirs = record.grad_norms[at], reference.grad_norms[at]
+            told = _told("gradient norm", step, ours, theirs, norms[at], limits.told.format(limits.norms[at]))
+            is_faint = norms[at] <= limits.faint * limits.norms[at]
+            # Wrong weights that do not show in the loss do not change the gradient much.
+            if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
+                cause = GRADIENT + AS_FAINT * is_faint
+                return Departure("gradient", f"{told}, where the loss still agrees", cause, step)
+            return _of_update(step, told, is_faint)
+    return None
+
+
+def _of_update(step: int, told: str, is_faint: bool) -> Departure:
+    if step == 2:
+        return Departure("update", told, UPDATE + AS_FAINT * is_faint, step)
+    if is_faint:
+        return Departure("update", told, UP_TO.format(step - 1, step) + AS_FAINT, step)
+    return Departure("later", told, LATER.format(step - 1, step), step)
+
+
+def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
+    """The final tensor, or the median of them, that is beyond its limit."""
+    if comparable_steps(record, reference) < len(reference.losses):
+        return None
+    for part, (reason, text) in TENSORS.items():
+        found, allowed = COMPARED[part](record, reference), limits.tensors[part]
+        beyond = {name: each / allowed[name] for name, each in found.items() if name in allowed}
+        if not beyond:
+            continue
+        worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
+        if not beyond[worst] <= 1:
+            said = text.format(found[worst])
+            return Departure(reason, f"losses agree, but {worst} {said} ({limits.told.format(allowed[worst])})")
+        if not (median := median_of(found.values())) <= limits.medians[part]:
+            said = text.format(median)
+            limit = limits.told.format(limits.medians[part])
+            return Departure(reason, f"losses agree, but the median tensor {said} ({limit})")
+    return None
+
+
+def _partial_update(record: Record, reference: Record) -> Departure | None:
+    """A tensor of which too few elements changed."""
+    ratios = evidence.ratios(record, reference, "changed")
+    if ratios and not ratios[worst := min(ratios, key=lambda name: ratios[name])] >= 1 - CHANGED_TOLERANCE:
+        ours, theirs = (each.tensors[worst]["changed"] for each in (record, reference))
+        return Departure(
+            "partial-update", f"{worst} changed in {ours:.1%} of its elements, {theirs:.1%} in the reference"
+        )
+    return None
+
+
+def _update_size(record: Record, reference: Record) -> Departure | None:
+    """A tensor that moved another way, or, less, all of them."""
+    ratios = evidence.ratios(record, reference, "moved")
+    if not ratios:
+        return None
+    worst, median = max(ratios, key=lambda name: abs(ratios[name] - 1)), statistics.median(ratios.values())
+    if abs(ratios[worst] - 1) <= SIZE_TOLERANCE and abs(median - 1) <= MEDIAN_TOLERANCE:
+        return None
+    return Departure("update-size", f"{worst} moved {ratios[worst]:.3g} times as far as in the reference")
+
+
+def _grown_keys(record: Record) -> Departure | None:
+    """A bias of keys, which no gradient moves but by rounding, beyond what AdamW makes of any gradient: a step of an
+    element is at most the learning rate times (1 - beta1) / sqrt(1 - beta2). It starts at 0. Source: Kingma and Ba
+    2015, section 2.1."""
+    load = record.job.workload
+    rates = sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
+    allowed = math.sqrt(load.hidden_size) * rates * (1 - BETAS[0]) / math.sqrt(1 - BETAS[1])
+    for name, tensor in record.tensors.items():
+        if tensor.get("left_out") == "keys":
+            keys = math.sqrt(max(0.0, tensor.get("size", 0.0) ** 2 - tensor["moved"] ** 2))
+            if keys > allowed + ROUNDED_AWAY * tensor["moved"]:
+                told = f"{name}: the keys' part is {keys:.1e} large, where AdamW cannot make it more than {allowed:.1e}"
+                return Departure("weights", told)
+    return None
+
+
+def outstanding(record: Record, reference: Record) -> str:
+    """Where the tensors are farther off than elsewhere: a layer, biases, norms, matrices; empty if nowhere."""
+    found = evidence.distances(record, reference)
+    groups: dict[str, list[str]] = {}
+    for name in found:
+        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
+        is_norm = ".ln" in name
+        groups.setdefault("norms" if is_norm else "biases" if name.endswith("bias") else "matrices", []).append(name)
+    told = {}
+    for group, names in groups.items():
+        others = [each for name, each in found.items() if name not in names]
+        if others and (there := median_of(found[name] for name in names)) > OUTSTANDING * max(LEAST, median_of(others)):
+            told[group] = there / max(LEAST, median_of(others))
+    return max(told, key=lambda group: told[group]) if told else ""
+
+
+def _told(what: str, step: int, ours: float | None, theirs: float | None, difference: float, limit: str) -> str:
+    how = f"relative {difference:.1e}, {limit}"
+    return f"{what} {ours:.7g} instead of {theirs:.7g} at step {step} ({how})"

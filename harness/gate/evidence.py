@@ -1,0 +1,206 @@
+"""What records hold of a training, and what is missing or wrong in one: arithmetic on one record or on two.
+
+Losses and gradient norms are compared step by step, tensors by what inspect_training.py left of them: the share of
+elements that changed, the distance moved, a sketch of where they ended, and the sizes of both moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple
+
+from harness.core.record import Record
+
+LEAST = 1e-7  # relative: what one rounding of fp32 amounts to
+# Relative to a tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1, move by
+# a few units in the last place at the published learning rate.
+ROUNDING = 2**-24 / 4
+SUMMED = 1e-6  # relative, of a norm where all bits are the same: engines agree to 1.2e-7
+# Half the distance from 1 to the float above it: a shorter step up rounds to none, and a step of AdamW is a part of its
+# rate, often less than half, so that one down does, too.
+SMALLEST_STEP = 2**-24
+Moment = Literal["exp_avg", "exp_avg_sq"]
+MOMENTS: dict[str, Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
+
+
+class Flaw(NamedTuple):
+    """What a record itself shows to be wrong: a reason for programs, a text for people, and more for programs."""
+
+    reason: str
+    text: str
+    evidence: dict[str, Any] = {}  # noqa: RUF012
+
+
+def flaw(record: Record) -> Flaw | None:
+    """The first there is: all steps ran, all numbers are finite, every tensor changed."""
+    for step, loss in enumerate(record.losses, start=1):
+        if loss is not None and not math.isfinite(loss):
+            return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
+    if len(record.losses) != record.job.steps:
+        return Flaw("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
+    # In fp16 a scale that is wrong shows there: the comparison names it.
+    if record.origin == "run" and record.job.workload.dtype != "fp16":
+        for step, norm in enumerate(record.grad_norms, start=1):
+            if norm is not None and not math.isfinite(norm):
+                return Flaw("not-finite", f"the gradient norm is {norm} at step {step}", {"step": step})
+    if not record.tensors:
+        return Flaw("missing", "the method returned no trained tensors")
+    for name, tensor in record.tensors.items():
+        numbers = (
+            tensor["moved"],
+            tensor.get("size"),
+            tensor.get("exp_avg"),
+            tensor.get("exp_avg_sq"),
+            *(tensor.get("sketch") or ()),
+        )
+        if not all(number is None or math.isfinite(float(number)) for number in numbers):
+            return Flaw("not-finite", f"{name} or a moment of it is not finite after the last step")
+    last_rate = record.job.workload.learning_rate_at(record.job.steps)
+    unchanged = [
+        name
+        for name, tensor in record.tensors.items()
+        # A step of AdamW is no longer than its rate, which may be less than a weight near 1 can show.
+        if not tensor["changed"] and not (last_rate < SMALLEST_STEP and tensor.get("exp_avg"))
+    ]
+    if unchanged:
+        told = f"{some(unchanged)} did not change in {record.job.steps} steps"
+        return Flaw("unchanged", told, {"tensors": unchanged})
+    return None
+
+
+def untrained(record: Record, told: str = "") -> str:
+    """Why a record that others are compared with shows no training, `told` added to how it ended; empty if it does."""
+    if record.status != "ok":
+        return f"ended as {record.status}{told}"
+    return found.text if (found := flaw(record)) else ""
+
+
+def elsewhere(record: Record) -> Flaw | None:
+    """A training that was not done here: by code or source without a name, by a checkpoint, or beside the device."""
+    if unlisted := record.software.get("unlisted"):
+        told = f"it executed {some(unlisted)}, which its identity lacks"
+        return Flaw("unlisted-code", f"{told}; import it by its name in the method's file")
+    steps, source = record.schedule.get("resumed_steps", 0), record.schedule.get("resumed_source")
+    if steps >= record.job.steps:
+        return Flaw("no-step", f"all of its {steps} steps are the checkpoint's: none was trained here")
+    if steps and source != record.software.get("source", source):
+        return Flaw("other-source", f"its first {steps} steps were trained by other source: {source or 'unknown'}")
+    load, peak = record.job.workload, record.peaks.get("device_allocated")
+    least = load.weight_bytes * 4 * load.hidden_size**2
+    if peak is not None and peak < least and record.origin == "run":
+        told = f"at most {peak} bytes of the device were in use, less than the {least} of the largest matrix of a layer"
+        return Flaw("device", f"{told}: it was trained elsewhere")
+    return None
+
+
+def kernels(record: Record) -> tuple[str, str]:
+    """Device and dtype whose rounding to expect: sim computes with the CPU's kernels."""
+    device = "cpu" if record.job.device == "sim" else record.job.device
+    return device, record.job.workload.dtype
+
+
+def promises_bits(record: Record) -> bool:
+    """Whether the method is held to the reference's bits: it promises them on a CPU alone."""
+    return record.bit_exact and kernels(record)[0] == "cpu"
+
+
+def is_same(record: Record, reference: Record) -> bool:
+    """Bit by bit, in every loss and every final weight; a gradient norm's own sum may round."""
+    found = zip(differences(record.grad_norms, reference.grad_norms), reference.grad_norms, strict=False)
+    norms = [each for each, theirs in found if theirs is not None and math.isfinite(theirs)]  # fp16 skips the others
+    return (
+        record.losses == reference.losses
+        and all(norm <= SUMMED for norm in norms)
+        and all(
+            name in record.tensors and record.tensors[name].get("sha256") == tensor.get("sha256") is not None
+            for name, tensor in reference.tensors.items()
+        )
+    )
+
+
+def comparable_steps(record: Record, reference: Record) -> int:
+    """Of fp16 those before the first whose loss scale differs: from there on other steps are skipped."""
+    if "fp16" not in (record.job.workload.dtype, reference.job.workload.dtype):
+        return min(len(record.losses), len(reference.losses))
+    pairs = zip(record.loss_scales, reference.loss_scales, strict=False)
+    skips = set(record.skipped_steps) ^ set(reference.skipped_steps)
+    differing = [step for step, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs]
+    return min([*differing, *skips, min(len(record.losses), len(reference.losses)) + 1]) - 1
+
+
+def other_scales(record: Record, reference: Record) -> str:
+    """The first difference in loss scales, or in the steps skipped for gradients that are not finite; empty if none."""
+    if record.skipped_steps != reference.skipped_steps:
+        names = ([*map(str, each.skipped_steps)] for each in (record, reference))
+        ours, theirs = (f"steps {some(found)}" if found else "no step" for found in names)
+        return f"it skipped {ours} for gradients that are not finite, the reference {theirs}"
+    pairs = zip_longest(record.loss_scales, reference.loss_scales)
+    found = ((step, *pair) for step, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
+    return next((f"loss scale {scale} instead of {other} at step {step}" for step, scale, other in found), "")
+
+
+def loss_differences(record: Record, other: Record) -> list[tuple[int, float, float, float]]:
+    """Of the steps that both have: number, both losses, and their relative difference."""
+    pairs = enumerate(zip(record.losses, other.losses, strict=False), start=1)
+    return [(step, a, b, abs(a - b) / abs(b)) for step, (a, b) in pairs if a is not None and b is not None]
+
+
+def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
+    """Relative, of each step; 0 where a log has no value."""
+    pairs = zip(ours, theirs, strict=False)
+    return [0.0 if a is None or b is None or a == b else abs(a - b) / (abs(b) or LEAST) for a, b in pairs]
+
+
+def distances(record: Record, reference: Record) -> dict[str, float]:
+    """Of each tensor: between its change and the reference's, relative to how far that moved, by their sketches, beyond
+    what single elements' rounding amounts to."""
+    found = {}
+    for name, theirs in reference.tensors.items():
+        ours = record.tensors.get(name, theirs)
+        sketch, other = ours.get("sketch"), theirs.get("sketch")
+        if sketch and other and theirs["moved"] and ours.get("left_out") == theirs.get("left_out"):
+            far = math.dist(sketch, other) - ROUNDING * theirs.get("size", 0.0)
+            found[name] = max(0.0, far) / theirs["moved"]
+    return found
+
+
+def moment_differences(record: Record, reference: Record, moment: Moment) -> dict[str, float]:
+    """Relative, of each tensor's, by their sizes; where the method returns none at all, empty."""
+    if not has_moments(record, moment):
+        return {}
+    found = {}
+    for name, theirs in reference.tensors.items():
+        ours, other = record.tensors.get(name, theirs), theirs.get(moment)
+        if other and ours.get("left_out") == theirs.get("left_out"):
+            size = ours.get(moment)
+            found[name] = math.inf if size is None else abs(size / other - 1)
+    return found
+
+
+def has_moments(record: Record, moment: Moment) -> bool:
+    return any(tensor.get(moment) is not None for tensor in record.tensors.values())
+
+
+# What of a tensor is compared, relative to the reference's.
+COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
+    "way": distances,
+    "exp_avg": partial(moment_differences, moment="exp_avg"),
+    "exp_avg_sq": partial(moment_differences, moment="exp_avg_sq"),
+}
+
+
+def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
+    """Of each tensor's share changed or distance moved to the reference's."""
+    pairs = {
+        name: (record.tensors[name].get(key), theirs.get(key))
+        for name, theirs in reference.tensors.items()
+        if record.tensors[name].get("left_out") == theirs.get("left_out")
+    }
+    return {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours is not None and theirs}  # type: ignore
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

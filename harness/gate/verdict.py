@@ -1,0 +1,198 @@
+"""The gate: does a record show the reference's training? A verdict with its evidence, from records alone.
+
+A record's own flaws come first (evidence.py): all steps ran, all losses are finite, every tensor changed. Then the
+comparison (departures.py): losses and gradient norms step by step, and for each tensor the share that changed, the
+distance moved, where it ended and the size of its moments, within what rounding may amount to (limits.py). At last the
+probe (probe.py), which trains at a rate at which faults show. The first departure names the reason of a failure, the
+probe's before the run's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from harness.core.job import WEIGHT_DECAY
+from harness.core.record import VERDICTS, Gate, Record
+from harness.gate import departures, evidence
+from harness.gate.evidence import MOMENTS, Flaw
+from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
+from harness.gate.probe import NONE, Probe, Trial
+
+SMALLEST_DECAY = 2**-25  # of rate times decay: what is less is lost when it is subtracted from 1
+UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
+# Reasons that are as certain as a probe's: they name what is missing.
+CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
+SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
+
+
+def judge(
+    record: Record, reference: Record | None = None, twins: tuple[Record, Record] | None = None,
+    peers: Sequence[Record] = (), undropped: Record | None = None,
+) -> Gate:  # fmt: skip
+    """The verdict on a run by itself, and what it rests on; with_probe() adds a probe's.
+
+    `reference` is the same workload trained by the reference, or the record itself. If the reference does not fit,
+    `twins` are this method and the reference at the largest depth that fits, and `peers` are other methods' records of
+    this very workload. `undropped` is the reference without dropout, where the method drops other elements: what
+    dropout changes there is the measure of how far the two may differ.
+    """
+    if record.status != "ok":
+        return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
+    if flaw := evidence.flaw(record):
+        return _of_flaw(flaw)
+    if flaw := evidence.elsewhere(record):
+        return Gate("untested", flaw.reason, flaw.text)
+    if reference is record:
+        return Gate("exact", "", f"is the reference: every loss of {_steps(record)} finite, every tensor changed")
+    if reference is not None:
+        return _compare(record, reference, undropped)
+    if twins is not None:
+        return _by_twin(record, *twins, peers)
+    return Gate()
+
+
+def together(verdicts: list[Gate]) -> Gate:
+    """The verdict on several models that took turns: the worst one's, with its number."""
+    if len(verdicts) == 1:
+        return verdicts[0]
+    number, worst = max(enumerate(verdicts, start=1), key=lambda item: SEVERITY.index(item[1].verdict))
+    told = f"each of {len(verdicts)} models: " if worst.passed else f"model {number} of {len(verdicts)}: "
+    found = {**worst.evidence, "models": [verdict.verdict for verdict in verdicts]}
+    return dataclasses.replace(worst, text=told + worst.text, evidence=found)
+
+
+def _compare(record: Record, reference: Record, undropped: Record | None) -> Gate:
+    largest = max((difference for *_, difference in evidence.loss_differences(record, reference)), default=math.nan)
+    rests: dict[str, Any] = {"reference": reference.key, "loss_difference": largest}
+    if why := evidence.untrained(reference):
+        rests["reference_ended"] = reference.status
+        return Gate("untested", "no-reference", f"the reference itself did not train: {why}", rests)
+    if record.data_sha256 != reference.data_sha256:
+        return _failed("data", "trained on other data than the reference", rests)
+    if set(record.tensors) != set(reference.tensors):
+        names = sorted(set(record.tensors) ^ set(reference.tensors))
+        return _failed("missing", f"the tensors are not the reference's: {evidence.some(names)}", rests)
+    if told := evidence.other_scales(record, reference):
+        return _failed("loss-scale", told, rests)
+    if evidence.is_same(record, reference):
+        return Gate("exact", "", f"{_steps(record)} and all weights bit-equal to {reference.job.method}", rests)
+    if undropped is not None:
+        return _within_dropout(record, reference, undropped, rests)
+    must_be_exact = evidence.promises_bits(record)
+    tolerance = 0.0 if must_be_exact else LOSS_TOLERANCE[evidence.kernels(record)]
+    if found := departures.of_run(record, reference):
+        return _failed(found.reason, found.text, {"tolerance": tolerance, **rests, "step": found.step})
+    if must_be_exact:
+        return _failed("weights", "losses agree but the final weights are not the reference's bits", rests)
+    text = f"{_steps(record)} within {tolerance:g} of {reference.job.method} (largest {largest:.1e})"
+    return Gate("tolerance", "", text, {**rests, "tolerance": tolerance})
+
+
+def _within_dropout(record: Record, reference: Record, undropped: Record, rests: dict[str, Any]) -> Gate:
+    """By what dropout itself changes: other elements dropped may change no more than a few times that."""
+    if why := evidence.untrained(undropped):
+        return Gate("untested", "no-reference", f"the reference without dropout did not train: {why}", rests)
+    if departures.drops_nothing(record, reference, undropped):
+        told = "it dropped nothing: within rounding it is the reference without dropout"
+        return _failed("dropout", told, rests)
+    if found := departures.beyond_dropout(record, reference, undropped):
+        return _failed(found.reason, found.text, {**rests, "step": found.step})
+    text = f"{_steps(record)} within {DROPOUT_ALLOWED:g} times what dropout changes in {reference.job.method}"
+    return Gate("tolerance", "", f"{text}; which elements are dropped was not compared", rests)
+
+
+def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequence[Record]) -> Gate:
+    depth = twin.job.workload.num_layers
+    verdict = judge(twin, twin_reference)
+    rests: dict[str, Any] = {"twin": twin.key, "twin_layers": depth, "twin_verdict": verdict.verdict}
+    if not verdict.passed:
+        reason = f"its twin at {depth} layers: {verdict.text}"
+        return Gate("failed" if verdict.verdict == "failed" else "untested", verdict.reason, reason, rests)
+    agreeing = []
+    for peer in peers:
+        if evidence.flaw(peer) is None and peer.data_sha256 == record.data_sha256:
+            if beyond := departures.first_loss_beyond(record, peer):
+                return _failed("peers", f"{peer.job.method} trains this size otherwise: {beyond}", rests)
+            agreeing.append(peer.job.method)
+    also = f", and agrees with {', '.join(agreeing)} here" if agreeing else ""
+    return Gate("twin", "", f"its twin at {depth} layers is {verdict.verdict}{also}", {**rests, "peers": agreeing})
+
+
+def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
+    """The verdict on a run by its probe, too: what it found, or that it found nothing, and what was not tested."""
+    if verdict.verdict == "untested":
+        return verdict
+    rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
+    layers, steps = probe.trials[0].extent if probe.trials else NONE
+    rests |= {"probe_layers": layers, "probe_steps": steps} if steps else {}
+    tested, untested = [], [probe.untested] if probe.untested else []
+    if probe.refused and verdict.passed:
+        return Gate("untested", "probe", f"{probe.refused}; {UNPROBED}", rests)
+    for trial in probe.trials:
+        if untrained := _untrained_reference(trial):
+            untested.append(untrained)
+            continue
+        if trial.record.status != "ok":
+            ended = f"the probe in {trial.dtype} ended as {trial.record.status}: {trial.record.reason}"
+            if verdict.passed:
+                return Gate("untested", "probe", f"{ended}; {UNPROBED}", rests)
+            untested.append(ended)
+            continue
+        if (found := departures.of_trial(trial)) and verdict.reason not in CERTAIN:
+            itself = verdict.text.removesuffix(f": {found.cause}")  # which is said once
+            also = "" if verdict.passed else f"; the run itself: {itself}"
+            return _failed(found.reason, _told(trial, found) + also, {**rests, "step": found.step})
+        num = evidence.comparable_steps(trial.record, trial.reference)
+        tested += [trial.dtype] * (num > 0)
+        if num < trial.extent.steps:
+            untested.append(f"{trial.dtype} was tested up to step {num}, before its loss scale changes")
+    has = {name: evidence.has_moments(record, moment) for name, moment in MOMENTS.items()}
+    untested += [f"{name} were not tested: the method returns none" for name in has if not has[name]]
+    has_norms = all(len(each.grad_norms) == len(each.losses) for each in (record, *(t.record for t in probe.trials)))
+    untested += [] if has_norms else ["norms were not tested: the method returns none, or not in every step"]
+    if tested:
+        parts = [
+            "losses",
+            *["norms"] * has_norms,
+            "weights",
+            *(["both moments"] if all(has.values()) else [n for n in has if has[n]]),
+        ]
+        of = record.job.workload.num_layers
+        depth_told = f" of {layers} of its {of} layers" if layers < of else ""
+        by_probe = f"probe: {steps} steps{depth_told} in {' and '.join(tested)}, {', '.join(parts)}"
+        return dataclasses.replace(verdict, text="; ".join([verdict.text, by_probe, *untested]), evidence=rests)
+    if record.job.workload.learning_rate_at(record.job.steps) * WEIGHT_DECAY < SMALLEST_DECAY:
+        untested.append("decay was not tested")
+    return dataclasses.replace(verdict, text="; ".join([verdict.text, *untested]), evidence=rests)
+
+
+def _untrained_reference(trial: Trial) -> str:
+    """Why there is nothing to compare a trial with; empty if there is."""
+    for other in (trial.reference, *trial.others, *trial.wide):
+        if why := evidence.untrained(other, f": {other.reason}"):
+            return f"the reference's probe in {trial.dtype} did not train: {why}"
+    return ""
+
+
+def _told(trial: Trial, found: departures.Departure) -> str:
+    """The departure in words, and where the tensors are farthest off."""
+    place = departures.outstanding(trial.record, trial.reference)
+    where = f"; farthest off: {place}" if place and found.reason in ("update", "later", "weights") else ""
+    return f"{found.text}{where} (probe in {trial.dtype})"
+
+
+def _steps(record: Record) -> str:
+    """The number of steps, and of those that fp16 skipped, if any."""
+    skipped = f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
+    return f"{record.job.steps} steps{skipped}"
+
+
+def _of_flaw(flaw: Flaw) -> Gate:
+    return _failed(flaw.reason, flaw.text, dict(flaw.evidence))
+
+
+def _failed(reason: str, text: str, rests: dict[str, Any]) -> Gate:
+    return Gate("failed", reason, text, rests)
