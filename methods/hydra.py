@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Budget, Plan, Workload, several
 from harness.core.method import Method, Step, Trained, Training, largest_depth
 from methods.sharding.partition import gpt_shards, gpt_tensors
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe
 
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a gradient's norm on a device, and the number of other scalars there
-NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
 MOST_TURNS = 2000  # units of the timeline that a record keeps, the last ones
 SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; checked by a rehearsal
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
@@ -115,7 +114,8 @@ class Hydra(Method):
         assert self.shard_layers
         kinds = gpt_shards(workload, self.shard_layers)
         lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]  # the ends counted as layers
-        names, own, is_alone = gpt.names(workload), self._workloads(workload), self.num_models == 1
+        names, is_alone = gpt.names(workload), self.num_models == 1
+        own = several(workload, self.num_models, self.num_batch_sizes)
         num_batches, is_shared = len(batches) if hasattr(batches, "__len__") else None, self.num_devices > 1
         words: dict[str, Any] = {"max_norm": workload.clip_norm, "update": "later" if workload.clip_norm else "now",
                  "keeps_graphs": self.intermediates == "saved"}  # fmt: skip
@@ -163,12 +163,6 @@ class Hydra(Method):
             others = [gpt.other(own[n], models[n], steps[n], names) for n in range(1, len(own))]
             moved_bytes = sum(each.moved_bytes for each in devices)
             return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others)
-
-    def _workloads(self, workload: Workload) -> list[Workload]:
-        """Each model's workload: learning rates times batch sizes, each half of the one before."""
-        rows = [divmod(number, self.num_batch_sizes) for number in range(self.num_models)]
-        sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
-        return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]
 
     def _plan(self, workload: Workload, num_layers: int) -> Plan:
         size, whole, tensors = workload.weight_bytes, workload.num_params, gpt_tensors(workload)

@@ -31,6 +31,9 @@ LR_DECAY_STEPS = 320_000
 # The dynamic loss scale of fp16 (methods/shared/loss_scale.py), by the numbers that DeepSpeed starts from.
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000  # good steps in a row that double it
+# Options of methods that train several models, the same in all: how many, and with how many batch sizes.
+OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
+NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
 # The loss is computed in blocks of tokens with so many logits (harness/core/gpt.py): 128 MiB in fp32.
 NUM_LOGITS = 2**25
 
@@ -282,6 +285,10 @@ class Job:
         """Processes that train together, by the option of methods that have it; each is a rank."""
         return self.options.get("world_size", 1)
 
+    def workloads(self) -> list[Workload]:
+        """Of the models that the job asks for: one, unless OF_SEVERAL_MODELS say more."""
+        return several(self.workload, *(self.options.get(name, 1) for name in OF_SEVERAL_MODELS))
+
     def key(self, **context: str) -> str:
         """Identity of this job in a context: the method's source, the machine's checked facts. Neither --timeout nor
         --trace is part of it."""
@@ -301,6 +308,13 @@ class Job:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Job:
         return Job(**{**data, "workload": Workload(**data["workload"]), "budget": Budget(**data["budget"])})
+
+
+def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
+    """Workloads of several models: learning rates times batch sizes, each half of the one before."""
+    rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
+    sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
+    return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]
 
 
 def check_count(name: str, value: int, most: int = MOST) -> None:

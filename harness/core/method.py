@@ -93,7 +93,8 @@ class Method(ABC):
 
     A method that trains in several processes has an option world_size, 1 by default: then each runs train() under
     torchrun's variables, on the whole batch of which it takes its part, yields the loss of all, and rank 0 returns the
-    whole tensors. Its plan is that of one rank."""
+    whole tensors. Its plan is that of one rank. One that trains several models has the option num_models, 1 by default,
+    and may have num_batch_sizes: they are those of Job.workloads()."""
 
     label: ClassVar[str]  # default: the name of its file
     color: ClassVar[str] = "#888888"  # in figures

@@ -6,6 +6,7 @@ elements that changed, the distance moved, a sketch of where they ended, and the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -76,6 +77,19 @@ def untrained(record: Record, told: str = "") -> str:
     if record.status != "ok":
         return f"ended as {record.status}{told}"
     return found.text if (found := flaw(record)) else ""
+
+
+def unasked(record: Record) -> Flaw | None:
+    """Models beside the first that are not those which the job asks for: a record's rate counts them all."""
+    asked, trained = record.job.options.get("num_models", 1), 1 + len(record.others)
+    if trained != asked:
+        return Flaw("models", f"{trained} models were trained, the job asks for {asked}")
+    first, expected = dataclasses.asdict(record.job.workload), record.job.workloads()[1:] if record.others else []
+    for number, (mine, other) in enumerate(zip(expected, record.others, strict=True), start=2):
+        if {**first, **other["workload"]} != dataclasses.asdict(mine):
+            told = f"learning rate {mine.learning_rate:g} and batch size {mine.batch_size}, else as the first"
+            return Flaw("models", f"model {number} of {asked} is not the one that the job asks for: {told}")
+    return None
 
 
 def elsewhere(record: Record) -> Flaw | None:

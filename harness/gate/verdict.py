@@ -54,6 +54,11 @@ def judge(
     return Gate()
 
 
+def unasked(record: Record) -> Gate | None:
+    """The verdict on a run whose models are not those that its job asks for, before any of them is judged."""
+    return _of_flaw(flaw) if (flaw := evidence.unasked(record)) else None
+
+
 def together(verdicts: list[Gate]) -> Gate:
     """The verdict on several models that took turns: the worst one's, with its number."""
     if len(verdicts) == 1:

@@ -16,12 +16,12 @@ from harness.base.whole_file import own_folder
 from harness.core import log_lines, method
 from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.failures import Failure
-from harness.core.job import Budget, Job, Plan
+from harness.core.job import OF_SEVERAL_MODELS, Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
 from harness.devices import budgets, cuda_budget, device_lock, machine
 from harness.gate import probe
 from harness.gate.probe import MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
-from harness.gate.verdict import CERTAIN, judge, together, with_probe
+from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
 from harness.jobs import estimate
 from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
@@ -37,6 +37,9 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     budget = machine.rank_budget(job)
     plan = trained.plan(job.workload, budget)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
+    for name in OF_SEVERAL_MODELS:
+        if (told := options.get(name, 1)) != (asked := job.options.get(name, 1)):
+            raise ValueError(f"{job.method}: expected {name} {asked}, as the job asks, got {told} of the method's own")
     resolved = dataclasses.replace(job, options=options)
     shortfall = plan.shortfall(budget)
     if shortfall is None:
@@ -279,8 +282,8 @@ class Sweep:
         record = self.records[path]
         if record.status != "ok":
             return record
-        verdicts = [self._verdict(record, number) for number in range(1 + len(record.others))]
-        record = dataclasses.replace(record, gate=together(verdicts))
+        verdict = unasked(record) or together([self._verdict(record, n) for n in range(1 + len(record.others))])
+        record = dataclasses.replace(record, gate=verdict)
         record.write(path)
         self.records[path] = record
         return record
