@@ -13,6 +13,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
+from harness.core.job import Job
 from harness.core.record import Record
 
 LEAST = 1e-7  # relative: what one rounding of fp32 amounts to
@@ -102,12 +103,21 @@ def elsewhere(record: Record) -> Flaw | None:
         return Flaw("no-step", f"all of its {steps} steps are the checkpoint's: none was trained here")
     if steps and source != record.software.get("source", source):
         return Flaw("other-source", f"its first {steps} steps were trained by other source: {source or 'unknown'}")
-    load, peak = record.job.workload, record.peaks.get("device_allocated")
-    least = load.weight_bytes * 4 * load.hidden_size**2
+    peak, least = record.peaks.get("device_allocated"), least_device_bytes(record.job)
     if peak is not None and peak < least and record.origin == "run":
-        told = f"at most {peak} bytes of the device were in use, less than the {least} of the largest matrix of a layer"
-        return Flaw("device", f"{told}: it was trained elsewhere")
+        told = f"at most {peak} bytes of the device were in use, less than the {least} of the tokens and one sample's"
+        return Flaw("device", f"{told} product with the largest matrix of a layer: it was trained elsewhere")
     return None
+
+
+def least_device_bytes(job: Job) -> int:
+    """What any training on the device holds there at once: the tokens, which the worker puts there, and one sample's
+    product with the largest matrix of a layer, with its input and output. Ranks may share the product. Less is possible
+    only where a matrix or a sample is cut."""
+    load = job.workload
+    tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # batches, inputs and targets of int64
+    product = load.weight_bytes * (4 * load.hidden_size**2 + 5 * load.seq_len * load.hidden_size)
+    return tokens + product // job.world_size
 
 
 def kernels(record: Record) -> tuple[str, str]:

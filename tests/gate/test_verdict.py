@@ -220,8 +220,37 @@ def test_a_run_of_code_that_its_identity_lacks_is_untested() -> None:
     assert verdict.text.startswith("it executed decay.py, which its identity lacks; import it by its name")
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(1.0, "exact"), (0.5, "untested")])
-def test_a_device_that_held_less_than_a_matrix_trained_nothing(share: float, verdict: str) -> None:
-    """The largest of a layer here has 32 x 128 elements of 4 bytes."""
-    elsewhere = dataclasses.replace(reference(), peaks={"device_allocated": int(share * 16384)})
+# Of WORKLOAD a layer's largest matrix has 32 x 128 elements of 4 bytes, its product with one sample of 16 tokens has
+# 16 x 32 and 16 x 128 more; the tokens of 8 steps are 2 samples of 17, 16 and 16 of 8 bytes.
+MATRIX, SAMPLE, TOKENS = 16384, 10240, 8 * 2 * 49 * 8
+
+
+@pytest.mark.parametrize(
+    ("peak", "verdict"),
+    [
+        (MATRIX // 2, "untested"),
+        (MATRIX + TOKENS, "untested"),  # a pad as large as a matrix
+        (MATRIX + SAMPLE + TOKENS - 1, "untested"),
+        (MATRIX + SAMPLE + TOKENS, "exact"),
+    ],
+)
+def test_a_device_that_held_less_than_a_layer_s_largest_product_trained_nothing(peak: int, verdict: str) -> None:
+    elsewhere = dataclasses.replace(reference(), peaks={"device_allocated": peak})
     assert judge(elsewhere, reference()).verdict == verdict
+
+
+def test_tokens_alone_are_no_training_however_many_there_are() -> None:
+    """What the harness puts on the device for 1000 steps is larger than any matrix of this model."""
+    job = dataclasses.replace(reference().job, steps=1000)
+    losses = [1.0] * 1000
+    idle = dataclasses.replace(
+        reference(), job=job, losses=losses, grad_norms=[], peaks={"device_allocated": 1000 * 784}
+    )
+    assert judge(idle, idle).reason == "device"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_ranks_may_share_a_matrix(num_ranks: int) -> None:
+    job = dataclasses.replace(reference().job, options={"world_size": num_ranks})
+    peaks = {"device_allocated": (MATRIX + SAMPLE) // num_ranks + TOKENS}
+    assert judge(dataclasses.replace(reference(), job=job, peaks=peaks), reference()).verdict == "exact"
