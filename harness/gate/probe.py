@@ -128,40 +128,45 @@ def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Tri
 
 def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
     """The records of a trial, or why there is none."""
-    dtype = load.dtype
-    changed = dataclasses.replace(job, workload=load, steps=extent.steps, warmup=0, trace=None)
-    budget = job.budget
-    if job.device == "sim":  # a slow link says nothing about training
-        budget = dataclasses.replace(budget, link_bytes_per_second=None)
-    if budget.seconds and job.steps < extent.steps:  # what suffices for the run's steps, for each of these
-        budget = dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))
-    changed = dataclasses.replace(changed, budget=budget)
-    most = min(load.num_layers, runs.fits(runs.reference_of(changed)))
-    depth, small = min(most, extent.layers), changed
-    why = f"no probe in {dtype}: the reference does not fit at any depth"
-    while depth >= 1:
-        try:
-            small = runs.twin_of(changed, depth)
-            why = runs.why_not(small) or ""
-        except ValueError as error:  # so few layers are no model of this method
-            why = str(error)
-        why = f"no probe in {dtype}: {why}" if why else ""
-        if not why or depth == most:
-            break
-        depth = min(2 * depth, most)
+    probed = dataclasses.replace(job, workload=load, steps=extent.steps, warmup=0, trace=None)
+    small, depth, why = _deep_enough(dataclasses.replace(probed, budget=_budget(job, extent)), extent, runs)
     if why:
-        return NoTrial(why, depth == job.workload.num_layers and small.workload.batch_size == job.workload.batch_size)
+        is_whole = depth == job.workload.num_layers and load.batch_size == job.workload.batch_size
+        return NoTrial(f"no probe in {load.dtype}: {why}", is_whole)
     whole = runs.measure(small)
     record = whole.models()[min(number, len(whole.others))]
     reference = runs.reference_of(record.job)
     theirs = runs.measure(reference)
     if record.status != "ok" or theirs.status != "ok" or is_same(record, theirs):
         return Trial(record, theirs)
-    rounded = runs.measure(dataclasses.replace(rounding(reference), budget=Budget(seconds=budget.seconds)))
-    wide = [dataclasses.replace(reference, workload=dataclasses.replace(reference.workload, dtype="fp32"))]
-    return Trial(
-        record, theirs, tuple(rounded.models()), tuple(runs.measure(each) for each in wide if dtype != "fp32")
-    )  # fmt: skip
+    rounded = runs.measure(dataclasses.replace(rounding(reference), budget=Budget(seconds=small.budget.seconds)))
+    wide = dataclasses.replace(reference, workload=dataclasses.replace(reference.workload, dtype="fp32"))
+    return Trial(record, theirs, tuple(rounded.models()), (runs.measure(wide),) if load.dtype != "fp32" else ())
+
+
+def _budget(job: Job, extent: Extent) -> Budget:
+    """The job's, without a slow link, which says nothing about training, and with as much time for each step."""
+    budget = dataclasses.replace(job.budget, link_bytes_per_second=None) if job.device == "sim" else job.budget
+    if budget.seconds and job.steps < extent.steps:
+        return dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))
+    return budget
+
+
+def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
+    """The job at the probe's layers, or at the fewest more that the method trains; their number; why at none."""
+    most = min(job.workload.num_layers, runs.fits(runs.reference_of(job)))
+    depth, why = min(most, extent.layers), "the reference does not fit at any depth"
+    while depth >= 1:
+        try:
+            small = runs.twin_of(job, depth)
+            if not (why := runs.why_not(small) or ""):
+                return small, depth, ""
+        except ValueError as error:  # so few layers are no model of this method
+            why = str(error)
+        if depth == most:
+            break
+        depth = min(2 * depth, most)
+    return job, depth, why
 
 
 def rounding(reference: Job) -> Job:

@@ -154,24 +154,26 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
         tested += [trial.dtype] * (num > 0)
         if num < trial.extent.steps:
             untested.append(f"{trial.dtype} was tested up to step {num}, before its loss scale changes")
-    has = {name: evidence.has_moments(record, moment) for name, moment in MOMENTS.items()}
-    untested += [f"{name} were not tested: the method returns none" for name in has if not has[name]]
-    has_norms = all(len(each.grad_norms) == len(each.losses) for each in (record, *(t.record for t in probe.trials)))
-    untested += [] if has_norms else ["norms were not tested: the method returns none, or not in every step"]
+    parts, missing = _told_by(record, probe)
+    untested += missing
     if tested:
-        parts = [
-            "losses",
-            *["norms"] * has_norms,
-            "weights",
-            *(["both moments"] if all(has.values()) else [n for n in has if has[n]]),
-        ]
         of = record.job.workload.num_layers
         depth_told = f" of {layers} of its {of} layers" if layers < of else ""
-        by_probe = f"probe: {steps} steps{depth_told} in {' and '.join(tested)}, {', '.join(parts)}"
-        return dataclasses.replace(verdict, text="; ".join([verdict.text, by_probe, *untested]), evidence=rests)
-    if record.job.workload.learning_rate_at(record.job.steps) * WEIGHT_DECAY < SMALLEST_DECAY:
+        untested.insert(0, f"probe: {steps} steps{depth_told} in {' and '.join(tested)}, {', '.join(parts)}")
+    elif record.job.workload.learning_rate_at(record.job.steps) * WEIGHT_DECAY < SMALLEST_DECAY:
         untested.append("decay was not tested")
     return dataclasses.replace(verdict, text="; ".join([verdict.text, *untested]), evidence=rests)
+
+
+def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
+    """What a method returns of its training, and what was not tested for want of it."""
+    records = (record, *(trial.record for trial in probe.trials))
+    has_norms = all(len(each.grad_norms) == len(each.losses) for each in records)
+    has = {name: evidence.has_moments(record, moment) for name, moment in MOMENTS.items()}
+    moments = ["both moments"] if all(has.values()) else [name for name in has if has[name]]
+    missing = [f"{name} were not tested: the method returns none" for name in has if not has[name]]
+    missing += [] if has_norms else ["norms were not tested: the method returns none, or not in every step"]
+    return ["losses", *["norms"] * has_norms, "weights", *moments], missing
 
 
 def _untrained_reference(trial: Trial) -> str:
