@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -92,27 +91,24 @@ def only_record(folder: Path) -> Record:
     return record
 
 
-def listening() -> list[str]:
-    """Addresses on which a process that this one has started listens, or one of theirs."""
-    started = psutil.Process().children(recursive=True)
-    return [one.laddr.ip for process in started for one in process.net_connections() if one.status == "LISTEN"]
-
-
-def test_two_ranks_train_as_the_reference_does_and_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
-    """torch's own rendezvous listens on all addresses, and unpickles what it is sent."""
-    addresses: dict[int, list[str]] = {}  # at each step of the ranks, whose agent is there, too
-
-    def look(event: dict[str, Any]) -> None:
-        if event["event"] == "step" and processes(str(tmp_path)):
-            addresses[event["step"]] = listening()
-
-    (record,) = Sweep(tmp_path, report=look).run([resolve(SHARDED)[0]])
-    assert addresses and {address for found in addresses.values() for address in found} == {"127.0.0.1"}
+def test_two_ranks_train_as_the_reference_does(tmp_path: Path) -> None:
+    (record,) = Sweep(tmp_path).run([resolve(SHARDED)[0]])
     assert record.gate.verdict == "tolerance" and record.gate.evidence["tolerance"] == 1e-5, record.gate.text
     ranks = record.machine["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert record.host_peak_bytes > max(rank["resident_peak_bytes"] for rank in ranks)  # it is the sum
     assert len(record.tensors) == 28 and not list(tmp_path.glob(".ranks-*"))
+
+
+def test_nothing_listens_beyond_this_machine(words: list[str], tmp_path: Path) -> None:
+    """torch's own rendezvous listens on all addresses, and unpickles what it is sent."""
+    run = start(*words)
+    (agent,) = {rank.parent() for rank in training_ranks(tmp_path).values()}
+    processes = [agent, *agent.children(recursive=True)]
+    listening = [one.laddr.ip for process in processes for one in process.net_connections() if one.status == "LISTEN"]
+    assert set(listening) == {"127.0.0.1"}
+    run.send_signal(signal.SIGINT)
+    run.wait(60)
 
 
 def test_a_run_of_one_process_listens_nowhere(tmp_path: Path) -> None:
