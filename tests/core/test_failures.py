@@ -163,44 +163,49 @@ def test_a_crash_names_the_line_of_the_methods_file_and_its_log(tmp_path: Path) 
 
 def test_a_container_that_kills_is_known_by_its_own_count(tmp_path: Path, memory_group: cgroup.Group) -> None:
     """Parent and worker live in one group with a limit and no budget, as in a container."""
-    record = ended_elsewhere(tmp_path, FILL, lambda: memory_group.enter(os.getpid()))
+    (record,) = ended_elsewhere({tmp_path: FILL}, lambda: memory_group.enter(os.getpid()))
     assert (record.status, record.evidence["class"]) == ("oom-host", "kernel-kill"), record.reason
     assert record.evidence["oom_kills"] == 1 and "limits" not in record.evidence
     assert "killed by the kernel" in record.reason and "of 600.0 MiB in use" in record.reason
 
 
-@pytest.mark.parametrize(
-    ("lines", "kind"),
-    [
-        ("kept = [torch.zeros(2**20).share_memory_() for _ in range(9)]", "allocator"),
-        ("file = open('/dev/shm/full', 'w+b'); file.truncate(2**26)\n"
-         "pages = mmap.mmap(file.fileno(), 2**26)\nfor place in range(0, 2**26, 4096): pages[place] = 1", "signal"),
-    ],
-    ids=["message", "sigbus"],
-)  # fmt: skip
-def test_a_full_dev_shm_is_host_memory_of_its_own_kind(tmp_path: Path, lines: str, kind: str) -> None:
+FULL_SHM = {
+    "allocator": "kept = [torch.zeros(2**20).share_memory_() for _ in range(9)]",
+    "signal": "file = open('/dev/shm/full', 'w+b'); file.truncate(2**26)\n"
+              "pages = mmap.mmap(file.fileno(), 2**26)\nfor place in range(0, 2**26, 4096): pages[place] = 1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def in_full_shm(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    """Of both in one process, which has a small /dev/shm of its own."""
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"', "sh"]
     try:
         subprocess.run([*mount, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no mount of its own can be made here: {error}")
-    record = ended_elsewhere(tmp_path, lines, prefix=mount)
+    return ended_elsewhere({tmp_path_factory.mktemp(kind): lines for kind, lines in FULL_SHM.items()}, prefix=mount)
+
+
+@pytest.mark.parametrize("number", range(len(FULL_SHM)), ids=["message", "sigbus"])
+def test_a_full_dev_shm_is_host_memory_of_its_own_kind(in_full_shm: list[Record], number: int) -> None:
+    record, kind = in_full_shm[number], list(FULL_SHM)[number]
     assert (record.status, record.evidence["class"], record.evidence["resource"]) == ("oom-host", kind, "shm")
     assert "enlarge /dev/shm" in record.reason
 
 
-def ended_elsewhere(folder: Path, lines: str, before=None, prefix=()) -> Record:
-    """As ended(), with a parent in a process of its own; `before` runs in it first."""
-    methods = write_ending(folder, lines)
+def ended_elsewhere(lines: dict[Path, str], before=None, prefix=()) -> list[Record]:
+    """As ended() in each folder, with a parent in a process of its own; `before` runs in it first."""
+    folders = [(str(folder), str(write_ending(folder, text))) for folder, text in lines.items()]
     code = f"""
 from pathlib import Path
 from harness.run.launch import launch
 from harness.core.job import *
-launch(Job("ending", {TINY!r}, steps=3, warmup=0), "key", Path({str(folder)!r}), (Path({str(methods)!r}),))
+for folder, methods in {folders!r}:
+    launch(Job("ending", {TINY!r}, steps=3, warmup=0), "key", Path(folder), (Path(methods),))
 """
     subprocess.run([*prefix, sys.executable, "-c", code], cwd=ROOT, preexec_fn=before, check=True)
-    (record,) = read_all(folder)[0].values()
-    return record
+    return [record for folder in lines for record in read_all(folder)[0].values()]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.base.checkout import ROOT
-from harness.core.job import Workload
+from harness.core.job import Budget, Job, Workload
+from harness.devices import sim
 from harness.devices.memory_account import Tracker
-from tests.support import on_sim
+from harness.run import worker
+from tests.support import forks, on_sim
 from tests.support.training import tiny, train
 
 STREAMED = [
@@ -185,16 +183,14 @@ def test_afterwards_torch_is_as_before() -> None:
     assert (torch.Tensor.to, torch.Tensor.device, torch.UntypedStorage.resize_, ThreadPoolExecutor.submit) == before
 
 
+def _run_without_a_compiler() -> list[tuple]:
+    sim.is_built = lambda: False
+    jobs = [Job("l2l", tiny(), {}, Budget(device_bytes=size), "sim", 3, 1) for size in (2**19, 2**16)]
+    records = [worker.run(job, "key", (), lambda event: None) for job in jobs]
+    return [(record.status, record.phase, record.limits.get("device"), record.peaks) for record in records]
+
+
 def test_without_a_compiler_a_job_on_sim_runs_by_this_account() -> None:
-    code = (
-        "import json; from harness.core.job import Budget, Job; from harness.devices import sim;"
-        "from harness.run import worker;"
-        "from tests.support.training import tiny; sim.is_built = lambda: False;"
-        "jobs = [Job('l2l', tiny(), {}, Budget(device_bytes=size), 'sim', 3, 1) for size in (2**19, 2**16)];"
-        "records = [worker.run(job, 'key', (), lambda event: None) for job in jobs];"
-        "print(json.dumps([[r.status, r.phase, r.limits.get('device'), r.peaks] for r in records]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    (fits, fails) = json.loads(done.stdout.splitlines()[-1])
+    fits, fails = forks.call(_run_without_a_compiler)
     assert fits[0] == "ok" and fits[2] == "sim's account in Python" and 2**16 < fits[3]["device_allocated"] <= 2**19
     assert fails[0] == "oom-device" and fails[3]["device_allocated"] <= 2**16
