@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from cases import case7
 from harness.base.checkout import ROOT
+from harness.core.job import Job
 from harness.core.record import Gate, Record, read_all
 from harness.report import bundle, page
 from harness.report.redact import ADDRESS, HOST, USER, Names, here, nodes
@@ -29,6 +30,7 @@ from tests.figures.test_case import record as case_record
 from tests.report.test_page import DEMO, MACHINE, RECORDS, measured
 from tests.run.test_trace import put_trace
 from tests.support import records
+from tests.support.tiny import TINY
 
 NAMES = Names(
     {"node17": HOST, "alice": USER, "10.1.2.3": ADDRESS, "stronghold": HOST},
@@ -43,6 +45,7 @@ TOLD = measured(
     DEMO.probe("l2l", 3), "k6", status="crash", reason="no room in /home/alice/x/y", gate=Gate(),
     machine={**MACHINE, "gpu_uuid": "GPU-01234567-89ab-cdef-0123-456789abcdef"}, evidence={"traceback": TRACEBACK},
 )  # fmt: skip
+NO_CASE = records.record(Job("l2l", TINY))  # has no figure, whose drawing takes a second
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +133,7 @@ def test_no_name_is_in_any_text_of_it(unpacked: Path) -> None:
 def test_no_name_of_this_machine_is_in_a_bundle_made_here(tmp_path: Path) -> None:
     file = "harness/cli/main.py"  # of this checkout, and of another
     words = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/{file}, /opt/other/{file}, {tmp_path}/some/file.bin"
-    records.write(tmp_path / "results", dataclasses.replace(TOLD, reason=words))
+    records.write(tmp_path / "results", dataclasses.replace(NO_CASE, status="crash", reason=words))
     with tarfile.open(bundle.write(tmp_path / "results")) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/log_0.json")
         assert member is not None
@@ -222,7 +225,7 @@ def test_the_report_of_an_archive_with_imported_logs_says_what_the_report_here_s
 
 
 def test_what_is_no_file_of_its_own_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = records.write(tmp_path / "results", RECORDS[0])
+    folder = records.write(tmp_path / "results", NO_CASE)
     (tmp_path / "secret").write_text("secret")
     (folder / "log_1.txt").symlink_to("../secret")
     os.mkfifo(folder / "log_2.txt")
