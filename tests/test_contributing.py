@@ -135,7 +135,7 @@ def test_a_machine_of_any_file_is_planned_for_and_the_next_call_knows_nothing_of
 
 @pytest.mark.parametrize(
     "words",
-    ["advise -l 2 -h 256 --gpu workstation", "varuna configure -l 2 -h 256 --gpus 2 --batch 4 --machine workstation"],
+    ["advise -l 2 -h 2048 --gpu workstation", "varuna configure -l 2 -h 256 --gpus 2 --batch 4 --machine workstation"],
 )
 def test_verbs_that_take_a_machine_find_those_of_a_file(tmp_path: Path, words: str) -> None:
     (tmp_path / "mine.yaml").write_text(MACHINE)
