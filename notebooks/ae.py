@@ -13,7 +13,7 @@
 # of the published machine.
 
 # %%
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 from harness.report.notebook import clean_up, show_case, show_claims, show_minutes, show_neighbors
 
 # %% tags=["parameters"]

@@ -208,7 +208,7 @@ def _source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
 
 
 def _is_own(folder: Path) -> bool:
-    return folder.resolve().is_relative_to(method.ROOT)
+    return folder.resolve().is_relative_to(ROOT)
 
 
 _own_source_hash = functools.cache(source_hash)

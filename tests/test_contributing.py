@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.core.job import Job
-from harness.core.method import ROOT
 from harness.core.record import Record
 from harness.devices import named_machines
 from harness.evidence import claims

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.method import ROOT
+from harness.base.checkout import ROOT
 
 DROP_FROM_BOUNDING_SET, DAC_OVERRIDE = 24, 1  # linux/prctl.h, linux/capability.h
 
