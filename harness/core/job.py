@@ -18,6 +18,7 @@ from harness.core.rates import Rates
 GIB = 2**30
 MOST = 10**9  # upper bound of every count, so that products stay finite
 MOST_LAYERS = 2**20  # plans take a step for each layer
+MOST_PLANNED = 1e100  # bytes: what a float holds with room, and more than any product of counts
 # What a plan counts bytes of, in each memory.
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -218,12 +219,18 @@ class Plan:
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
-            unknown = set(memory) - set(STATE_KINDS)
-            if unknown:
+            if unknown := set(memory) - set(STATE_KINDS):
                 raise ValueError(f"a plan's kinds are {', '.join(STATE_KINDS)}, not {', '.join(sorted(unknown))}")
+        if not isinstance(self.stages, dict):
+            raise ValueError(f"expected a plan's stages by name, got {self.stages!r:.80}")
+        for memory in (self.device, self.host, self.disk, self.stages, {"moved_bytes": self.moved_bytes}):
             for kind, size in memory.items():
-                if not isinstance(size, int | float):
-                    raise ValueError(f"a plan's bytes are numbers, but its {kind} are {size!r}")
+                if not isinstance(size, int | float) or not 0 <= size <= MOST_PLANNED:
+                    told = f"expected a plan's bytes as numbers from 0 to {MOST_PLANNED:g}"
+                    raise ValueError(f"{told}, got {size!s:.80} for {kind}")
+        seconds = 0 if self.step_seconds is None else self.step_seconds
+        if not isinstance(seconds, int | float) or not seconds >= 0:
+            raise ValueError(f"expected a plan's step_seconds of at least 0, got {seconds!r:.80}")
 
     @property
     def device_bytes(self) -> int:
@@ -277,6 +284,8 @@ class Job:
         if not 0 <= self.warmup < self.steps:
             raise ValueError(f"warm-up must be from 0 to {self.steps - 1} of {self.steps} steps, not {self.warmup}")
         for name, value in self.options.items():
+            if not isinstance(value, int | float | str | None):
+                raise ValueError(f"expected options as numbers, texts or None, got {value!r:.80} for {name}")
             if isinstance(value, int) and abs(value) > MOST:
                 raise ValueError(f"option {name} must be at most {MOST}")
 

@@ -245,6 +245,20 @@ def test_no_shortfall_where_the_plan_just_fits(budget: Budget) -> None:
     assert Plan(device={"weights": 1, "buffers": 2}, host={"weights": 2}, disk={"weights": 1}).shortfall(budget) is None
 
 
-def test_a_plan_with_a_hole_is_told_in_one_line() -> None:
-    with pytest.raises(ValueError, match="bytes are numbers, but its gradients are Ellipsis"):
-        Plan(device={"weights": 4, "gradients": ...})  # type: ignore[dict-item]
+@pytest.mark.parametrize("size", [..., "4", -1, float("nan"), float("inf"), 10**400])
+def test_a_plan_of_what_are_no_bytes_is_told_in_one_line(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"^expected a plan's bytes as numbers from 0 to 1e\+100, got .* for grad"):
+        Plan(device={"weights": 4, "gradients": size})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"moved_bytes": "many"}, {"stages": "abc"}, {"stages": {"a": -1}}, {"step_seconds": float("nan")}]
+)
+def test_a_plan_of_what_is_no_number_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^expected a plan's (bytes|stages|step_seconds)"):
+        Plan(device={}, **changes)
+
+
+def test_a_job_with_an_option_that_no_record_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected options as numbers, texts or None, got \{1\} for fused"):
+        Job("resident", Workload(), {"fused": {1}})
