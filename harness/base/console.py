@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 200  # columns without a terminal; cells fold, nothing is cut off
-# What commands a terminal: control characters but tab and line end, and marks that turn the direction of writing.
-COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# What commands a terminal: control characters but tab and line end, and marks that turn the direction of writing;
+# and what no stream takes: halves of characters, which stand for bytes of a file's name that are not UTF-8.
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def readable(text: str) -> str:

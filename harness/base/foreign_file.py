@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ MOST_BYTES = 256 * 2**20
 MOST_DEPTH = 40
 MOST_PARTS = 100_000  # of YAML, aliases counted each time
 MOST_DIGITS = 19  # of an integer: 64 bits
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON escapes one: half of a character
 
 
 def read_text(path: Path) -> str:
@@ -26,14 +28,17 @@ def read_text(path: Path) -> str:
         if error.errno == errno.ELOOP:
             raise _not_regular(path, "a symbolic link") from error
         raise
-    with open(handle, "rb") as file:
+    try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise _not_regular(path, "another kind")
         if status.st_size > MOST_BYTES:
             text = f"expected at most {MOST_BYTES} bytes, got {status.st_size}"
             raise OSError(errno.EFBIG, text, str(path))
-        return file.read().decode(errors="replace")
+        with open(handle, "rb", closefd=False) as file:
+            return file.read().decode(errors="replace")
+    finally:
+        os.close(handle)
 
 
 def _not_regular(path: Path, kind: str) -> OSError:
@@ -41,15 +46,28 @@ def _not_regular(path: Path, kind: str) -> OSError:
 
 
 def read_json(path: Path) -> Any:
-    """Raises OSError as read_text() does, and ValueError for what is no JSON or has a number or depth beyond what this
-    harness writes."""
+    """Raises OSError as read_text() does, and ValueError as parsed_json() does."""
+    return parsed_json(read_text(path))
+
+
+def parsed_json(text: str) -> Any:
+    """Raises ValueError for what is no JSON or has a number or depth beyond what this harness writes."""
     try:
-        data = json.loads(read_text(path), parse_int=_integer, parse_float=_number, parse_constant=_no_number)
+        data = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_no_number)
     except RecursionError:
         data = None
     if data is None or not _is_limited(data):
         raise ValueError(f"expected JSON of at most {MOST_DEPTH} levels")
-    return data
+    return writable(data) if SURROGATE.search(text) else data
+
+
+def writable(value: Any) -> Any:
+    """The JSON value with escapes in place of halves of characters, which no file can hold."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {writable(key): writable(item) for key, item in value.items()}
+    return [writable(item) for item in value] if isinstance(value, list) else value
 
 
 def read_yaml(path: Path, as_text: bool = False) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harness.base.checked_data import NO_OTHER_FIELDS, checked
-from harness.base.foreign_file import read_json
+from harness.base.foreign_file import read_json, writable
 from harness.base.whole_file import write_whole
 from harness.core.job import Job
 
@@ -285,11 +285,11 @@ def log_stem(job: Job, window: int, second: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that JSON cannot hold, as text that float() reads back."""
+    """Numbers that JSON cannot hold, as text that float() reads back, and halves of characters as escapes."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {writable(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value
+    return writable(value)

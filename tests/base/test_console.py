@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,12 @@ def test_a_table_shows_markup_and_commands_as_they_are(capsys: pytest.CaptureFix
         print_table(["name"], [["[/dev/shm/x]"], [COMMAND]])
     out = capsys.readouterr().out
     assert "[/dev/shm/x]" in out and SHOWN in out
+
+
+def test_a_name_that_is_not_utf8_is_shown(tmp_path: Path) -> None:
+    """As a real stream would refuse it."""
+    with open(tmp_path / "shown", "w", encoding="utf-8") as file, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        with readable_output():
+            print(os.fsdecode(b"log_\xff.txt"))
+    assert (tmp_path / "shown").read_text() == "log_\\udcff.txt\n"

@@ -71,3 +71,14 @@ def test_yaml_that_no_person_wrote_is_refused_in_a_line(tmp_path: Path, text: st
     with pytest.raises(ValueError) as caught:
         read_yaml(tmp_path / "some.yaml")
     assert str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_of_a_records_name_is_told_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "log_a.json").mkdir()
+    (complaint,) = read_all(tmp_path)[1]
+    assert complaint.endswith("expected a regular file, got another kind: " + repr(str(tmp_path / "log_a.json")))
+
+
+def test_half_a_character_is_read_as_its_escape(tmp_path: Path) -> None:
+    (tmp_path / "log_a.json").write_text(json.dumps(WHOLE | {"reason": "\ud800 \U0001f600"}))
+    assert Record.read(tmp_path / "log_a.json").reason == "\\ud800 \U0001f600"
