@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from harness.base.child_process import interrupt_here, when_closed
+from harness.base.foreign_file import parsed_json
 from harness.core import failures, log_lines
 from harness.core.job import Job, Plan
 from harness.core.method import Method, Step, Trained, create
@@ -225,14 +226,16 @@ class Run:
             losses.append(float(step.loss))
             seconds = self.clock.seconds(len(losses))
             self.measured["step_seconds"].append(seconds)
-            told: dict[str, Any] = {"shares": step.shares} if step.shares else {}
+            told: dict[str, Any] = {}
+            if step.shares:
+                told["shares"] = [_number("share", share) for share in step.shares]
             if step.grad_norm is not None:
                 self.measured["grad_norms"].append(float(step.grad_norm))
             if step.loss_scale is not None:
-                self.measured["loss_scales"].append(step.loss_scale)
+                self.measured["loss_scales"].append(_number("loss_scale", step.loss_scale))
             if step.is_skipped:
                 self.measured["skipped_steps"].append(len(losses))
-                told["skipped_at_scale"] = step.loss_scale
+                told["skipped_at_scale"] = _number("loss_scale", step.loss_scale)
             self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **told})
             if len(losses) % log_lines.interval_steps(self.job) == 0:
                 peaks = device_peaks(self.job.device)
@@ -282,8 +285,8 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
 def _readable(record: Record) -> Record:
     """The record or, where the method returned what no record can hold, one of a crash without what it returned."""
     try:
-        Record.from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))
-    except (TypeError, ValueError, OverflowError) as error:
+        Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         told = " ".join(str(error).split())
         reason = (
             f"expected of {record.job.method} a plan, steps, Trained and describe() that a record can hold, got {told}"
@@ -320,6 +323,13 @@ def _predicted(plan: Plan) -> dict[str, Any]:
     names = ["device", "host", "disk", "moved_bytes", *(("step_seconds", "binds") if plan.step_seconds else ())]
     names += ["stages"] if plan.stages else []
     return {name: getattr(plan, name) for name in names}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected a number as a step's {name}, got {value!r:.80}") from error
 
 
 def _to_host(value: Any) -> Any:

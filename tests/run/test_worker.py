@@ -12,12 +12,13 @@ from harness.run import worker
 from tests.support.tiny import TINY
 
 TELLS = """
+import json
 from dataclasses import dataclass
 
 import torch
 
 from harness.core.job import Plan
-from harness.core.method import Method, OtherModel, Step, Trained
+from harness.core.method import Method, Step, TensorState, Trained
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,20 @@ class Tells(Method):
     def train(self, workload, batches, device):
         waiting = []
         for _ in batches:
-            waiting.append(Step(LOSSES.get(self.how, torch.tensor(1.0))))
+            waiting.append(Step(LOSSES.get(self.how, torch.tensor(1.0)), **STEPS.get(self.how, {})))
             if len(waiting) == {"pairs": 2, "at the end": 9}.get(self.how, 1):
                 yield from waiting
                 waiting = []
         yield from waiting
-        return Trained([], MOVED.get(self.how, 0), SCHEDULES.get(self.how, {}))
+        tensors = [TensorState(self.how, torch.ones(2))] if self.how == HALF else []
+        return Trained(tensors, MOVED.get(self.how, 0), SCHEDULES.get(self.how, {}))
 
 
 SCHEDULES = {"models": {"num_models": 1000}, "none": {"num_models": 0}, "resumed": {"resumed_steps": 3},
-             "object": {"a": object()}}
-MOVED = {"words": "many", "less than none": -5}
+             "object": {"a": object()}, "deep": json.loads(60 * '{"a": ' + "1" + 60 * "}")}
+MOVED = {"words": "many", "less than none": -5, "digits": 10**30}
+STEPS = {"skipped": {"is_skipped": True}, "no scale": {"loss_scale": "x"}, "no shares": {"shares": "abc"}}
+HALF = chr(0xD800)  # of a character
 LOSSES = {"later": torch.nn.Parameter(torch.tensor(1.0))}
 """
 
@@ -58,6 +62,12 @@ LOSSES = {"later": torch.nn.Parameter(torch.tensor(1.0))}
         ("words", "got moved_bytes: expected a valid integer, got 'many'"),
         ("less than none", "expected moved_bytes of at least 0, got -5"),
         ("object", "Object of type object is not JSON serializable"),
+        ("deep", "got expected JSON of at most 40 levels"),
+        ("digits", "got expected numbers of at most 19 digits, got 31"),
+        ("skipped", "expected a number as a step's loss_scale, got None"),
+        ("no scale", "expected a number as a step's loss_scale, got 'x'"),
+        ("no shares", "expected a number as a step's share, got 'a'"),
+        (chr(0xD800), ""),
     ],
 )
 def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refused: str) -> None:
@@ -65,7 +75,8 @@ def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refus
     job = Job("tells", TINY, {"how": how}, steps=4, warmup=1)
     record = worker.run(job, "key", (tmp_path,), lambda event: None)
     assert (record.status, refused in record.reason) == ("crash" if refused else "ok", True), record.reason
-    Record.from_dict(record.to_dict())
+    record.write(tmp_path / "log_record.json")
+    str(Record.read(tmp_path / "log_record.json")).encode()
 
 
 def test_a_method_that_yields_nothing_is_told_what_to_yield(tmp_path: Path) -> None:
