@@ -13,7 +13,7 @@ import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from harness.report.redact import Names
 from harness.run import timeline
 
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
+LISTABLE = re.compile(r"[\w .,+=@~-]+")  # names of files
 NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # of a file in the archive
 TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
@@ -80,16 +81,17 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     found, complaints = page.recorded(results)
     for complaint in complaints:
         print(f"left out: {complaint}", file=sys.stderr)
-    records = [Record.from_dict(names.value(record.to_dict())) for record in found.values()]
-    for path, record in zip(found, records, strict=True):
-        record.write(stage / path.name)
-    for path in results.glob("log_*.txt"):
-        _put_text(path, stage / path.name, names)
+    paths = list(_listable(found))
+    records = [Record.from_dict(names.value(found[path].to_dict())) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        record.write(stage / names.text(path.name))
+    for path in _listable(sorted(results.glob("log_*.txt"))):
+        _put_text(path, stage / names.text(path.name), names)
     traces = results / "traces"
     if traces.is_symlink():
         print(f"left out: {traces}: expected a folder, got a symbolic link", file=sys.stderr)
     else:
-        for path in traces.glob("*.json"):
+        for path in _listable(sorted(traces.glob("*.json"))):
             _put_trace(path, stage, names)
     machines = sorted({machine_of(record) for record in records if record.origin == "run"})
     for name in machines or (None,):
@@ -97,7 +99,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in page.tables(chosen, results):
             for path in getattr(case.load(number), "kept", lambda *_: [])(used, results):
-                if path.resolve() == path:  # not led out of the folder by a link
+                if path.resolve() == path and [*_listable([path])]:  # not led out of the folder by a link
                     _put_text(path, stage / path.relative_to(results.resolve()), names)
             case.draw(number, case.extract(number, used, chosen, stage / "figures" / part, results))
         for profile, other, shown in page.traces(chosen, stage):
@@ -105,6 +107,16 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
             case.load(other).draw(shown, profile, stage / "figures" / part)
         page.write(stage, stage / "report" / part / page.PAGE, None, name if part else None)
     (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
+
+
+def _listable(paths: Iterable[Path]) -> Iterator[Path]:
+    """Those whose names take one line of the manifest."""
+    for path in paths:
+        if LISTABLE.fullmatch(path.name):
+            yield path
+        else:
+            told = "expected a name of letters, digits, blanks and . , + = @ ~ -"
+            print(f"left out: {path!s}: {told}".replace("\n", "\\n"), file=sys.stderr)
 
 
 def _put_text(path: Path, copy: Path, names: Names) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from cases import case7
 from harness.base.checkout import ROOT
+from harness.base.console import readable_output
 from harness.core.job import Job
 from harness.core.record import Gate, Record, read_all
 from harness.report import bundle, page
@@ -232,6 +233,27 @@ def test_what_is_no_file_of_its_own_is_left_out(tmp_path: Path, capsys: pytest.C
     with tarfile.open(bundle.write(folder, tmp_path / "b.tar.gz", NAMES)) as tar:
         assert not [name for name in tar.getnames() if name.endswith(("log_1.txt", "log_2.txt"))]
     assert capsys.readouterr().err.count("expected a regular file") == 2
+
+
+def test_a_file_whose_name_the_manifest_cannot_list_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = records.write(tmp_path / "results", *RECORDS[:2])
+    for name in (b"log_\xff.txt", b"log_a\nb.txt", b"log_\x1b.txt", b"log_1.txt"):
+        (folder / os.fsdecode(name)).write_text("")
+    (folder / "log_1.json").rename(folder / os.fsdecode(b"log_\xff.json"))
+    with readable_output():
+        archive = bundle.write(folder, tmp_path / "b.tar.gz", NAMES)
+    with tarfile.open(archive) as tar:
+        assert sorted(Path(name).name for name in tar.getnames() if "log_" in name) == ["log_0.json", "log_1.txt"]
+    assert capsys.readouterr().err.count("expected a name of letters") == 4
+
+
+def test_the_name_of_a_file_has_no_name_of_a_host(tmp_path: Path) -> None:
+    folder = records.write(tmp_path / "results", RECORDS[0])
+    (folder / "log_node17_x.txt").write_text("")
+    with tarfile.open(bundle.write(folder, tmp_path / "b.tar.gz", NAMES)) as tar:
+        assert [name for name in tar.getnames() if name.endswith("_x.txt")] == [f"{bundle.FOLDER}/log_{HOST}_x.txt"]
 
 
 def test_no_record_is_one_line_and_no_archive(tmp_path: Path) -> None:
