@@ -23,9 +23,10 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.devices import named_machines
 from harness.evidence import claims
+from harness.figures import frame
 from harness.jobs.sweep import Sweep, resolve
 from harness.places import slurm
-from harness.report import bundle, frame
+from harness.report import bundle
 from tests.support import cli, records
 from tests.support.fuzz import TEXTS, broken, changed, fuzzed, texts
 from tests.support.tiny import TINY, WORDS

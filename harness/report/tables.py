@@ -18,6 +18,7 @@ from harness.core.record import Record
 from harness.evidence import examine, judge, verify
 from harness.evidence.examine import value_text
 from harness.evidence.judge import Finding
+from harness.figures.frame import options
 from harness.figures.point import METRICS, FigureRow
 from harness.jobs.advise import Advice, fits_text, off_text
 from harness.jobs.command import command
@@ -112,10 +113,6 @@ def pairs(facts: Mapping[str, Any]) -> str:
     sizes = {name: gib(value) for name, value in facts.items() if name.endswith("_bytes") and isinstance(value, int)}
     told = {name.removesuffix("_bytes"): value for name, value in {**facts, **sizes}.items()}
     return ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, "", {}, []))
-
-
-def options(record: Record) -> str:
-    return ", ".join(f"{name}={value}" for name, value in record.job.options.items())
 
 
 def machine(record: Record) -> str:

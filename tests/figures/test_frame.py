@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 import harness
 from harness.base.checkout import ROOT
-from harness.core.job import Job
+from harness.core.job import Budget, Job
 from harness.core.record import Gate
 from tests.support import records
 from tests.support.tiny import TINY
@@ -36,6 +38,38 @@ def test_a_folder_is_a_row_a_record_whose_speed_is_gated(tmp_path: Path) -> None
     assert list(found["is_reference"]) == [False, True, False, False]
     assert (found["options"][3], found["host_anonymous_bytes"][0], found["num_layers"][0]) == ("window_size=2", 5, 2)
     assert found.groupby("method")["samples_per_second"].median()["l2l"] == 4
+
+
+def test_a_row_tells_where_when_and_by_what_code_a_record_was_made(tmp_path: Path) -> None:
+    asked = dataclasses.replace(JOB, budget=Budget(device_bytes=2**20, link_bytes_per_second=1e9))
+    machine = {"cpu": "EPYC", "cores": 2, "load_average": 1.5, "on": "docker"}
+    made = records.record(asked, machine=machine, software={"source": "abc", "commit": "def+"}, started=1.7e9)
+    (row,) = harness.load(records.write(tmp_path, made, records.record(JOB))).iloc[1:].to_dict("records")
+    assert (row["machine"], row["place"], row["load_average"]) == ("EPYC, 2 cores", "docker", 1.5)
+    assert (row["source"], row["commit"], row["key"]) == ("abc", "def+", "key")
+    assert row["started"] == datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
+    assert (row["budget_device_bytes"], row["budget_link_bytes_per_second"]) == (2**20, 1e9)
+    assert math.isnan(row["budget_host_bytes"])
+
+
+def test_a_load_that_is_no_number_is_missing(tmp_path: Path) -> None:
+    found = harness.load(records.write(tmp_path, records.record(JOB, machine={"load_average": ["high"]})))
+    assert math.isnan(found["load_average"][0])
+
+
+def test_steps_are_told_whatever_the_gate_says_but_no_speed(tmp_path: Path) -> None:
+    seconds = [4.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]
+    made = records.record(JOB, step_seconds=seconds, phase_seconds={"build": 0.5})
+    found = harness.load(records.write(tmp_path, made, dataclasses.replace(made, gate=Gate("failed"))))
+    assert list(found["step_seconds"]) == [seconds, seconds] and list(found["first_step_seconds"]) == [4.5, 4.5]
+    assert found["median_step_seconds"][0] == 1.0 and math.isnan(found["median_step_seconds"][1])
+
+
+def test_the_documentation_names_every_column(tmp_path: Path) -> None:
+    made = harness.load(records.write(tmp_path, records.record(JOB, peaks={"host_anonymous": 5})))
+    lines = (ROOT / "docs/figures-and-claims.md").read_text().partition("| columns |")[2].splitlines()
+    named = [name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")]
+    assert set(made) == set(named) - {"host_shared_bytes", "device_allocated_bytes"}  # peaks of other records
 
 
 def test_an_empty_folder_has_the_columns_that_are_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""Records as one pandas frame, a row each: figures of any runs, comparisons, the fairness table and the page's tables
+are views of it, and harness.load() gives it to notebooks and scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.core import method
+from harness.core.job import Job, Workload
+from harness.core.record import Record, read_all
+from harness.figures.point import machine_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+RECORD = "record"  # the column that only this project reads
+BUDGETS = ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second")
+# Records whose job is the same are alike in these.
+JOB = [
+    "method", *(field.name for field in dataclasses.fields(Workload)), "options", "device",
+    *(f"budget_{name}" for name in BUDGETS), "steps", "warmup",
+]  # fmt: skip
+SPEEDS = ("samples_per_second", "median_step_seconds")  # only where the gate passed
+# Columns in which values may be missing, even all of them.
+TYPES = {
+    **dict.fromkeys((*SPEEDS, "first_step_seconds", "load_average", *(f"budget_{name}" for name in BUDGETS)), "float"),
+    "is_reference": "bool", "is_result": "bool", "started": "datetime64[us, UTC]",
+}  # fmt: skip
+
+
+def load(folder: Path | str) -> DataFrame:
+    """The records of a folder, oldest first. Warns of files that are no records. Raises ValueError where there is no
+    such folder."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"expected a folder of records, got {folder}; try results, which ./run.sh writes")
+    records, complaints = read_all(Path(folder))
+    for complaint in complaints:
+        warnings.warn(complaint, stacklevel=3)
+    return of(records.values()).assign(file=[path.name for path in records]).drop(columns=RECORD)
+
+
+def of(records: Iterable[Record]) -> DataFrame:
+    """A row for each record, in their order; its column `record` is the record itself."""
+    import pandas
+
+    rows = [_row(record) for record in records]
+    nothing = _row(Record(Job(method.reference(), Workload()), "", "ok"))  # the columns of no records
+    return pandas.DataFrame(rows, columns=None if rows else list(nothing)).astype(TYPES)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    job, load = record.job, record.job.workload
+    load_average = record.machine.get("load_average")
+    return {
+        "method": job.method,
+        **dataclasses.asdict(load),
+        "num_params": load.num_params,
+        "options": options(record),
+        "device": job.device,
+        **{f"budget_{name}": getattr(job.budget, name) for name in BUDGETS},
+        "steps": job.steps,
+        "warmup": job.warmup,
+        "origin": record.origin,
+        "machine": machine_of(record),
+        "place": record.machine.get("on", ""),
+        "load_average": load_average if isinstance(load_average, float) else None,  # a record may say anything here
+        "source": record.software.get("source", ""),
+        "commit": record.software.get("commit", ""),
+        "key": record.key,
+        "started": datetime.fromtimestamp(record.started, UTC) if record.started else None,
+        "clock": record.clock,
+        "status": record.status,
+        "phase": record.phase,
+        "verdict": record.gate.verdict,
+        "samples_per_second": record.samples_per_second,
+        "median_step_seconds": record.median_step_seconds if record.samples_per_second else None,
+        "first_step_seconds": record.first_step_seconds,
+        "step_seconds": record.step_seconds,
+        "num_timed_steps": len(record.timed_seconds),
+        **{f"{name}_bytes": size for name, size in record.peaks.items()},
+        "reason": record.reason or record.gate.text,
+        "is_reference": job.method == method.reference(),
+        "is_result": record.is_result,
+        RECORD: record,
+    }
+
+
+def options(record: Record) -> str:
+    return ", ".join(f"{name}={value}" for name, value in record.job.options.items())
