@@ -6,13 +6,16 @@ error says what differs, and how to choose. Which of the rows a figure shows is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from harness.core.job import gib
 from harness.core.record import Record
-from harness.figures import case
-from harness.figures.point import FigureRow, machine_of, row_of
+from harness.figures import case, frame
+from harness.figures.point import FigureRow
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 NAME = "folder"  # in place of a profile's
 OF_WORKLOAD = ("dtype", "hidden_size", "num_heads", "batch_size", "micro_batches", "seq_len", "vocab_size", "dropout")
@@ -20,17 +23,23 @@ ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_mem
 CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that --where takes
 
 
-def facts(record: Record) -> dict[str, str]:
-    """What tells records apart, as --where spells it. Fields that an imported log does not tell are left out."""
-    job, unsaid = record.job, record.evidence.get("unsaid", ())
-    told: dict[str, Any] = {name: getattr(job.workload, name) for name in OF_WORKLOAD if name not in unsaid}
-    sizes = {"device_memory": job.budget.device_bytes, "host_memory": job.budget.host_bytes}
-    told |= {name: gib(size).replace(" ", "") if size else "none" for name, size in sizes.items()}
-    told |= {"origin": record.origin, "machine": machine_of(record) or "unknown", "device": job.device}
-    told |= {"num_layers": job.workload.num_layers, "method": job.method, "steps": job.steps}
-    if window := job.options.get("window_size"):
-        told["window_size"] = window
-    return {name: str(value) for name, value in told.items()}
+def facts(found: DataFrame) -> DataFrame:
+    """What tells runs apart, as --where spells it. A cell is missing where an imported log does not tell it."""
+    unsaid = [record.evidence.get("unsaid", ()) for record in found[frame.RECORD]]
+    windows = [record.job.options.get("window_size") for record in found[frame.RECORD]]
+    told = found.assign(
+        machine=found["machine"].replace("", "unknown"),
+        device_memory=found["budget_device_bytes"].map(_memory),
+        host_memory=found["budget_host_bytes"].map(_memory),
+        window_size=[str(window) if window else None for window in windows],
+    )[list(CHOICES)].map(str, na_action="ignore")
+    for name in OF_WORKLOAD:
+        told.loc[[name in each for each in unsaid], name] = None
+    return told
+
+
+def _memory(size: float) -> str:
+    return gib(size).replace(" ", "") if size > 0 else "none"
 
 
 def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
@@ -40,25 +49,23 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
         raise ValueError(
             f"case {number} is of runs that it makes itself; try {case.call(number)} first, or name their --profile"
         )
-    wanted = [
-        record
-        for record in records
-        if record.job.method in module.METHODS
-        and record.is_result
-        and all(facts(record).get(name, value) == value for name, value in chosen.items())
-    ]
-    if not wanted:
-        told = f" with {' and '.join(where)}" if where else ""
+    found = frame.of(records)
+    found = found[found["method"].isin(module.METHODS) & found["is_result"]]
+    told = facts(found)
+    for name, value in chosen.items():
+        told = told[told[name].isna() | (told[name] == value)]
+    found = found.loc[told.index]
+    if found.empty:
+        asked = f" with {' and '.join(where)}" if where else ""
         names = ", ".join(module.METHODS)
-        raise ValueError(f"no record here of {names}{told}; try {case.call(number)} first, or run one by hand")
-    _check_alike(number, ALIKE, [facts(record) for record in wanted])
-    jobs = [record.job for index, record in enumerate(wanted) if record.job not in [one.job for one in wanted[:index]]]
-    rows = [row_of(module.METRIC, case.repeats(job, wanted)) for job in jobs]
-    found: list[FigureRow] = module.pick(rows)
+        raise ValueError(f"no record here of {names}{asked}; try {case.call(number)} first, or run one by hand")
+    _check_alike(number, ALIKE, told)
+    jobs = [record.job for record in found.drop_duplicates(frame.JOB)[frame.RECORD]]
+    picked: list[FigureRow] = module.pick(case.rows(module.METRIC, jobs, list(found[frame.RECORD])))
     if getattr(module, "AXIS", "") != "window_size" and module.METRIC != "params":
-        windows = [{"window_size": str(row.window_size)} for row in found if row.status == "ok" and row.window_size]
-        _check_alike(number, ("window_size",), windows)
-    return found
+        windows = [str(row.window_size) for row in picked if row.status == "ok" and row.window_size]
+        _check_alike(number, ("window_size",), {"window_size": windows})
+    return picked
 
 
 def _choice(text: str) -> tuple[str, str]:
@@ -68,8 +75,8 @@ def _choice(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _check_alike(number: int, names: Sequence[str], told: Sequence[dict[str, str]]) -> None:
-    values = {name: sorted({each[name] for each in told if name in each}) for name in names}
+def _check_alike(number: int, names: Sequence[str], told: Mapping[str, Iterable[str]] | DataFrame) -> None:
+    values = {name: sorted({text for text in told[name] if isinstance(text, str)}) for name in names}
     differing = {name: found for name, found in values.items() if len(found) > 1}
     if differing:
         name, found = next(iter(differing.items()))

@@ -89,6 +89,13 @@ def test_a_profile_that_has_records_is_drawn_before_others(tmp_path: Path) -> No
     assert [path.name for path in results.glob("figures/*.csv")] == ["case3_demo.csv"]
 
 
+@pytest.mark.parametrize(("found", "where"), [([], []), (BY_HAND, ["dtype=bf16"]), ([], ["dtype=bf16"])])
+def test_where_nothing_is_to_show_the_methods_and_the_choice_are_named(found: list[Record], where: list[str]) -> None:
+    told = " with dtype=bf16" if where else ""
+    with pytest.raises(ValueError, match=f"no record here of megatron-lm, .*, stronghold{told}; try"):
+        any_runs.table(3, found, where)
+
+
 @pytest.mark.parametrize("text", ["dtype", "color=red"])
 def test_a_choice_that_is_none_is_told_the_names(text: str) -> None:
     with pytest.raises(ValueError, match="--where: expected NAME=VALUE with a name of origin, machine"):
