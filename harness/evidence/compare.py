@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pandas as pd
 
 from harness.core.job import gib
 from harness.core.record import Record, read_all
-from harness.figures.point import RatioInterval, machine_of, ratio, row_of
+from harness.figures import frame
+from harness.figures.point import RatioInterval, ratio, row_of
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
 SIMULATED = ("sim", "virtual")  # clocks of simulated devices
@@ -59,16 +59,16 @@ def select(text: str, results: Path) -> pd.DataFrame:
     none."""
     path = Path(text)
     if path.is_file():
-        return _repeats([Record.read(path)])
-    records = list(read_all(path if path.is_dir() else results)[0].values())
-    if path.is_dir() and records:
-        return _repeats(records)
+        return _repeats(frame.of([Record.read(path)]))
+    found = frame.of(read_all(path if path.is_dir() else results)[0].values())
     if path.is_dir():
-        raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
+        if found.empty:
+            raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
+        return _repeats(found)
     name, _, wanted = text.partition(":")
-    of_method = [record for record in records if record.job.method == name]
-    if not of_method:
-        there = ", ".join(sorted({record.job.method for record in records})) or "nothing"
+    own = found[found["method"] == name]
+    if own.empty:
+        there = ", ".join(sorted(found["method"].unique())) or "nothing"
         raise ValueError(
             f"expected a file, a folder or a method recorded in {results} ({there}), got {text!r}; run it first, or try"
             " another folder with --results"
@@ -76,31 +76,27 @@ def select(text: str, results: Path) -> pd.DataFrame:
     parts = [part.partition("=") for part in wanted.split(",") if part]
     if not all(option and equals for option, equals, _ in parts):
         raise ValueError(f"expected METHOD:name=value,name=value, got {wanted!r} after the colon")
-    own = [{**record.job.options, **vars(record.job.workload)} for record in of_method]
-    chosen = [
-        record
-        for record, values in zip(of_method, own, strict=True)
-        if all(option in values and str(values[option]).lower() == value.lower() for option, _, value in parts)
-    ]
-    if not chosen:
-        there = "; ".join(sorted({_options_text(record) or "no options" for record in of_method}))
+    told = [{**record.job.options, **vars(record.job.workload)} for record in own[frame.RECORD]]
+    chosen = own[[
+        all(option in values and str(values[option]).lower() == value.lower() for option, _, value in parts)
+        for values in told
+    ]]  # fmt: skip
+    if chosen.empty:
+        there = "; ".join(sorted({_options_text(record) or "no options" for record in own[frame.RECORD]}))
         raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
     return _repeats(chosen)
 
 
-def _repeats(records: Iterable[Record]) -> pd.DataFrame:
+def _repeats(found: pd.DataFrame) -> pd.DataFrame:
     """A row for each point (name, workload and setting), the one that was run last at the end. Its `repeats` are the
     records of its newest key; interrupted ones only if there are no others."""
-    table = pd.DataFrame([
-        {
-            "name": f"{record.job.method}:{_options_text(record)}", "workload": record.job.workload,
-            "machine": machine_of(record), "budget": dataclasses.replace(record.job.budget, seconds=None),
-            "device": record.job.device, "record": record,
-        }
-        for record in records
-    ])  # fmt: skip
-    points = ["name", "workload", *SETTING]
-    newest_first = table[::-1].groupby(points, sort=False)["record"].agg(list)
+    jobs = [record.job for record in found[frame.RECORD]]
+    told = found.assign(
+        name=found["method"] + ":" + found[frame.RECORD].map(_options_text),
+        workload=[job.workload for job in jobs],
+        budget=[dataclasses.replace(job.budget, seconds=None) for job in jobs],
+    )
+    newest_first = told[::-1].groupby(["name", "workload", *SETTING], sort=False)[frame.RECORD].agg(list)
     return newest_first.map(_of_newest_key).rename("repeats")[::-1].reset_index()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from harness.core.record import Record
+from harness.figures import frame
 
 UNSAID = "not said"
 COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "recompute", "clipping")
@@ -12,11 +13,9 @@ COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "re
 
 def rows(records: list[Record]) -> list[dict[str, str]]:
     """One row for each method, set of options and dtype: its newest record that trained."""
-    newest = {}
-    for record in records:
-        if record.status == "ok" and record.origin == "run":
-            options = ", ".join(f"{name}={value}" for name, value in record.job.options.items())
-            newest[record.job.method, options, record.job.workload.dtype] = record
+    found, alike = frame.of(records), ["method", "options", "dtype"]
+    trained = found[(found["status"] == "ok") & (found["origin"] == "run")]
+    newest = trained.drop_duplicates(alike, keep="last").sort_values(alike)
     return [
         {
             "method": f"{name} {dtype}" + (f" ({options})" if options else ""),
@@ -26,7 +25,7 @@ def rows(records: list[Record]) -> list[dict[str, str]]:
             "data": f"{record.data_sha256[:8]}, in order",
             "gate": record.gate.verdict,
         }
-        for (name, options, dtype), record in sorted(newest.items())
+        for name, options, dtype, record in newest[[*alike, frame.RECORD]].itertuples(index=False)
     ]
 
 
