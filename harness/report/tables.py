@@ -18,7 +18,7 @@ from harness.core.record import Record
 from harness.evidence import examine, judge, verify
 from harness.evidence.examine import value_text
 from harness.evidence.judge import Finding
-from harness.figures.frame import options
+from harness.figures import frame
 from harness.figures.point import METRICS, FigureRow
 from harness.jobs.advise import Advice, fits_text, off_text
 from harness.jobs.command import command
@@ -80,7 +80,7 @@ class Entry:
             "gate": _joined(gate.verdict, gate.reason, gate.text),
             "run again": command(job) if record.origin == "run" else "",
             "origin": f"{record.origin}, {self.when}, clock {record.clock}",
-            "options": options(record),
+            "options": frame.options(record),
             "peaks": ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items()),
             "device memory": record.slowed_by,
             "limits": pairs(record.limits),
@@ -150,7 +150,7 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
     return {
         "record": Cell("", entry.number, links=(entry.number,)),
         "method": Cell(record.job.method, more="" if record.origin == "run" else LOG),
-        "options": options(record),
+        "options": frame.options(record),
         "layers": Cell(str(load.num_layers), load.num_layers),
         "hidden": Cell(str(load.hidden_size), load.hidden_size),
         "batch": Cell(str(load.batch_size), load.batch_size),
@@ -233,27 +233,23 @@ def claims_by_figure(
 
 def summary(entries: Sequence[Entry]) -> DataFrame:
     """A row for each method, of its newest result at each of the sizes shown: speed, memory and verdict."""
-    newest = {(entry.record.job.method, entry.record.job.workload.num_params): entry for entry in entries}
-    methods = list(dict.fromkeys(name for name, _ in newest))
-    sizes = _sizes_shown(set(newest))
-    rows = []
-    for name in methods:
-        cells: dict[str, Cell | str] = {"method": name}
-        for size in sizes:
-            cells[params_text(size)] = _did(newest[name, size]) if (name, size) in newest else ""
-        rows.append(cells)
+    found = frame.of(entry.record for entry in entries).assign(did=list(map(_did, entries)))
+    newest = found.drop_duplicates(["method", "num_params"], keep="last")
+    did = newest.pivot(index="method", columns="num_params", values="did").loc[found["method"].unique()]
+    rows = [
+        {"method": name, **{params_text(size): cell if isinstance(cell, Cell) else "" for size, cell in own.items()}}
+        for name, own in did[_sizes_shown(did.notna())].iterrows()
+    ]
     return table("Samples/s, peak of the device's or host's memory, and verdict, by parameters", rows)
 
 
-def _sizes_shown(results: set[tuple[str, int]]) -> list[int]:
-    """The largest sizes, but first those that leave no method's row empty."""
-    sizes = sorted({size for _, size in results}, reverse=True)
-    methods_of = {size: {name for name, each in results if each == size} for size in sizes}
-    without, shown = {name for name, _ in results}, []
-    while without:
-        shown.append(max(sizes, key=lambda size: len(methods_of[size] & without)))
-        without -= methods_of[shown[-1]]
-    return sorted(list(dict.fromkeys([*shown, *sizes]))[:MOST_SIZES])
+def _sizes_shown(is_there: DataFrame) -> list[int]:
+    """The largest sizes, but first those that leave no method's row empty; is_there: a row each method, a column each
+    size in ascending order."""
+    shown: list[int] = []
+    while not (has_cell := is_there[shown].any(axis=1)).all():
+        shown.append(is_there[~has_cell].sum()[::-1].idxmax())  # of the sizes of most methods the largest
+    return sorted(list(dict.fromkeys([*shown, *is_there.columns[::-1]]))[:MOST_SIZES])
 
 
 def _did(entry: Entry) -> Cell:
