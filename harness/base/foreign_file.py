@@ -21,6 +21,10 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON escapes one: half of a c
 
 
 def read_text(path: Path) -> str:
+    return read_bytes(path).decode(errors="replace")
+
+
+def read_bytes(path: Path) -> bytes:
     """Raises OSError for what is no regular file, a symbolic link included, or is too large; never waits for a pipe."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -36,7 +40,7 @@ def read_text(path: Path) -> str:
             text = f"expected at most {MOST_BYTES} bytes, got {status.st_size}"
             raise OSError(errno.EFBIG, text, str(path))
         with open(handle, "rb", closefd=False) as file:
-            return file.read().decode(errors="replace")
+            return file.read()
     finally:
         os.close(handle)
 

@@ -7,12 +7,13 @@ writes a share.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from harness.base.checked_data import checked
 from methods.pipeline import checkpoint_reader
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, folder_of
 
 PLAIN = (bool, int, float, str, list, tuple, type(None))  # options of an optimizer
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # those that torch fuses
+ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # states of the first two
+T = TypeVar("T")
+Kind: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
 def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
@@ -76,8 +82,9 @@ class Checkpoints:
             pending, self.under_way = self.under_way, None
             pending.result()
 
-    def load(self, folder: str | Path, step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Take this stage's values; the step, and the progress that save() was given."""
+    def load(self, folder: str | Path, form: type[T], step: int | None = None) -> tuple[int, T]:
+        """Take this stage's values; the step, and the progress that save() was given, of this form. Raises ValueError,
+        and has taken nothing, where the checkpoint is of another model or no Checkpoints wrote it."""
         path, chosen = choose(folder, step)
         there = _metadata(path)
         # A shared weight that was one parameter was written by one of its names.
@@ -88,15 +95,23 @@ class Checkpoints:
         for name in stored.values():
             wanted += [f"weights.{name}", f"options.{name}"]
             wanted += [key for key in there if key.startswith(f"optimizer.{name}.")]
-        found = _read(path, wanted)
         for name, master in self.masters.items():
-            weight = found[f"weights.{stored[name]}"]
-            if weight.shape != master.shape:
-                raise ValueError(f"{path}: {name} has shape {tuple(weight.shape)}, here {tuple(master.shape)}")
+            here, theirs = _kind(master), _kind(there[f"weights.{stored[name]}"])
+            if here != theirs:
+                raise ValueError(f"{path}: {name} is {_told(theirs)}, here {_told(here)}")
+        with _told_of(path):
+            for name, master in self.masters.items():
+                self._check_state(stored[name], master, there)
+        found = _read(path, wanted)
+        with _told_of(path):
+            progress = checked(form, json.loads(found["progress"]))
+            options = {name: self._options(stored[name], master, found) for name, master in self.masters.items()}
+        for name, master in self.masters.items():
             with torch.no_grad():
-                master.copy_(weight)
+                master.copy_(found[f"weights.{stored[name]}"])
             self._take_state(stored[name], master, found)
-        return chosen, json.loads(found["progress"])
+            self._group_of(master).update(options[name])
+        return chosen, progress
 
     def _state(self, name: str) -> dict[str, Any]:
         master = self.masters[name]
@@ -106,13 +121,32 @@ class Checkpoints:
         options = {key: value for key, value in group if key != "params" and isinstance(value, PLAIN)}
         return found | {f"options.{name}": json.dumps(options)}
 
+    def _check_state(self, name: str, master: nn.Parameter, there: Mapping[str, Any]) -> None:
+        """Raise ValueError for a state that this optimizer has not: torch's fused update reads and writes as many
+        elements of a state as the weight has, whatever there are."""
+        if type(self.optimizer) not in FUSED:
+            return
+        state = _of(f"optimizer.{name}.", there)
+        if type(self.optimizer) in FUSED[:2] and state and state.keys() - {"max_exp_avg_sq"} != ADAMS:
+            raise ValueError(f"{name} has the states {', '.join(sorted(state))}, not {', '.join(sorted(ADAMS))}")
+        here = _kind(master)
+        for key, kind in state.items():
+            is_number = _kind(kind) == (torch.Size(), torch.float32)
+            if _kind(kind) != here and not is_number:
+                raise ValueError(f"{key} of {name} is {_told(_kind(kind))}, here {_told(here)}")
+
+    def _options(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of the optimizer, each like the one that it has here."""
+        options, group = json.loads(found[f"options.{name}"]), self._group_of(master)
+        for key, value in options.items():
+            if not isinstance(value, PLAIN) or (key in group and not _alike(value, group[key])):
+                raise ValueError(f"the option {key} of {name} is {value!r:.80}, here {group.get(key)!r:.80}")
+        return dict(options)
+
     def _take_state(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> None:
-        prefix = f"optimizer.{name}."
-        state = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
-        if state:
+        if state := _of(f"optimizer.{name}.", found):
             # A count of steps stays where the optimizer made it: on the host, unless it is fused.
             self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
-        self._group_of(master).update(json.loads(found[f"options.{name}"]))
 
     def _placed(self, value: Any, master: nn.Parameter) -> Any:
         is_moved = isinstance(value, Tensor) and (value.ndim > 0 or bool(self._group_of(master).get("fused")))
@@ -125,17 +159,50 @@ class Checkpoints:
         raise ValueError("the optimizer lacks a parameter of this model; try one made of model.parameters()")
 
 
+def _of(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def _kind(value: Any) -> Kind:
+    """Shape and dtype of a tensor, or of one in a table; None of what is none."""
+    if isinstance(value, TensorStorageMetadata):
+        return value.size, value.properties.dtype
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
+
+
+def _told(kind: Kind) -> str:
+    return f"{str(kind[1]).removeprefix('torch.')} of shape {tuple(kind[0])}" if kind else "no tensor"
+
+
+def _alike(value: Any, here: Any) -> bool:
+    if isinstance(here, list | tuple):
+        return isinstance(value, list) and len(value) == len(here) and all(map(_alike, value, here))
+    if value is None or here is None:  # torch chooses
+        return isinstance(here if value is None else value, bool | None)
+    return isinstance(value, str) if isinstance(here, str) else isinstance(value, int | float)
+
+
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """Raise ValueError, one line, where a part of a checkpoint is of another form."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise checkpoint_reader.unreadable(path, error) from error
+
+
 def _metadata(path: Path) -> Mapping[str, Any]:
     return checkpoint_reader.metadata(path).state_dict_metadata
 
 
 def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
     there = _metadata(path)
+    if missing := [name for name in wanted if name not in there]:
+        raise checkpoint_reader.unreadable(path, ValueError(f"it lacks {missing[0]}"))
     state: dict[str, Any] = {}
     for name in wanted:
-        kind = there[name]
-        is_tensor = isinstance(kind, TensorStorageMetadata)
-        state[name] = torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None
+        kind = _kind(there[name])
+        state[name] = torch.empty(kind[0], dtype=kind[1]) if kind else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # each rank reads what it needs, without the others
         checkpoint_reader.load(path, state)

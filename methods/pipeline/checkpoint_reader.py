@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import io
+import math
 import pickle
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from harness.base.foreign_file import read_bytes
 from methods.pipeline.checkpoint_folders import COMPLETE
 
 _CONTENTS = "torch.distributed.checkpoint"
@@ -67,13 +70,34 @@ class Planner(DefaultLoadPlanner):
 def metadata(path: Path) -> Metadata:
     """The table of contents of the checkpoint in this folder. Raises ValueError for any other."""
     try:
-        found = _Unpickler(io.BytesIO((path / COMPLETE).read_bytes())).load()
+        found = _Unpickler(io.BytesIO(read_bytes(path / COMPLETE))).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))
+        if told > there:
+            raise ValueError(f"its table tells of {told} bytes of tensors, its files have {there}")
+        found.storage_meta = found.storage_meta or StorageMeta()
     except Exception as error:  # a pickle of other bytes may raise anything
         raise unreadable(path, error) from error
-    found.storage_meta = found.storage_meta or StorageMeta()
     return found
+
+
+def _num_bytes(kind: Any) -> int:
+    """What a tensor of the table takes."""
+    if isinstance(kind, BytesStorageMetadata):
+        return 0
+    if not isinstance(kind, TensorStorageMetadata) or not isinstance(kind.properties.dtype, torch.dtype):
+        raise ValueError(f"its table holds a {type(kind).__name__} as a tensor")
+    if not all(isinstance(size, int) and size >= 0 for size in kind.size):
+        raise ValueError(f"its table tells of a tensor of shape {tuple(kind.size)}")
+    return math.prod(kind.size) * kind.properties.dtype.itemsize
+
+
+def _size(file: Path) -> int:
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{file.name} is no regular file")
+    return status.st_size
 
 
 def load(path: Path, state: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -36,6 +37,29 @@ class Shape:
     chunk_size: int  # samples of a micro-batch
     schedule: str
     limit_seconds: float  # of waiting for another rank
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a checkpoint tells of the steps before it; lists hold one value a step."""
+
+    workload: dict[str, Any]
+    loss_scale: float
+    num_good: int
+    loss: list[float]
+    grad_norm: list[float]
+    loss_scales: list[float | None]
+    skipped: list[bool]
+    source: str = ""  # hash of the source that trained them
+
+    def __post_init__(self) -> None:
+        lengths = {len(each) for each in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
+        if len(lengths) > 1:
+            raise ValueError(f"expected a loss, norm, scale and skip for each step, got {sorted(lengths)} of them")
+        if any(is_skipped and scale is None for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True)):
+            raise ValueError("expected a loss scale of each step that is skipped, got None")
+        if not re.fullmatch("[0-9a-f]*", self.source):
+            raise ValueError(f"expected the hash of a source, got {self.source!r:.80}")
 
 
 @contextmanager
@@ -126,32 +150,32 @@ class GptPipeline:
 
     def save(self, folder: str, scale: LossScale, steps: Sequence[Step], source: str) -> None:
         """After the last of these steps, counted from the first of the job. `source`: hash of the method's source."""
-        progress = {"workload": asdict(self.workload), "loss_scale": scale.value, "num_good": scale.num_good}
-        progress["source"] = source
-        for name in ("loss", "grad_norm"):
-            progress[name] = [float(getattr(step, name)) for step in steps]
-        progress["loss_scales"] = [step.loss_scale for step in steps]
-        progress["skipped"] = [step.is_skipped for step in steps]
-        self.checkpoints.save(folder, len(steps), progress)
+        norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
+        progress = Progress(
+            asdict(self.workload), scale.value, scale.num_good, [float(step.loss) for step in steps], norms,
+            [step.loss_scale for step in steps], [step.is_skipped for step in steps], source,
+        )  # fmt: skip
+        self.checkpoints.save(folder, len(steps), asdict(progress))
 
     def resume(self, folder: str, scale: LossScale) -> tuple[list[Step], str]:
         """Go on after the newest complete checkpoint; the steps until then, and the source that trained them. Raises
         ValueError for one of another workload."""
-        _, progress = self.checkpoints.load(folder)
+        step, progress = self.checkpoints.load(folder, Progress)
         for name, value in asdict(self.workload).items():
-            if progress["workload"][name] != value:
-                there = progress["workload"][name]
+            if (there := progress.workload.get(name)) != value:
                 raise ValueError(
                     f"{folder}: expected a checkpoint with {name} {value}, got {there}; try another folder"
                 )
-        scale.value, scale.num_good = progress["loss_scale"], progress["num_good"]
+        if len(progress.loss) != step:
+            raise ValueError(f"{folder}: expected a checkpoint of {step} steps, got {len(progress.loss)} losses")
+        scale.value, scale.num_good = progress.loss_scale, progress.num_good
         self.masters.publish()
-        columns = [progress[name] for name in ("loss", "grad_norm", "loss_scales", "skipped")]
+        columns = (progress.loss, progress.grad_norm, progress.loss_scales, progress.skipped)
         steps = [
             Step(torch.tensor(loss), torch.tensor(norm), loss_scale=of_loss, is_skipped=is_skipped)
             for loss, norm, of_loss, is_skipped in zip(*columns, strict=True)
         ]
-        return steps, progress.get("source", "")
+        return steps, progress.source
 
     def tensors(self) -> list[TensorState]:
         """The whole model's, on rank 0, in the host's memory; sent by the first replica's ranks."""

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ from methods.pipeline.transport import Transport, backend_of, join
 
 __all__ = ["CutPoint", "Varuna"]
 SCALE_WINDOW = 1000  # good steps in a row that double the loss scale
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a checkpoint tells of the steps before it."""
+
+    num_steps: int
+    loss_scale: float
+    num_good: int
 
 
 class Varuna(nn.Module):
@@ -304,17 +314,17 @@ class Varuna(nn.Module):
             if self._link.saved == step:  # to write it again would leave none meanwhile
                 return self._checkpoints.under_way or done()
             self._link.saved = step
-        progress = {"num_steps": self.num_steps, "loss_scale": self._loss_scale, "num_good": self._num_good}
-        return self._checkpoints.save(self._folder(folder), step, progress)
+        progress = Progress(self.num_steps, self._loss_scale, self._num_good)
+        return self._checkpoints.save(self._folder(folder), step, asdict(progress))
 
     def load_checkpoint(self, folder: str | Path | None = None, step: int | None = None) -> int:
         """Go on from a complete checkpoint, the newest if no step is given, of any stages and replicas; its step."""
-        chosen, progress = self._checkpoints.load(self._folder(folder), step)
+        chosen, progress = self._checkpoints.load(self._folder(folder), Progress, step)
         if folder is None and self._link:
             self._link.saved = chosen
-        self.num_steps = progress["num_steps"]
+        self.num_steps = progress.num_steps
         if self._is_dynamic:
-            self._loss_scale, self._num_good = progress["loss_scale"], progress["num_good"]
+            self._loss_scale, self._num_good = progress.loss_scale, progress.num_good
         self._masters.publish()
         return chosen
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import json
 import os
 import pickle
 import random
 import shutil
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from methods.pipeline import checkpoint_reader
 from methods.pipeline.checkpoint import Checkpoints, read
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, complete_steps, folder_of
+from methods.pipeline.gpt_pipeline import Progress
 
 MOMENTS = 50
 
@@ -29,7 +33,8 @@ def state(step: int) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer, Ch
     masters = {f"layer.{number}": nn.Parameter(torch.full((64, 64), float(step + number))) for number in range(4)}
     optimizer = torch.optim.AdamW(masters.values())
     for master in masters.values():
-        optimizer.state[master] = {"step": torch.tensor(float(step)), "exp_avg": torch.full((64, 64), step / 3)}
+        moments = {name: torch.full((64, 64), step / 3) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[master] = {"step": torch.tensor(float(step)), **moments}
     return masters, optimizer, Checkpoints(masters, optimizer, list(masters), (0, 0, 1))
 
 
@@ -47,7 +52,7 @@ def test_a_checkpoint_is_read_back_to_the_bit(tmp_path: Path) -> None:
     masters, optimizer, checkpoints = state(7)
     checkpoints.save(tmp_path, 7, {"step": 7}).result()
     others, other_optimizer, other = state(1)
-    assert other.load(tmp_path) == (7, {"step": 7})
+    assert other.load(tmp_path, dict) == (7, {"step": 7})
     for name, master in masters.items():
         assert torch.equal(others[name], master)
         for key, value in optimizer.state[master].items():
@@ -85,7 +90,7 @@ def test_a_checkpoint_of_an_older_python_is_read(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
     assert b"getattr" in (folder_of(tmp_path, 7) / COMPLETE).read_bytes()
-    assert state(1)[2].load(tmp_path) == (7, {"step": 7})
+    assert state(1)[2].load(tmp_path, dict) == (7, {"step": 7})
 
 
 def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: Path) -> None:
@@ -99,13 +104,78 @@ def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: P
         read(tmp_path)
 
 
+PROGRESS = asdict(Progress({"num_layers": 2}, 1.0, 7, *([1.0] * 7, [1.0] * 7, [None] * 7, [False] * 7)))
+MOMENT, OPTIONS = "optimizer.layer.1.exp_avg", "options.layer.1"
+TAMPERED: dict[str, dict[str, Any]] = {
+    "exp_avg of layer.1 is float32 of shape (3,), here float32 of shape (64, 64)": {MOMENT: torch.zeros(3)},
+    "exp_avg of layer.1 is float64 of shape (64, 64), here float32": {MOMENT: torch.zeros(64, 64, dtype=torch.float64)},
+    "exp_avg of layer.1 is no tensor, here float32 of": {MOMENT: "hello"},
+    "layer.1 has the states evil, exp_avg, exp_avg_sq, step, not": {"optimizer.layer.1.evil": torch.zeros(3)},
+    "layer.1 has the states exp_avg_sq, step, not": {MOMENT: None},
+    "the option betas of layer.1 is 'x', here (0.9, 0.999)": {OPTIONS: json.dumps({"betas": "x"})},
+    "Expecting ',' delimiter": {OPTIONS: "[1"},
+    "'list' object has no attribute 'items'": {OPTIONS: "[1]"},
+    "it lacks progress": {"progress": None},
+    "the JSON object must be str, bytes or bytearray, not int": {"progress": 5},
+    "recursion": {"progress": "[" * 100_000},
+    "loss.0: expected a valid number, got 'a'": {"progress": json.dumps(PROGRESS | {"loss": ["a"] * 7})},
+    "a loss, norm, scale and skip for each step, got [5, 7]": {"progress": json.dumps(PROGRESS | {"loss": [1.0] * 5})},
+    "expected the hash of a source, got 'x": {"progress": json.dumps(PROGRESS | {"source": "x\ny"})},
+    "expected a loss scale of each step that is skipped": {"progress": json.dumps(PROGRESS | {"skipped": [True] * 7})},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("told", TAMPERED)
+def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(tmp_path: Path, told: str) -> None:
+    state(7)[2].save(tmp_path, 7, PROGRESS).result()
+    parts = {name: value for name, value in (read(tmp_path) | TAMPERED[told]).items() if value is not None}
+    shutil.rmtree(folder_of(tmp_path, 7))
+    dcp.save(parts, checkpoint_id=folder_of(tmp_path, 7), no_dist=True)
+    masters, _, checkpoints = state(1)
+    before = {name: master.clone() for name, master in masters.items()}
+    with pytest.raises(ValueError, match="expected a checkpoint, got damaged or foreign files: ") as caught:
+        checkpoints.load(tmp_path, Progress)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert all(torch.equal(master, before[name]) for name, master in masters.items())
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_a_size_that_the_files_do_not_have_takes_no_memory(tmp_path: Path, part: str) -> None:
+    state(7)[2].save(tmp_path, 7, PROGRESS).result()
+    path = folder_of(tmp_path, 7)
+    table = checkpoint_reader.metadata(path)
+    name = next(name for name in table.state_dict_metadata if name.startswith(part))
+    table.state_dict_metadata[name].size = torch.Size([10**13])
+    (path / COMPLETE).write_bytes(pickle.dumps(table))
+    for load in (lambda: read(tmp_path), lambda: state(1)[2].load(tmp_path, Progress)):
+        with pytest.raises(ValueError, match=r"its table tells of \d+ bytes of tensors, its files have \d+"):
+            load()
+
+
+def test_a_weight_of_another_shape_is_of_another_model(tmp_path: Path) -> None:
+    state(7)[2].save(tmp_path, 7, PROGRESS).result()
+    masters, optimizer, _ = state(1)
+    masters["layer.1"] = nn.Parameter(torch.zeros(64, 32))
+    told = r"layer.1 is float32 of shape \(64, 64\), here float32 of shape \(64, 32\)"
+    with pytest.raises(ValueError, match=told):
+        Checkpoints(masters, optimizer, list(masters), (0, 0, 1)).load(tmp_path, Progress)
+
+
+def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:
+    state(7)[2].save(tmp_path, 7, PROGRESS).result()
+    (folder_of(tmp_path, 7) / COMPLETE).unlink()
+    os.mkfifo(folder_of(tmp_path, 7) / COMPLETE)
+    with pytest.raises(ValueError, match="expected a regular file"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_truncated_file_is_told_with_its_checkpoint(tmp_path: Path, size: int) -> None:
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
     (file,) = folder_of(tmp_path, 7).glob("*.distcp")
     os.truncate(file, size)
     with pytest.raises(ValueError, match=rf"{folder_of(tmp_path, 7)}: .*; try an older step$"):
-        state(1)[2].load(tmp_path)
+        state(1)[2].load(tmp_path, dict)
 
 
 @pytest.mark.parametrize("name", ["step_00000018.bak", "step_", "step_-1", "step_x"])
