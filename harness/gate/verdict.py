@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.core.job import WEIGHT_DECAY
+from harness.core.job import WEIGHT_DECAY, Workload
 from harness.core.record import VERDICTS, Gate, Record
 from harness.gate import departures, evidence
 from harness.gate.evidence import MOMENTS, Flaw
@@ -157,12 +157,19 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     parts, missing = _told_by(record, probe)
     untested += missing
     if tested:
-        of = record.job.workload.num_layers
-        depth_told = f" of {layers} of its {of} layers" if layers < of else ""
-        untested.insert(0, f"probe: {steps} steps{depth_told} in {' and '.join(tested)}, {', '.join(parts)}")
+        size = _smaller(probe.trials[0].record.job.workload, record.job.workload)
+        untested.insert(0, f"probe: {steps} steps{size} in {' and '.join(tested)}, {', '.join(parts)}")
     elif record.job.workload.learning_rate_at(record.job.steps) * WEIGHT_DECAY < SMALLEST_DECAY:
         untested.append("decay was not tested")
     return dataclasses.replace(verdict, text="; ".join([verdict.text, *untested]), evidence=rests)
+
+
+def _smaller(probed: Workload, whole: Workload) -> str:
+    """How much of the run's model a probe trained; empty where all: what begins beyond that, it cannot see."""
+    sizes = {"layers": "num_layers", "columns": "hidden_size", "tokens": "seq_len", "words": "vocab_size"}
+    pairs = {told: (getattr(probed, name), getattr(whole, name)) for told, name in sizes.items()}
+    parts = [f"{part} of {of} {told}" for told, (part, of) in pairs.items() if part < of]
+    return f" at {', '.join(parts)}" if parts else ""
 
 
 def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:

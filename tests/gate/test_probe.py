@@ -270,7 +270,7 @@ def test_equal_bits_take_no_measure_of_rounding_and_the_next_size_takes_no_probe
     events: list[dict] = []
     record = Sweep(tmp_path, report=events.append).run([job(num_layers=5)])[0]
     assert probed(events) == [("l2l", 4, 1, "fp32"), ("resident", 4, 1, "fp32")]
-    assert record.gate.verdict == "exact" and "probe: 20 steps of 4 of its 5 layers in fp32" in record.gate.text
+    assert record.gate.verdict == "exact" and "probe: 20 steps at 4 of 5 layers in fp32" in record.gate.text
     events.clear()
     Sweep(tmp_path, report=events.append).run([job(num_layers=6)])
     assert probed(events) == []
@@ -306,8 +306,8 @@ def test_forgotten_decay_fails_by_the_probe_alone(tmp_path: Path, in_process: No
 @pytest.mark.parametrize(
     ("fault", "extent", "told"),
     [
-        ("no decay beyond layer 4", Extent(layers=ALL_LAYERS), "probe: 20 steps of 4 of its 6 layers in fp32"),
-        ("no decay after step 20", Extent(steps=40), "probe: 20 steps of 4 of its 6 layers in fp32"),
+        ("no decay beyond layer 4", Extent(layers=ALL_LAYERS), "probe: 20 steps at 4 of 6 layers in fp32"),
+        ("no decay after step 20", Extent(steps=40), "probe: 20 steps at 4 of 6 layers in fp32"),
     ],
 )
 def test_more_layers_or_steps_see_what_is_wrong_in_them_alone(
@@ -336,7 +336,9 @@ def test_a_later_verdict_rests_on_no_less_and_trains_nothing_again(tmp_path: Pat
 def test_a_probe_has_a_size_of_its_own_which_larger_jobs_share(tmp_path: Path, in_process: None) -> None:
     events: list[dict] = []
     for sizes in ({"hidden_size": 128, "seq_len": 96, "vocab_size": 600}, {"hidden_size": 96, "seq_len": 80}):
-        Sweep(tmp_path, report=events.append).run([job(num_heads=8, **{"vocab_size": 576, **sizes})])
+        record = Sweep(tmp_path, report=events.append).run([job(num_heads=8, **{"vocab_size": 576, **sizes})])[0]
+        size = f"64 of {sizes['hidden_size']} columns, 64 of {sizes['seq_len']} tokens"  # what lies beyond is not seen
+        assert f"probe: 20 steps at {size}, 512 of {sizes.get('vocab_size', 576)} words" in record.gate.text
     loads = [event["job"].workload for event in events if event.get("role") == "probe" and event["event"] == "start"]
     sizes = {(load.hidden_size, load.num_heads, load.seq_len, load.vocab_size) for load in loads}
     assert sizes == {(64, 8, 64, 512)} and len(loads) == 2
