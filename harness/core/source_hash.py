@@ -3,7 +3,8 @@
 The closure is read from the source: every import of a module of harness/ or methods/ or of one that lies beside the
 method's file, also within a function or by import_module(), but not under TYPE_CHECKING. A C++ or Python file that a
 module of the closure names, and that lies beside it, belongs to it. Of an installed package the version counts, of one
-that lies elsewhere on Python's path its files. A run that executes more than that has no verdict.
+that lies elsewhere on Python's path its code, and that of the packages which it imports. A run that executes more than
+that has no verdict.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.base.checkout import ROOT
+from harness.core.corpus_files import sampled_hash
 
 # What every method trains on and is judged by, whether its own file imports it or not.
 SHARED = tuple(
@@ -33,6 +36,10 @@ OWN = {"harness", "methods", "bench"}  # packages of this project
 INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that have versions
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py)")
 LOADERS = {"import_module", "__import__"}
+CODE = {".py", ".so", ".cpp", ".h", ".cu"}
+# Of a package elsewhere: parsing takes 5 ms a file, and such a package may have hundreds.
+IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+(\w[^\n#;]*))", re.MULTILINE)
+FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
 
 class Contents(NamedTuple):
@@ -105,21 +112,45 @@ def _parsed(data: bytes) -> Contents:
 
 
 def _packages(found: Mapping[Path, Contents]) -> list[str]:
-    """Names of the packages outside this project that a closure imports."""
+    """Names of the packages outside this project that a closure imports, and those that are not installed import."""
     modules = {name for contents in found.values() for name in contents.modules if not name.startswith(".")}
-    return sorted({name.partition(".")[0] for name in modules} - OWN - sys.stdlib_module_names)
+    names, waiting = set[str](), {name.partition(".")[0] for name in modules}
+    while waiting := waiting - names - OWN - sys.stdlib_module_names:
+        names |= waiting
+        files = [file for name in waiting for file in _code(name) if file.suffix == ".py"]
+        there = {name for file in files for name in _mentioned(file.read_text(errors="replace"))}
+        waiting = {name for name in there - names if _places(name)}  # a text in words names none, or by chance one
+    return sorted(names)
+
+
+def _mentioned(text: str) -> Iterator[str]:
+    """Names of the packages that a file's lines import."""
+    for of_from, of_import in IMPORTS.findall(text):
+        yield from [of_from] if of_from else FIRST.findall(of_import)
 
 
 def _package(name: str) -> str:
-    """What tells one state of a package from another: the version of what is installed, else the hash of its files."""
-    places = _places(name)
-    if INSTALLED & {part for place in places for part in place.parts} and (version := _version(name)):
+    """What tells one state of a package from another: the version of what is installed, else the hash of its code."""
+    if version := _installed(name):
         return version
-    digest = hashlib.sha256()
-    for place in places:
-        for file in sorted(place.rglob("*.py")) or [place]:
-            digest.update(file.read_bytes() if file.is_file() else b"")
+    digest, places = hashlib.sha256(), _places(name)
+    for file in _code(name):
+        place = next(place for place in places if file.is_relative_to(place))
+        data = sampled_hash(file).encode() if file.suffix == ".so" else file.read_bytes()  # which may have GBs
+        digest.update(f"{file.relative_to(place)} {len(data)} ".encode(errors="replace") + data)
     return digest.hexdigest() if places else "missing"
+
+
+def _code(name: str) -> list[Path]:
+    """The files of a package that is not installed."""
+    places = [] if _installed(name) else _places(name)
+    files = (file for place in places for file in (place.rglob("*") if place.is_dir() else [place]))
+    return sorted(file for file in files if file.suffix in CODE and file.is_file())
+
+
+def _installed(name: str) -> str:
+    """The version of a package in a folder of installed ones; empty elsewhere."""
+    return _version(name) if INSTALLED & {part for place in _places(name) for part in place.parts} else ""
 
 
 def _places(name: str) -> list[Path]:
@@ -149,7 +180,8 @@ def _needed(source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
         for base in bases:
             module = base.joinpath(*rest)
             above = [base.joinpath(*rest[:depth]) for depth in range(1, len(rest))]
-            for file in (module.with_suffix(".py"), *(folder / "__init__.py" for folder in (module, *above))):
+            files = [module.with_name(f"{module.name}{ending}") for ending in (".py", *EXTENSION_SUFFIXES)]
+            for file in (*files, *(folder / "__init__.py" for folder in (module, *above))):
                 if file.is_file():
                     yield file.resolve()
     for name in contents.files:
@@ -179,9 +211,8 @@ def _imported(node: ast.AST) -> Iterator[str]:
             package = "." * child.level + (child.module or "")
             yield package
             yield from (f"{package}{'.' * bool(child.module)}{item.name}" for item in child.names)
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for other in child.orelse:
-                yield from _imported(other)
+        elif isinstance(child, ast.If) and _name(child.test) == "TYPE_CHECKING":
+            yield from _imported(ast.Module(child.orelse, []))
         else:
             if isinstance(child, ast.Call) and _name(child.func) in LOADERS:
                 words = (word.value for word in child.args[:1] if isinstance(word, ast.Constant))
@@ -189,5 +220,5 @@ def _imported(node: ast.AST) -> Iterator[str]:
             yield from _imported(child)
 
 
-def _name(function: ast.expr) -> str:
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+def _name(of: ast.expr) -> str:
+    return of.id if isinstance(of, ast.Name) else getattr(of, "attr", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,21 @@ def test_an_import_for_types_alone_does_not_count(tree: Path) -> None:
     assert not changes(tree, "mine.py", "methods/streaming/slot.py")
 
 
+@pytest.mark.parametrize("head", ["if TYPE_CHECKING:\n    pass\nelse:", "if not TYPE_CHECKING:"])
+def test_an_import_beside_one_for_types_counts(tmp_path: Path, head: str) -> None:
+    (tmp_path / "mine.py").write_text(f"from typing import TYPE_CHECKING\n{head}\n    from ._part import A\n")
+    (tmp_path / "_part.py").write_text("A = 1")
+    assert (tmp_path / "_part.py").resolve() in source_hash.closure(tmp_path / "mine.py")
+
+
+def test_a_compiled_module_beside_the_method_belongs_to_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from . import _fast\n")
+    fast = tmp_path / f"_fast{EXTENSION_SUFFIXES[0]}"
+    fast.write_bytes(b"\x7fELF")
+    assert fast.resolve() in source_hash.closure(tmp_path / "mine.py")
+    assert not source_hash.Listed.of(tmp_path / "mine.py").lacks([str(fast)])
+
+
 def test_a_library_beside_an_outside_method_counts(tree: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -101,7 +117,7 @@ def test_a_library_beside_an_outside_method_counts(tree: Path, tmp_path: Path) -
     assert source_hash.source_hash(folder / "mine.py") != before
 
 
-@pytest.mark.parametrize("file", ["aside.py", "aside/__init__.py", "aside/part.py"])
+@pytest.mark.parametrize("file", ["aside.py", "aside/__init__.py", "aside/part.py", "aside/_fast.so"])
 def test_a_package_on_pythons_path_counts_by_its_files(
     tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +130,30 @@ def test_a_package_on_pythons_path_counts_by_its_files(
     before = source_hash.source_hash(tmp_path / "mine.py")
     assert source_hash.source_hash(tmp_path / "mine.py") == before
     path.write_text("RATE = 2\n")
+    assert source_hash.source_hash(tmp_path / "mine.py") != before
+
+
+def test_a_file_of_another_name_is_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "path" / "aside").mkdir(parents=True)
+    (tmp_path / "path" / "aside" / "part.py").write_text("RATE = 1\n")
+    (tmp_path / "mine.py").write_text("import aside\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    before = source_hash.source_hash(tmp_path / "mine.py")
+    (tmp_path / "path" / "aside" / "part.py").rename(tmp_path / "path" / "aside" / "other.py")
+    assert source_hash.source_hash(tmp_path / "mine.py") != before
+
+
+@pytest.mark.parametrize("line", ["import beyond", "import json, beyond.part as b", "    from beyond.part import RATE"])
+def test_a_package_that_one_on_pythons_path_imports_counts(
+    tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, text in (("aside.py", f"try:\n    pass\n{line}\n"), ("beyond/part.py", "RATE = 1\n")):
+        (tmp_path / "path" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "path" / file).write_text(text)
+    (tmp_path / "mine.py").write_text("import aside\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    before = source_hash.source_hash(tmp_path / "mine.py")
+    (tmp_path / "path" / "beyond" / "part.py").write_text("RATE = 2\n")
     assert source_hash.source_hash(tmp_path / "mine.py") != before
 
 
@@ -163,5 +203,6 @@ def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
 def test_an_installed_package_counts_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("import yaml\n")
     before = source_hash.source_hash(tmp_path / "mine.py")
-    monkeypatch.setattr(source_hash, "_version", lambda name: "0.0.1" if name == "yaml" else "")
+    version = source_hash._version
+    monkeypatch.setattr(source_hash, "_version", lambda name: "0.0.1" if name == "yaml" else version(name))
     assert source_hash.source_hash(tmp_path / "mine.py") != before
