@@ -54,6 +54,7 @@ class Machine(TypedDict, total=False):
     gpu: str
     cpu: str
     cores: int
+    affinity: str  # which cores the run might use, such as 0,2-3, where it might not use all
     environment: str  # variables of the caller's that change kernels or threads, such as OMP_NUM_THREADS=2
     host_bytes: int
     ranks: list[dict[str, Any]]

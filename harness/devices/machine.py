@@ -47,10 +47,21 @@ def facts() -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
+        **affinity(),
         "host_bytes": host_bytes(),
         "os": platform.platform(),
         **gpu(),
     }
+
+
+def affinity() -> dict[str, str]:
+    """The cores that this process may use, as {"affinity": "0,2-3"}; empty where it may use all. Two of them may share
+    a physical core, or be slower than others."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if not cores or len(cores) == os.cpu_count():
+        return {}
+    runs = zip(sorted(cores - {core + 1 for core in cores}), sorted(cores - {core - 1 for core in cores}), strict=True)
+    return {"affinity": ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)}
 
 
 def kernel_environment() -> dict[str, str]:
@@ -71,7 +82,7 @@ def checked() -> dict[str, str]:
     """The facts that make two measurements comparable; part of a job's identity."""
     names = ("cpu", "cores", "gpu")
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
-    found |= kernel_environment()
+    found |= affinity() | kernel_environment()
     # Fragmentation decides what fits.
     return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found
 

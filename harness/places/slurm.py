@@ -134,7 +134,8 @@ class Slurm:
         """The partition's name instead of the facts of the machine that submits."""
         nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
         nodes |= {"image": str(self.image)} if self.image else {}
-        return {"cpu": "", "cores": "", "gpu": "", **{f"slurm_{name}": value for name, value in nodes.items()}}
+        here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
+        return here | {f"slurm_{name}": value for name, value in nodes.items()}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """KeyboardInterrupt cancels the submitted jobs, lets them finish their records, and is raised again."""

@@ -34,8 +34,9 @@ In it are
   installed package its version, of one that lies elsewhere on Python's path a hash of its files. A run that executes
   other Python code than this, such as a module whose name it computes, is `untested`, and says which file;
 - the corpus: sizes, and hashes of 256 blocks, of its two files, wherever they lie;
-- the machine: CPU or GPU, cores that the run may use, versions of torch, numpy, DeepSpeed and megatron-core, variables
-  that change kernels or threads, such as `OMP_NUM_THREADS`, and those of torch's allocator on a GPU;
+- the machine: CPU or GPU, how many and which cores the run may use, versions of torch, numpy, DeepSpeed and
+  megatron-core, variables that change kernels or threads, such as `OMP_NUM_THREADS`, and those of torch's allocator
+  on a GPU;
 - the place: for containers and Slurm, what names the image and the nodes.
 
 Not in it are the trace, comments and layout of Python, the harness around the method, the operating system, drivers,

@@ -13,6 +13,7 @@ import pytest
 from harness.core.job import GIB, MOST_LAYERS, Budget, Job, Plan, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
+from harness.devices import machine
 from harness.jobs.progress import _Lines, closing_line, print_results
 from harness.jobs.sweep import Sweep, largest, resolve
 from harness.report.tables import Entry, record_row
@@ -49,6 +50,20 @@ def test_other_threads_are_another_measurement_and_on_record(tmp_path: Path, mon
         names.append((record.key, machine_of(record)))
         assert record.machine["environment"] == f"OMP_NUM_THREADS={number}"
     assert len({key for key, _ in names}) == len({name for _, name in names}) == 2
+
+
+def test_as_many_other_cores_are_another_measurement_and_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job,) = jobs("resident")
+    keys = {Sweep(tmp_path).key(job)}
+    monkeypatch.setattr(machine, "facts", machine.facts.__wrapped__)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for cores, told in (({0, 2, 3}, "0,2-3"), ({0, 1, 2}, "0-2"), ({7}, "7")):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
+        keys.add(Sweep(tmp_path).key(job))
+        assert machine.facts()["affinity"] == told
+    assert len(keys) == 4
 
 
 @pytest.mark.parametrize("name", ["OMP_THREAD_LIMIT", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "CUDA_DEVICE_MAX_CONNECTIONS"])
