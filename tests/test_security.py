@@ -41,7 +41,7 @@ PROMISES = {
     "Code that a run loads is in its identity": [
         "core/test_source_hash.py::test_of_the_executed_files_those_are_told_that_the_hash_lacks",
         "run/test_launch.py::test_code_that_a_run_executes_beyond_its_identity_is_on_record",
-        "jobs/test_gate.py::test_a_run_of_code_that_its_identity_lacks_is_untested",
+        "gate/test_verdict.py::test_a_run_of_code_that_its_identity_lacks_is_untested",
     ],
     "**Packages.** Set-up installs only files": [
         "test_setup.py::test_a_file_of_another_hash_is_refused_by_name",
