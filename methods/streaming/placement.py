@@ -71,8 +71,10 @@ def _runs(kinds: str) -> str:
 def spread(kinds: str, num_streamed: int) -> str:
     """Spread streamed layers evenly among others: their states load the link as steadily as the others' updates load
     the host."""
+    if not num_streamed:  # a search tries thousands of depths, each layer by layer
+        return kinds
     total, others = len(kinds) + num_streamed, iter(kinds)
-    at = [i * num_streamed // total for i in range(total + 1)] if total else []
+    at = [i * num_streamed // total for i in range(total + 1)]
     return "".join("S" if at[i + 1] > at[i] else next(others) for i in range(total))
 
 
