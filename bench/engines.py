@@ -19,8 +19,9 @@ from harness.core import method
 from harness.core.job import Job, Workload, gib
 from harness.core.record import Record
 from harness.devices import machine
+from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
-from harness.jobs.sweep import Sweep, resolve
+from harness.jobs.sweep import Sweep
 
 WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, batch_size=4, vocab_size=8192)
 

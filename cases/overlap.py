@@ -22,7 +22,8 @@ from harness.core.record import Record, read_all
 from harness.figures import case, plot
 from harness.figures.point import machine_of
 from harness.figures.profile import Profile, call
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
 
 METHODS = ("stronghold",)

@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.core.job import Budget, Plan, Workload, several
 from harness.core.method import Method, Step, Trained, Training, largest_depth
+from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import gpt_shards, gpt_tensors
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe
@@ -166,6 +167,7 @@ class Hydra(Method):
 
     def _plan(self, workload: Workload, num_layers: int) -> Plan:
         size, whole, tensors = workload.weight_bytes, workload.num_params, gpt_tensors(workload)
+        states = OPTIMIZER_BYTES[workload.dtype]
         shards = gpt_shards(workload, num_layers)
         num_shards, largest = sum(count for count, _ in shards), max(each.num_bytes(workload) for _, each in shards)
         boundary = workload.boundary_bytes
@@ -185,7 +187,7 @@ class Hydra(Method):
         norms = self.num_models * (len(embedding | head) + workload.num_layers * len(block)) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
         device["activations"] += 8 * workload.batch_size * workload.seq_len  # tokens of a rehearsal
-        host = {"weights": size * whole, "gradients": size * whole, "optimizer": (8 if size == 4 else 12) * whole}
+        host = {"weights": size * whole, "gradients": size * whole, "optimizer": states * whole}
         host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
         host["gradients"] += size * whole if self._halves(workload.dropout) else 0
         moved = self.num_models * self._moved_bytes(workload, whole, num_shards)
@@ -202,5 +204,5 @@ class Hydra(Method):
             fetched += 2 * max(0, num_shards - hits)
             home = 2
         size = workload.weight_bytes
-        states = 2 * (8 if size == 4 else 12) * num_params
+        states = 2 * OPTIMIZER_BYTES[workload.dtype] * num_params
         return states + size * num_params * (fetched + home * num_shards) // num_shards

@@ -21,7 +21,7 @@ from harness.core.job import Budget, Plan, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.source_hash import source_hash
 from methods.pipeline.checkpoint_folders import choose, complete_steps
-from methods.pipeline.partition import gpt_stages, pass_flops, stage_bytes
+from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES, step_seconds
 from methods.shared.memory_needs import describe
@@ -174,12 +174,8 @@ class VarunaMethod(Method):
         options = dataclasses.asdict(chosen)
         seconds = None
         if budget.rates:
-            # Ranks on a host share its cores.
-            rate = budget.rates.device_flops_per_second / (self.world_size if budget.rates.is_host else 1)
-            passes = [
-                {kind: chunk_size * flops / rate for kind, flops in pass_flops(workload, stage).items()}
-                for stage in stages
-            ]
+            num_sharing = self.world_size if budget.rates.is_host else 1  # ranks on a host share its cores
+            passes = [passes_of(workload, stage, chunk_size, budget.rates, num_sharing) for stage in stages]
             [seconds] = step_seconds(self.schedule, [(passes, samples // chunk_size, 0.0)])
         return Plan(
             max(needs, key=lambda need: sum(need.values())), options=options, step_seconds=seconds,

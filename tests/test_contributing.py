@@ -17,7 +17,8 @@ from harness.core.record import Record
 from harness.devices import named_machines
 from harness.evidence import claims
 from harness.figures import case, profile
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from tests.support import records
 from tests.support.cli import run
 from tests.support.page import page_blocks

@@ -24,7 +24,8 @@ from harness.core.record import Gate, Record
 from harness.devices import named_machines
 from harness.evidence import claims
 from harness.figures import frame
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from harness.places import slurm
 from harness.report import bundle
 from tests.support import cli, records

@@ -13,8 +13,8 @@ from harness.core import method
 
 # A package imports from those before it, and from itself.
 ORDER = (
-    "harness/base", "harness/core", "harness/gate", "harness/devices", "harness/run", "harness/places", "harness/jobs",
-    "harness/artifact_logs", "harness/simulation",
+    "harness/base", "harness/core", "harness/gate", "harness/devices", "harness/forecast", "harness/run",
+    "harness/places", "harness/jobs", "harness/artifact_logs", "harness/simulation",
     "methods/shared", "methods/offload",
     "methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines", "methods",
     "methods/probe",
@@ -22,7 +22,8 @@ ORDER = (
     "bench", "tests",
 )  # fmt: skip
 SEEN_BY_METHODS = {
-    "harness/base", "harness/core", "harness/devices", "harness/simulation", "methods/shared", "methods/offload",
+    "harness/base", "harness/core", "harness/devices", "harness/forecast", "harness/simulation",
+    "methods/shared", "methods/offload",
 }  # fmt: skip
 LIBRARIES = {"methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines"}
 FOLDERS = ("harness", "methods", "cases", "tests", "bench")

@@ -16,7 +16,7 @@ from harness.base.checkout import ROOT
 from harness.cli import main
 from harness.cli.job_options import make_jobs
 from harness.core import method
-from harness.jobs.sweep import resolve
+from harness.forecast.fit import resolve
 from harness.report import record_schema
 from tests.test_packages import LIBRARIES, ORDER, SEEN_BY_METHODS, package_of
 

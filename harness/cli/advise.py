@@ -16,8 +16,8 @@ from harness.core import method
 from harness.core.job import Budget, Workload, params_text
 from harness.core.record import read_all
 from harness.devices import named_machines
-from harness.jobs import memories
-from harness.jobs.advise import Advice, fits_text, named_place, off_text, sized, this_place
+from harness.forecast import memories
+from harness.forecast.advise import Advice, fits_text, named_place, off_text, sized, this_place
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")

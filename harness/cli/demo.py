@@ -19,9 +19,10 @@ from harness.core.record import Record
 from harness.evidence import collect
 from harness.figures import case
 from harness.figures.profile import Profile
+from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
 from harness.jobs.progress import reporter
-from harness.jobs.sweep import Sweep, resolve
+from harness.jobs.sweep import Sweep
 from harness.report import page
 from harness.run.prepare import prepare
 

@@ -96,7 +96,7 @@ def measure(workload: Workload, device: str, results: Path) -> None:
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
     with turn(Job("calibration", workload, device=device), lambda event: print(event["text"], flush=True)):
         found = ask("methods.streaming.calibrate", arguments)
-    entry = {"device": device, "dtype": workload.dtype, "forward_flops": machine.forward_flops(workload)}
+    entry = {"device": device, "dtype": workload.dtype, "forward_flops": workload.layer_flops}
     day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     load = machine.surroundings(device).get("load_average")
     asked = {name: getattr(workload, name) for name in ("hidden_size", "batch_size", "seq_len")}

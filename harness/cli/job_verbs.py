@@ -17,10 +17,11 @@ from harness.cli.job_options import WithMethods, check_corpus, job_options, make
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
 from harness.core.job import Budget, Job
 from harness.devices import budgets, machine, named_machines
-from harness.jobs import memories
+from harness.forecast import memories
+from harness.forecast.fit import resolve
 from harness.jobs.next_calls import next_calls
 from harness.jobs.progress import print_results, reporter
-from harness.jobs.sweep import Sweep, resolve
+from harness.jobs.sweep import Sweep
 
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of search largest
 EXAMPLES = """\b
@@ -56,7 +57,7 @@ def sweep(**words: Any) -> None:
 @click.option("--exact", is_flag=True, help="Add the device peak of a rehearsal, for methods that have one.")
 def plan(exact: bool, **words: Any) -> None:
     """Show what each method needs, and the largest depth that should fit. Trains nothing, allocates nothing."""
-    from harness.jobs import plan_table, published_laws
+    from harness.forecast import plan_table, published_laws
 
     folders, name = _folders(words), words["machine_name"]
     jobs = make_jobs(words, folders)
@@ -68,7 +69,7 @@ def plan(exact: bool, **words: Any) -> None:
     jobs = [dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
             for job in jobs]  # fmt: skip
     found = [plan_table.row(job, folders, exact) for job in jobs]
-    is_published = name == published_laws.MACHINE and published_laws.is_published(jobs[0].workload)
+    is_published = name == named_machines.PUBLISHED and published_laws.is_published(jobs[0].workload)
     published = plan_table.published_rows(_published_budget(name, asked)) if is_published else []
     if words["as_json"]:
         for row in (*found, *({"published": row} for row in published)):

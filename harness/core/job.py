@@ -20,6 +20,7 @@ MOST = 10**9  # upper bound of every count, so that products stay finite
 MOST_LAYERS = 2**20  # plans take a step for each layer
 MOST_PLANNED = 1e100  # bytes: what a float holds with room, and more than any product of counts
 # What a plan counts bytes of, in each memory.
+MEMORIES = ("device", "host", "disk")
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 # The optimizer of the published runs: AdamW, linear warm-up, cosine decay.
@@ -112,17 +113,18 @@ class Workload:
         """Floating-point operations of one step: forward, full recompute of every layer, backward; causal attention is
         half of full. Not counted: the embedding's look-up, elementwise work. A recompute that stops before a layer's
         last product does 8 T D^2 a layer less."""
-        return 4 * self._layer_flops + self.head_flops_per_step
+        return 4 * self.num_layers * self.layer_flops + self.head_flops_per_step
 
     @property
     def model_flops_per_step(self) -> float:
         """The same without the recompute, as for MFU."""
-        return 3 * self._layer_flops + self.head_flops_per_step
+        return 3 * self.num_layers * self.layer_flops + self.head_flops_per_step
 
     @property
-    def _layer_flops(self) -> float:
+    def layer_flops(self) -> float:
+        """Of one layer's forward pass."""
         tokens = self.batch_size * self.seq_len
-        return self.num_layers * (24 * tokens * self.hidden_size**2 + 2 * tokens * self.seq_len * self.hidden_size)
+        return float(24 * tokens * self.hidden_size**2 + 2 * tokens * self.seq_len * self.hidden_size)
 
     @property
     def head_flops_per_step(self) -> float:
@@ -251,16 +253,20 @@ class Plan:
         kinds = {kind: self.device.get(kind, 0) + self.host.get(kind, 0) for kind in {**self.device, **self.host}}
         return dataclasses.replace(self, device={}, host=kinds)
 
+    def lacks(self, budget: Budget) -> dict[str, int]:
+        """Bytes missing, by memory; empty if the plan fits."""
+        plan, names = self.pooled(budget), {memory: f"{memory}_bytes" for memory in MEMORIES}
+        there = {memory: size for memory, name in names.items() if (size := getattr(budget, name)) is not None}
+        missing = {memory: getattr(plan, names[memory]) - size for memory, size in there.items()}
+        return {memory: size for memory, size in missing.items() if size > 0}
+
     def shortfall(self, budget: Budget) -> str | None:
         """The first memory that does not suffice, with its kinds, or None if the plan fits."""
-        plan = self.pooled(budget)
-        for memory in ("device", "host", "disk"):
-            need, have = getattr(plan, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")
-            if have is not None and need > have:
-                kinds = getattr(plan, memory)
-                parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)
-                which = "memory" if memory == "host" and budget.device_bytes is None else f"{memory} memory"
-                return f"needs {gib(need)} of {which} ({parts}), there is {gib(have)}"
+        for memory in self.lacks(budget):
+            plan, have = self.pooled(budget), getattr(budget, f"{memory}_bytes")
+            parts = ", ".join(f"{kind} {gib(size)}" for kind, size in getattr(plan, memory).items() if size)
+            which = "memory" if memory == "host" and budget.device_bytes is None else f"{memory} memory"
+            return f"needs {gib(getattr(plan, f'{memory}_bytes'))} of {which} ({parts}), there is {gib(have)}"
         return None
 
 

@@ -1,7 +1,8 @@
 """The rates of a machine, as achieved, that bound a step. Standard library only.
 
 Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
-machines.yaml. They decide what is planned, never what is measured, so they are no part of a job's identity.
+machines.yaml. They decide what is planned, never what is measured, so they are no part of a job's identity. What they
+make of a step is in harness/forecast.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ FACTS = (
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
 TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people, of which no rate is made
-# A parameter's update in memory: gradient and state read, state written; a bf16 weight is half of its master.
-ADAM_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 
@@ -61,14 +60,6 @@ class Rates:
                 raise ValueError(f"a machine's {item.name} must be positive, not {value}")
         if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
             raise ValueError("forward_share must be below 1, duplex_share and disk_duplex_share at most 1")
-
-    def compute_seconds(self, flops: float, head_flops: float) -> tuple[float, float]:
-        """Seconds of a step of so many FLOPs, the head's included: of the forward pass with the head, and of the
-        backward pass with its recompute."""
-        head = self.head_flops_per_second
-        apart = head_flops / head if head else 0.0
-        rest = (flops - head_flops if head else flops) / self.device_flops_per_second
-        return self.forward_share * rest + apart, (1 - self.forward_share) * rest
 
     @property
     def duplex_bytes_per_second(self) -> float:

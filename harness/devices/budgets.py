@@ -1,4 +1,4 @@
-"""Enforces the budgets of a run, and limits its time.
+"""Enforces the budgets of a run.
 
 The host's budget is the anonymous and shared memory of the worker, imports included. In the worker RLIMIT_DATA turns
 an excess into an exception. Around the worker a memory group of the kernel, if one may be made, is the hard wall: it
@@ -27,11 +27,6 @@ LEAST_ROOM_BYTES = 64 * MIB  # beyond the imports
 AGENT_BYTES = 256 * MIB  # of torchrun's agent, which is inside the wall and trains nothing
 # The wall's distance from the budget: page tables, kernel stacks and code pages are charged to the group, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
-# Rates of the slowest honest run: a loaded machine of two cores is well above them.
-FLOPS_PER_SECOND = {"cuda": 5e11}
-SLOWEST_FLOPS_PER_SECOND = 2e8
-STATE_BYTES_PER_PARAM, STATE_BYTES_PER_SECOND = 64, 1e8  # all states to a slow disk and back
-FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 
 def check(budget: Budget, device: str, world_size: int = 1) -> None:
@@ -118,22 +113,6 @@ def wall_bytes(job: Job) -> int | None:
         return None
     agent = AGENT_BYTES if job.world_size > 1 else 0
     return int(job.budget.host_bytes * (1 + WALL_SHARE)) + WALL_BYTES + agent
-
-
-def deadline_seconds(job: Job) -> float:
-    """The time of a job without --timeout."""
-    return FLOOR_SECONDS + 2 * job.steps * _slowest_step_seconds(job)
-
-
-def silence_seconds(job: Job) -> float:
-    """The time between two events, a step or a phase, of a job without --timeout."""
-    return SILENCE_SECONDS + 2 * _slowest_step_seconds(job)
-
-
-def _slowest_step_seconds(job: Job) -> float:
-    rate = FLOPS_PER_SECOND.get(job.device, SLOWEST_FLOPS_PER_SECOND)
-    moving = STATE_BYTES_PER_PARAM * job.workload.num_params / STATE_BYTES_PER_SECOND
-    return job.workload.flops_per_step / rate + moving
 
 
 def _limit_data(job: Job) -> str:

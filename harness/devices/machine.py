@@ -38,6 +38,9 @@ KERNEL_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE",
     "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
 )  # fmt: skip
+# Of a layer's forward pass of one sample, so that models in batches of other sizes compute alike. Below, a second
+# thread gains nothing, and two that wait busily took up to 25 times as long beside other work, results/LOG.md.
+FLOPS_FOR_THREADS = 1e8
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 
@@ -225,8 +228,7 @@ def rates(device: str, workload: Workload) -> Rates | None:
     found = [entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)]
     if not found:
         return None
-    size = forward_flops(workload)
-    return Rates(**min(found, key=lambda entry: abs(math.log(entry["forward_flops"] / size)))["rates"])
+    return Rates(**min(found, key=lambda entry: abs(math.log(entry["forward_flops"] / workload.layer_flops)))["rates"])
 
 
 def calibrations() -> list[dict[str, Any]]:
@@ -249,9 +251,9 @@ def keep_calibration(entry: dict[str, Any]) -> None:
     write_whole(CALIBRATION, text)
 
 
-def forward_flops(workload: Workload) -> float:
-    """FLOPs of one layer's forward pass: what its recompute adds to a step."""
-    return (workload.flops_per_step - workload.model_flops_per_step) / workload.num_layers
+def is_small(workload: Workload) -> bool:
+    """True if a CPU computes its layers by one thread."""
+    return workload.layer_flops / workload.batch_size < FLOPS_FOR_THREADS
 
 
 def _calibrated_facts() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from harness.core.rates import Rates, of_facts
 from harness.devices import cuda_budget, machine
 
 FILE = ROOT / "machines.yaml"
+PUBLISHED = "v100-vm"  # the machine of the published runs
 EXAMPLE = "v100-vm: {device_memory: 32GiB}"
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}

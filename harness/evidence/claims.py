@@ -20,11 +20,12 @@ from harness.base.checkout import ROOT
 from harness.base.foreign_file import read_yaml
 from harness.base.registry import Registry
 from harness.core import method
+from harness.devices import named_machines
 from harness.figures import case
 from harness.figures.point import METRICS
 
 FOLDER = ROOT / "claims"
-PAPER_MACHINE = "v100-vm"
+PAPER_MACHINE = named_machines.PUBLISHED
 MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim holds
 REGISTRY = Registry("claim", FOLDER)  # what is added is read instead of this project's
 AXES = ("num_layers", "window_size")  # along which a shape is claimed

@@ -25,11 +25,12 @@ from harness.devices import machine
 from harness.evidence import claims
 from harness.figures import any_runs, case
 from harness.figures.profile import Profile
+from harness.forecast.fit import resolve
+from harness.forecast.run_time import PROCESS_SECONDS, run_seconds
 from harness.gate.probe import Extent
-from harness.jobs.estimate import PROCESS_SECONDS, run_seconds
 from harness.jobs.largest_depth import Probes, find
 from harness.jobs.progress import reporter
-from harness.jobs.sweep import Report, Sweep, resolve
+from harness.jobs.sweep import Report, Sweep
 
 PROBES = 5  # of a search
 

@@ -19,8 +19,9 @@ from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
 from harness.evidence.fairness import COLUMNS
+from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
-from harness.jobs.sweep import Sweep, resolve
+from harness.jobs.sweep import Sweep
 
 # At this rate each step moves the weights by more than they are rounded.
 TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)

@@ -15,11 +15,11 @@ from typing import Any
 from harness.core import method
 from harness.core.job import Budget, Job, Workload, gib
 from harness.devices import cuda_budget, machine, named_machines, sim
-from harness.jobs.scale import PUBLISHED_ON, shrunk
+from harness.jobs.scale import shrunk
+from methods.shared.memory_needs import state_bytes
 
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
-STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32, on the host if its layer is streamed
 PROBE = {"steps": 5, "warmup": 2}  # of a search: memory has settled
 ROOM = 0.9  # of a budget: what a plan with free choices may fill, as plans leave something out
 
@@ -118,7 +118,7 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     is_whole = name == "paper" or (name == "fit" and "gpu" in facts)
     factor = 1 if is_whole else 4 if name == "quick" else 16
     device = "sim" if factor == 16 else "cuda"
-    memories = _memories(on, facts, device) if is_whole else _memories(on or PUBLISHED_ON, {}, device)
+    memories = _memories(on, facts, device) if is_whole else _memories(on or named_machines.PUBLISHED, {}, device)
     workload, budget = _shrunk(factor, memories, on_gpu=factor < 16)
     lengths = {"steps": 20, "warmup": 5, "repeats": 3} if name == "paper" else {"steps": 10, "warmup": 3, "repeats": 1}
     found = Profile(f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=15)
@@ -137,7 +137,8 @@ def _demo() -> Profile:
 def _fitted(found: Profile, methods: Iterable[str]) -> Profile:
     """At the depths planned for its memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
-    streamed = int(ROOM * (found.budget.host_bytes or 0) / (STATE_BYTES * found.workload.layer_params))
+    at_home = sum(state_bytes(found.workload, host=True).values())  # of each parameter of a layer that is streamed
+    streamed = int(ROOM * (found.budget.host_bytes or 0) / (at_home * found.workload.layer_params))
     return dataclasses.replace(found, common=max(2, common), deepest=max(3, common + 1, streamed))
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from harness.core import method
 from harness.core.job import Budget, Job, gib
 from harness.devices import machine, named_machines
+from harness.forecast.fit import largest, resolve
+from harness.forecast.run_time import probe_seconds, run_seconds, text
 from harness.gate.probe import Extent
-from harness.jobs import estimate
 from harness.jobs.command import command
-from harness.jobs.scale import PUBLISHED_ON, to_fit
-from harness.jobs.sweep import largest, resolve
+from harness.jobs.scale import to_fit
 
 
 def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -36,7 +36,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
         if told := _minutes(smaller, folders):
             yield command(smaller, is_short=True), f"the largest depth that fits as it is; {told}"
     is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None  # no budget was asked for
-    for name in sorted(named_machines.names(), key=lambda name: name != PUBLISHED_ON) if is_of_here else ():
+    for name in sorted(named_machines.names(), key=lambda name: name != named_machines.PUBLISHED) if is_of_here else ():
         budget = named_machines.load(name).budget
         if budget.device_bytes and budget.host_bytes and _fits(job, budget, folders):
             bare = dataclasses.replace(job, budget=Budget(), device=machine.devices()[0])
@@ -75,6 +75,6 @@ def _minutes(job: Job, folders: tuple[Path, ...]) -> str:
     if shortfall:
         return ""
     rates = machine.rank_budget(job).rates
-    run = estimate.run_seconds(resolved, plan, rates)
-    probe = estimate.probe_seconds(resolved, run, method.load(job.method, folders), Extent())
-    return f"about {estimate.text(2 * run + probe)}, reference and probe included"
+    run = run_seconds(resolved, plan, rates)
+    probe = probe_seconds(resolved, run, method.load(job.method, folders), Extent())
+    return f"about {text(2 * run + probe)}, reference and probe included"

@@ -13,7 +13,7 @@ from harness.base.console import print_table, readable, terminal
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
-from harness.jobs import estimate
+from harness.forecast import run_time
 from harness.run.launch import Report
 
 LEAST_FORETOLD = 30.0  # seconds
@@ -71,19 +71,19 @@ class _Lines:
             self.told = job if event.get("total", 1) > 1 else None
             self.steps, self.host_bytes, self.has_reference = job.steps, plan.host_bytes, event.get("has_reference")
             self.probe_runs = event.get("probe_runs", 0.0)
-            if (foreseen := event.get("foreseen_seconds", 0.0)) > estimate.LONG_SECONDS:
-                told = f"about {estimate.text(foreseen)}{self._included()}"
-                self.write(f"long: {told}, by the machine's rates or a rough guess: {estimate.SHORTER}")
+            if (foreseen := event.get("foreseen_seconds", 0.0)) > run_time.LONG_SECONDS:
+                told = f"about {run_time.text(foreseen)}{self._included()}"
+                self.write(f"long: {told}, by the machine's rates or a rough guess: {run_time.SHORTER}")
             options = "".join(f" {name}={value}" for name, value in job.options.items())
             seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
             if (own := event.get("run_seconds", 0.0)) >= LEAST_TOLD:
-                seconds += f"; takes about {estimate.text(own)}"
+                seconds += f"; takes about {run_time.text(own)}"
             self.write(
                 f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
                 f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{seconds}"
             )
-            if LEAST_FORETOLD < foreseen <= estimate.LONG_SECONDS:
-                self.write(f"  about {estimate.text(foreseen)} in all{self._included()}")
+            if LEAST_FORETOLD < foreseen <= run_time.LONG_SECONDS:
+                self.write(f"  about {run_time.text(foreseen)} in all{self._included()}")
         elif kind == "recorded":
             self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
         elif kind == "step":
@@ -115,8 +115,8 @@ class _Lines:
         left = (self.steps - event["step"]) * event["seconds"]
         left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and left > LEAST_FORETOLD:
-            told = f"about {estimate.text(left)} left{self._included()}"
-            self.write(f"  {told}{f': {estimate.SHORTER}' if left > estimate.LONG_SECONDS else ''}")
+            told = f"about {run_time.text(left)} left{self._included()}"
+            self.write(f"  {told}{f': {run_time.SHORTER}' if left > run_time.LONG_SECONDS else ''}")
 
     def _included(self) -> str:
         parts = ["its reference"] * bool(self.has_reference) + ["its probe"] * bool(self.probe_runs)

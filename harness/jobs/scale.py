@@ -10,9 +10,8 @@ from typing import Any
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
-from harness.jobs.estimate import run_seconds
+from harness.forecast.run_time import run_seconds
 
-PUBLISHED_ON = "v100-vm"  # of machines.yaml: its memories are taken where a job has no budgets
 MOST_SECONDS = 60.0  # of a run and its reference
 MOST_OF_HOST = 0.5  # of this machine's memory
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
@@ -35,7 +34,7 @@ def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, B
 def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
     """The job on the simulated device, in the published machine's memories if it has no budgets of its own, by the
     least factor with which it takes about a minute here; and the factor."""
-    published = named_machines.load(PUBLISHED_ON).budget
+    published = named_machines.load(named_machines.PUBLISHED).budget
     given = {name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")}
     whole = dataclasses.replace(published, rates=None, **given, seconds=job.budget.seconds)
     assert whole.device_bytes and whole.host_bytes

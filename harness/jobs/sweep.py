@@ -16,87 +16,17 @@ from harness.base.whole_file import own_folder
 from harness.core import log_lines, method
 from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.failures import Failure
-from harness.core.job import OF_SEVERAL_MODELS, Budget, Job, Plan
+from harness.core.job import Budget, Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
-from harness.devices import budgets, cuda_budget, device_lock, machine
+from harness.devices import device_lock, machine
+from harness.forecast.fit import largest, resolve
+from harness.forecast.run_time import probe_seconds, run_seconds
 from harness.gate import probe
 from harness.gate.probe import MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
 from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
-from harness.jobs import estimate
 from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
-
-
-def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | None]:
-    """The job with its plan's options, the plan, and the shortfall, if any. Raises ValueError for wrong options."""
-    trained = method.create(job.method, job.options, folders)
-    method.check(trained, job.workload, folders)
-    if job.device == "cuda":
-        budgets.check_device(job.budget.device_bytes)
-    budget = machine.rank_budget(job)
-    plan = trained.plan(job.workload, budget)
-    options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
-    for name in OF_SEVERAL_MODELS:
-        if (told := options.get(name, 1)) != (asked := job.options.get(name, 1)):
-            raise ValueError(f"{job.method}: expected {name} {asked}, as the job asks, got {told} of the method's own")
-    resolved = dataclasses.replace(job, options=options)
-    shortfall = plan.shortfall(budget)
-    if shortfall is None:
-        return resolved, plan, None
-    hint = _hint(job, budget, folders)
-    if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
-        least = plan.device_bytes
-        if job.device == "cuda":
-            least = cuda_budget.budget_bytes(least, machine.context_bytes())
-        hint += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
-    each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
-    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
-
-
-def _hint(job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
-    """The largest size that fits instead; without the placement if none fits with it."""
-    asked = _asked(job, budget, folders)
-    depth, placement = largest(method.create(job.method, asked, folders), job, budget), asked.pop("placement", None)
-    if not depth and placement:
-        depth = largest(method.create(job.method, asked, folders), job, budget)
-        if depth:
-            return f"the largest that should fit without --placement {placement} has -l {depth}"
-    return f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
-
-
-def _asked(job: Job, budget: Budget, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """The options the user gave; those the plan filled in are dropped."""
-
-    def planned(options: dict[str, Any]) -> dict[str, Any]:
-        return method.create(job.method, options, folders).plan(job.workload, budget).options
-
-    asked, chosen = dict(job.options), planned(job.options)
-    for name in job.options if chosen.keys() == asked.keys() else ():
-        others = {option: value for option, value in asked.items() if option != name}
-        with contextlib.suppress(ValueError):  # one that has to be given
-            asked = others if planned(others) == chosen else asked
-    return asked
-
-
-def largest(trained: method.Method, job: Job, budget: Budget) -> int:
-    """Layers of the deepest model of this job that fits the budget by the method's plan; 0 if none does."""
-
-    def fits(num_layers: int, unplanned: bool) -> bool:
-        try:
-            plan = trained.plan(job.workload.at_depth(num_layers), budget)
-        except ValueError:  # a window beyond these few layers, or a placement of another number of them
-            return unplanned
-        return plan.shortfall(budget) is None
-
-    def may_fit(num_layers: int) -> bool:
-        is_shallow = num_layers < job.world_size  # with fewer stages than ranks, each of which may need more
-        return is_shallow or fits(num_layers, num_layers < job.workload.num_layers)
-
-    depth = method.largest_depth(may_fit)
-    lower = range(min(depth, job.world_size) - 1, 0, -1)
-    return next((found for found in (depth, *lower) if found and fits(found, False)), 0)
-
 
 PROBES = Extent()  # of a sweep that is not told
 SHARERS = 4  # runs that share a device must fit in the machine's memory together: each takes this part at most
@@ -219,7 +149,7 @@ class Sweep:
     def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
         """Seconds of the job, with those of a reference and a probe that are still to run; if there is such a
         reference; and as how many runs of the job the probe takes. Of a job that nobody asked for its own seconds."""
-        run = estimate.run_seconds(job, plan, machine.rank_budget(job).rates)
+        run = run_seconds(job, plan, machine.rank_budget(job).rates)
         if not is_asked_for:
             return {"run_seconds": run}
         other = self._reference(job)
@@ -239,7 +169,7 @@ class Sweep:
             layers = min(self.extent.layers, job.workload.num_layers)
             if known == there and _probed(record) == _probed(record).or_more(self.extent._replace(layers=layers)):
                 return 0.0
-        return estimate.probe_seconds(job, run, method.load(job.method, self.folders), self.extent)
+        return probe_seconds(job, run, method.load(job.method, self.folders), self.extent)
 
     def _launch(self, job: Job, key: str, plan: Plan) -> Path:
         self.measured_now.add(key)
@@ -251,7 +181,7 @@ class Sweep:
             is_timed = key in self.timed_keys or needed > machine.host_bytes() / SHARERS
             path = launch(
                 job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(job, key),
-                is_timed=is_timed, foreseen_seconds=estimate.run_seconds(job, plan, machine.rank_budget(job).rates),
+                is_timed=is_timed, foreseen_seconds=run_seconds(job, plan, machine.rank_budget(job).rates),
             )  # fmt: skip
         self.records[path] = Record.read(path)
         return path

@@ -27,6 +27,7 @@ from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
 from harness.devices.device_lock import turn
+from harness.forecast.run_time import deadline_seconds
 from harness.places import container_user
 from harness.places.container_user import CODE, Exchange
 from harness.places.place import ORDERED, KeyedJobs, Report, order, place_record, write_end
@@ -227,7 +228,7 @@ class Running:
         from docker.errors import APIError
 
         self.events, self.stopped, self.errors = Events(ORDERED, report), "", ""
-        self.seconds = job.budget.seconds or budgets.deadline_seconds(job)
+        self.seconds = job.budget.seconds or deadline_seconds(job)
         self.container: Any = None
         try:
             self.container = client.containers.create(**settings)

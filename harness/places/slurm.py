@@ -30,7 +30,7 @@ from harness.core import failures
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
-from harness.devices import budgets
+from harness.forecast.run_time import deadline_seconds
 from harness.places.docker import PYTHON, folders_shown, memory_limit
 from harness.places.place import ORDERED, KeyedJobs, Report, order, place_record, write_end
 from harness.places.slurm_node import node_stem, perform_on_node
@@ -166,7 +166,7 @@ class Slurm:
 
     def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
         """submitit's parameters for a job: sbatch's options, and srun's, which starts the container."""
-        seconds = (job.budget.seconds or budgets.deadline_seconds(job)) + START_SECONDS
+        seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
         found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"}
         if requeue := self.options.get("requeue"):

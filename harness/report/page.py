@@ -27,7 +27,7 @@ from harness.figures import case, plot
 from harness.figures import profile as scaled
 from harness.figures.point import FEWEST_FOR_INTERVAL, FigureRow
 from harness.figures.profile import Profile
-from harness.jobs import advise
+from harness.forecast import advise
 from harness.jobs.command import command
 from harness.report import tables as pages
 from harness.report.tables import Cell, Entry

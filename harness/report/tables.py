@@ -20,7 +20,7 @@ from harness.evidence.examine import value_text
 from harness.evidence.judge import Finding
 from harness.figures import frame
 from harness.figures.point import METRICS, FigureRow
-from harness.jobs.advise import Advice, fits_text, off_text
+from harness.forecast.advise import Advice, fits_text, off_text
 from harness.jobs.command import command
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"

@@ -23,10 +23,11 @@ import psutil
 
 from harness.base.child_process import child_environment
 from harness.core import failures, log_lines, method
-from harness.core.job import Job, Workload
+from harness.core.job import Job
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, cgroup, machine
 from harness.devices.device_lock import turn
+from harness.forecast import run_time
 from harness.run import ranks, scratch, warm_start
 
 SAMPLE_SECONDS = 0.1
@@ -37,9 +38,6 @@ AFTER_A_STOP = ("interrupted", "crash", "unavailable")  # an import that is brok
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
 EXPANDABLE = "expandable_segments:True"
-# Of a layer's forward pass of one sample, so that models in batches of other sizes compute alike. Below, a second
-# thread gains nothing, and two that wait busily took up to 25 times as long beside other work, results/LOG.md.
-FLOPS_FOR_THREADS = 1e8
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -79,13 +77,8 @@ def environment(job: Job) -> dict[str, str]:
     device memory to another process, which would forbid this."""
     if job.device == "cuda":
         return ({} if machine.allocator_settings() else {"PYTORCH_ALLOC_CONF": EXPANDABLE}) | child_environment()
-    has_one_thread = is_small(job.workload) and job.world_size == 1
+    has_one_thread = machine.is_small(job.workload) and job.world_size == 1
     return ({"OMP_NUM_THREADS": "1"} if has_one_thread else {}) | child_environment()
-
-
-def is_small(workload: Workload) -> bool:
-    """True if a CPU computes its layers by one thread."""
-    return machine.forward_flops(workload) / workload.batch_size < FLOPS_FOR_THREADS
 
 
 class Events:
@@ -266,7 +259,7 @@ class Watch:
         self._sample_shm()
         kills = (self.group.oom_kills() if self.group else 0) - self.kills[0]
         limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
-        allowed_seconds = budgets.silence_seconds if self.stopped == "silence" else budgets.deadline_seconds
+        allowed_seconds = run_time.silence_seconds if self.stopped == "silence" else run_time.deadline_seconds
         return failures.End(
             phase=self.events.phase, code=self.rank["code"] if self.rank else self.process.wait(),
             stopped=self.stopped, seconds=self.job.budget.seconds or allowed_seconds(self.job),
@@ -328,9 +321,9 @@ class Watch:
         if self.stopped:
             if now - self.signalled > GRACE_SECONDS:
                 self._signal(signal.SIGKILL)
-        elif now - self.began > (asked or budgets.deadline_seconds(self.job)):
+        elif now - self.began > (asked or run_time.deadline_seconds(self.job)):
             self._stop("deadline", signal.SIGTERM)
-        elif not asked and now - self.last_event > budgets.silence_seconds(self.job):
+        elif not asked and now - self.last_event > run_time.silence_seconds(self.job):
             self._stop("silence", signal.SIGTERM)
 
     def _stop(self, why: str, number: signal.Signals) -> None:

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.core.job import gib
+from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.pipeline.grouping import group
 from methods.pipeline.partition import BUCKET_BYTES
 from methods.pipeline.profile import Profile, SectionCost, read
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import step_seconds
 
-# Of a parameter's weight, gradient, and Adam's two moments; in fp16 with a master, and gradients in fp32.
-STATE_BYTES, FP16_STATE_BYTES = 16, 18
 GRADIENT_BYTES = 4  # of a parameter, as replicas sum them
+# Of a parameter: its weight, gradient, and what Adam keeps.
+STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))}
 AT_ONCE = 16  # configurations predicted side by side
 
 
@@ -191,7 +192,7 @@ class AutoConfig:
                     *(costs[cut].activation_bytes for cut in cuts[-1:])]  # fmt: skip
         summed = [GRADIENT_BYTES * count * (num_replicas > 1) for count in counts]
         needs = [
-            (FP16_STATE_BYTES if self.profile.fp16 else STATE_BYTES) * count
+            STATE_BYTES["fp16" if self.profile.fp16 else "fp32"] * count
             + max(inputs + _graph_bytes(costs[stage]), min(BUCKET_BYTES, num_bytes))
             for stage, count, inputs, num_bytes in zip(stages, counts, received, summed, strict=True)
         ]

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from harness.core.job import Workload
-from harness.core.rates import ADAM_BYTES, Rates
-from methods.pipeline.partition import SAVED_BOUNDARIES, GptStage, gpt_stages, pass_flops
+from harness.core.rates import Rates
+from harness.forecast.resources import device_update_seconds
+from methods.pipeline.partition import SAVED_BOUNDARIES, GptStage, passes_of
 from methods.pipeline.profile import Message, Profile, Section, SectionCost
 
 
@@ -27,24 +28,13 @@ def by_flops(
 
 
 def _section(workload: Workload, stage: GptStage, rates: Rates, sizes: Iterable[int]) -> Section:
-    flops, count, costs = pass_flops(workload, stage), stage.num_params(workload), []
+    count, costs = stage.num_params(workload), []
     for size in sizes:
         part = replace(workload, batch_size=size, micro_batches=1)
-        forward, recompute, backward = (size * flops[kind] / rates.device_flops_per_second for kind in "FRB")
+        forward, recompute, backward = passes_of(workload, stage, size, rates).values()
         saved = 0 if stage.is_last else math.ceil(SAVED_BOUNDARIES) * part.boundary_bytes
         peak = part.head_bytes if stage.is_last else max(saved, part.layer_bytes)
         sent = 0 if stage.is_last else part.boundary_bytes
         # The head's gradients come with its loss, which the last stage computes in its only forward pass.
         costs.append(SectionCost(size, forward, recompute or forward, backward, 0.0, saved, peak, sent))
-    return Section(count, count * ADAM_BYTES[workload.dtype] / rates.device_bytes_per_second, costs)
-
-
-def stage_passes(workload: Workload, num_stages: int, chunk_size: int, rates: Rates) -> list[dict[str, float]]:
-    """Seconds of each stage's passes of a micro-batch."""
-    return [
-        {
-            kind: chunk_size * flops / rates.device_flops_per_second
-            for kind, flops in pass_flops(workload, stage).items()
-        }
-        for stage in gpt_stages(workload, num_stages)
-    ]
+    return Section(count, device_update_seconds(count, workload, rates), costs)

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 
 from harness.core.job import Workload
+from harness.core.rates import Rates
+from harness.forecast.resources import OPTIMIZER_BYTES, pass_seconds
 
 SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer, as in methods/hydra.py
 IN_FLIGHT = 4  # messages of a kind that a rank has under way
@@ -68,8 +70,16 @@ def gpt_stages(workload: Workload, num_stages: int) -> list[GptStage]:
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
     """FLOPs of each pass of one sample. The head's gradients are computed with its loss."""
     one = replace(workload, batch_size=1, micro_batches=1)
-    layer = (one.flops_per_step - one.model_flops_per_step) / one.num_layers * stage.num_layers
+    layer = one.layer_flops * stage.num_layers
     return {"F": layer + one.head_flops_per_step * stage.is_last, "R": layer, "B": 2 * layer}
+
+
+def passes_of(
+    workload: Workload, stage: GptStage, chunk_size: int, rates: Rates, num_sharing: int = 1
+) -> dict[str, float]:
+    """Seconds of each pass of a micro-batch. `num_sharing`: ranks that share the device."""
+    flops = pass_flops(workload, stage)
+    return {kind: pass_seconds(chunk_size * each, rates, num_sharing) for kind, each in flops.items()}
 
 
 def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:
@@ -116,7 +126,7 @@ def stage_bytes(
     return {
         "weights": size * params,
         "gradients": 4 * params,
-        "optimizer": (8 if size == 4 else 12) * params,
+        "optimizer": OPTIMIZER_BYTES[workload.dtype] * params,
         "activations": max(moments),
         "buffers": messages,
     }

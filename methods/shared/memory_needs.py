@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from harness.core.job import Budget, Plan, Workload
+from harness.forecast.resources import OPTIMIZER_BYTES
 
 CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
 BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in mixed precision
@@ -36,9 +37,9 @@ def writable(disk: str | None) -> Path:
 def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:
     """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; in bf16 the host's weights are half
     of it. Temporary fp32 copies of an update are not counted."""
-    size = workload.weight_bytes
-    master = 0 if size == 4 else 2 if host and workload.dtype == "bf16" else 4
-    return {"weights": size, "gradients": size, "optimizer": 8 + master}
+    size, kept = workload.weight_bytes, OPTIMIZER_BYTES[workload.dtype]
+    halves = 2 if host and workload.dtype == "bf16" else 0
+    return {"weights": size, "gradients": size, "optimizer": kept - halves}
 
 
 def page_locked(size: int, budget: Budget) -> int:
@@ -71,7 +72,7 @@ def resident_plan(workload: Workload) -> Plan:
         (4 * params, 0),  # the update
     )
     gradients, activations = max(moments, key=sum)
-    states = {"weights": size * params, "gradients": gradients, "optimizer": (8 if size == 4 else 12) * params}
+    states = {"weights": size * params, "gradients": gradients, "optimizer": OPTIMIZER_BYTES[workload.dtype] * params}
     return Plan({**states, "activations": activations})
 
 

@@ -25,10 +25,11 @@ import torch
 from harness.core.gpt import DTYPES
 from harness.core.job import Workload
 from harness.core.method import Unavailable
-from harness.core.rates import ADAM_BYTES, Rates
+from harness.core.rates import Rates
 from harness.devices.budgets import context_since
-from harness.devices.machine import facts, forward_flops, gpu_free_bytes
+from harness.devices.machine import facts, gpu_free_bytes
 from harness.devices.streams import Device
+from harness.forecast.resources import UPDATE_BYTES
 from methods.offload import adamw_kernel
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
@@ -59,22 +60,21 @@ def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any
 def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
     """The rates of what measure() found; `workload` is the one that was computed."""
     layer, head_seconds = found["compute"]["layer"], found["compute"]["head_seconds"]
-    updates, copied, adam_bytes = found["updates"], found["copies"], ADAM_BYTES[workload.dtype]
+    updates, copied, update_bytes = found["updates"], found["copies"], UPDATE_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
     inbound, outbound = copied["inbound_page_locked"], copied["outbound_page_locked"]
     read, written = found["disk"]["read"], found["disk"]["write"]
     layer_seconds = layer["forward_seconds"] + layer["backward_seconds"]
-    layer_flops = (workload.flops_per_step - workload.head_flops_per_step) / workload.num_layers
-    under_copies = adam_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
+    under_copies = update_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
     return Rates(
-        device_flops_per_second=layer_flops / layer_seconds,
+        device_flops_per_second=4 * workload.layer_flops / layer_seconds,
         forward_share=layer["forward_seconds"] / layer_seconds,
         head_flops_per_second=workload.head_flops_per_step / head_seconds,
-        device_bytes_per_second=adam_bytes * updates["on_device"],
+        device_bytes_per_second=update_bytes * updates["on_device"],
         inbound_bytes_per_second=inbound,
         outbound_bytes_per_second=outbound,
         duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
-        host_bytes_per_second=max(adam_bytes * alone, under_copies),  # the most that was seen to pass through at once
+        host_bytes_per_second=max(update_bytes * alone, under_copies),  # the most that was seen to pass through at once
         host_adam_params_per_second=alone,
         streamed_cost=updates["on_device"] / updates["streamed"],
         ahead_cost=max(1.0, updates["alone"][str(loaded["threads"])] / updates["ahead"]),
@@ -88,7 +88,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
 def computable(workload: Workload, device: str) -> Workload:
     """The workload itself, or on a CPU fewer tokens of it: as fast, a token, and done in time."""
     for size, least in (("batch_size", 1), ("seq_len", 64)):
-        while device != "cuda" and forward_flops(workload) > CPU_LAYER_FLOPS and getattr(workload, size) > least:
+        while device != "cuda" and workload.layer_flops > CPU_LAYER_FLOPS and getattr(workload, size) > least:
             workload = dataclasses.replace(workload, **{size: getattr(workload, size) // 2})
     return workload
 

@@ -23,15 +23,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from harness.core.job import Budget, Plan, Workload
-from harness.core.rates import ADAM_BYTES, Rates
+from harness.core.job import MEMORIES, Budget, Plan, Workload
+from harness.core.rates import Rates
+from harness.forecast.resources import UPDATE_BYTES, Forecast, compute_seconds, device_update_seconds, seconds_of
 from methods.shared.memory_needs import state_bytes, stored_numel
 from methods.streaming.placement import spread
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
 SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
-MEMORIES = ("device", "host", "disk")
 Counts = Mapping[str, float]  # of each kind or memory: layers, bytes
 PlanOf = Callable[[Workload, dict[str, int]], Plan]  # the needs of these numbers of layers of each kind
 
@@ -46,13 +46,6 @@ class Row(NamedTuple):
 
     def total(self, counts: Counts) -> float:
         return self.seconds + sum(self.per_layer.get(kind, 0.0) * count for kind, count in counts.items())
-
-
-class Forecast(NamedTuple):
-    """Seconds of a step, and the row that binds each pool."""
-
-    seconds: float
-    binds: str
 
 
 class Carried(NamedTuple):
@@ -84,25 +77,25 @@ def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
 def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     """The rows of every resource that bounds a step."""
     deferred = clipping == "deferred"
-    params, adam = workload.layer_params, ADAM_BYTES[workload.dtype]
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
-    forward, backward = rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)
-    on_device = params * adam / rates.device_bytes_per_second
-    on_host = ahead * params / rates.host_adam_params_per_second
-    ends = workload.end_params * adam / rates.device_bytes_per_second
+    forward, backward = compute_seconds(workload, rates)
+    on_device, ends = (
+        device_update_seconds(params, workload, rates) for params in (workload.layer_params, workload.end_params)
+    )
+    on_host = seconds_of("host cores", ahead * workload.layer_params, rates)
     updates = {"R": on_device} | dict.fromkeys("SQ", rates.streamed_cost * on_device)
     updates |= dict.fromkeys("PWD", on_host) if rates.is_host else {}
     stored, last = stored_bytes(workload), FORWARD if deferred else BACKWARD
+    on_disk = {"disk reads": stored, "disk writes": stored, "disk both ways": 2 * stored}
     found = [
         Row("compute", last, forward + (0.0 if deferred else backward) + ends, updates),
         *([Row("compute", BACKWARD, backward, {})] if deferred else []),
         Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)),
-        Row("disk reads", last, 0.0, {"D": stored / rates.disk_read_bytes_per_second}),
-        Row("disk writes", last, 0.0, {"D": stored / rates.disk_write_bytes_per_second}),
-        Row("disk both ways", last, 0.0, {"D": 2 * stored / rates.disk_duplex_bytes_per_second}),
+        *(Row(name, last, 0.0, {"D": seconds_of(name, size, rates)}) for name, size in on_disk.items()),
     ]
     for pool in range(last + 1):
-        found += _link_rows(workload, rates, clipping, pool, ahead * adam if pool == last else 0.0)
+        touched = ahead * UPDATE_BYTES[workload.dtype] if pool == last else 0.0
+        found += _link_rows(workload, rates, clipping, pool, touched)
     return found
 
 
@@ -111,21 +104,19 @@ def stored_bytes(workload: Workload) -> int:
     return state_bytes(workload, host=True)["optimizer"] * stored_numel(workload.layer_params)
 
 
-def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, adam: float) -> list[Row]:
+def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, per_update: float) -> list[Row]:
     table, params = carried(workload, clipping), workload.layer_params
     inbound = {kind: params * each.inbound[pool] for kind, each in table.items()}
     outbound = {kind: params * each.outbound[pool] for kind, each in table.items()}
     both = {kind: inbound[kind] + outbound[kind] for kind in table}
-    updated = dict.fromkeys("PWD", params * adam)
-    updated["D"] += 2 * stored_bytes(workload) if adam else 0
-    touched = {kind: size + updated.get(kind, 0) for kind, size in both.items()}
-    amounts = (
-        ("link inbound", inbound, rates.inbound_bytes_per_second),
-        ("link outbound", outbound, rates.outbound_bytes_per_second),
-        ("link both ways", both, rates.duplex_bytes_per_second),
-        ("host memory", touched, rates.host_bytes_per_second),
-    )
-    return [Row(name, pool, 0.0, {kind: size / rate for kind, size in sizes.items()}) for name, sizes, rate in amounts]
+    on_host = dict.fromkeys("PWD", params * per_update)
+    on_host["D"] += 2 * stored_bytes(workload) if per_update else 0
+    touched = {kind: size + on_host.get(kind, 0) for kind, size in both.items()}
+    amounts = {"link inbound": inbound, "link outbound": outbound, "link both ways": both, "host memory": touched}
+    return [
+        Row(name, pool, 0.0, {kind: seconds_of(name, size, rates) for kind, size in sizes.items()})
+        for name, sizes in amounts.items()
+    ]
 
 
 def forecast(found: list[Row], counts: Counts) -> Forecast:

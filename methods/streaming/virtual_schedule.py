@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from harness.core import method
 from harness.core.job import Workload
-from harness.core.rates import ADAM_BYTES, Rates
+from harness.core.rates import Rates
 from harness.devices import named_machines
+from harness.forecast.resources import device_update_seconds, seconds_of
 from harness.simulation.virtual_clock import Machine, VirtualRun, virtual_run
 from methods.streaming.placement import parse
 from methods.streaming.planner import Counts, forecast, rows
@@ -79,11 +80,11 @@ def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: st
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
     carried = [row for row in rows(workload, rates, clipping) if row.name == "host memory"][-1].total(counts)
-    host_seconds = max(1 / rates.host_adam_params_per_second, carried / on_host if on_host else 0.0)
+    host_seconds = max(seconds_of("host cores", 1, rates), carried / on_host if on_host else 0.0)
     return Machine(
         device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,
         link_bytes_per_second=min(rates.inbound_bytes_per_second, rates.outbound_bytes_per_second) * params,
-        device_update_params_per_second=params * rates.device_bytes_per_second / ADAM_BYTES[workload.dtype],
+        device_update_params_per_second=params / device_update_seconds(1, workload, rates),
         host_update_params_per_second=params / host_seconds,
     )
 
@@ -96,9 +97,8 @@ def executed_flops(workload: Workload) -> float:
 
 def virtual_rates(workload: Workload, rates: Rates) -> Rates:
     """The rates with the virtual clock's division of compute between the passes, by FLOPs."""
-    layers = workload.flops_per_step - workload.model_flops_per_step
-    head = (workload.flops_per_step - 4 * layers) / 3
-    return dataclasses.replace(rates, forward_share=(layers + head) / executed_flops(workload))
+    forward = workload.num_layers * workload.layer_flops + workload.head_flops_per_step / 3
+    return dataclasses.replace(rates, forward_share=forward / executed_flops(workload))
 
 
 def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> None:

@@ -17,7 +17,7 @@ from harness.cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writ
 from harness.core.job import Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
-from harness.jobs import memories
+from harness.forecast import memories
 from methods.pipeline.launch.run import launch
 from methods.pipeline.profile import FILE as PROFILE_FILE
 from methods.pipeline.schedule import SCHEDULES, SLOTS
@@ -240,15 +240,15 @@ def _rates(words: dict[str, Any]) -> Rates:
 
 def _of_gpt(words: dict[str, Any], num_stages: int, chunk_size: int) -> tuple[list[dict[str, float]], float]:
     """Seconds of each stage's passes, and of a message."""
-    from methods.pipeline.gpt_profile import stage_passes
+    from methods.pipeline.partition import gpt_stages, passes_of
 
     workload = _workload(words)
     if num_stages > workload.num_layers:
         raise ValueError(f"--stages: expected at most {workload.num_layers}, the number of layers, got {num_stages}")
     per_sample = workload.boundary_bytes / workload.batch_size
-    return stage_passes(workload, num_stages, chunk_size, _rates(words)), chunk_size * per_sample / float(
-        words["network"] or "inf"
-    )
+    stages, rates = gpt_stages(workload, num_stages), _rates(words)
+    passes = [passes_of(workload, stage, chunk_size, rates) for stage in stages]
+    return passes, chunk_size * per_sample / float(words["network"] or "inf")
 
 
 varuna.add_command(launch)

@@ -22,7 +22,8 @@ from harness.core.job import MOST_LAYERS, Budget, Job, Workload
 from harness.core.log_lines import BUILD_LOG
 from harness.core.record import Record, read_all
 from harness.evidence import claims, fairness, verify
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from harness.run.launch import launch
 from tests.support.cli import run
 from tests.support.fuzz import fuzzed

@@ -33,7 +33,7 @@ FOUND: dict[str, Any] = {
 
 def entry(workload: Workload, flops_per_second: float) -> dict[str, Any]:
     rates = dataclasses.asdict(Rates(flops_per_second))
-    flops = machine.forward_flops(workload)
+    flops = workload.layer_flops
     return {"device": "cpu", "dtype": workload.dtype, "forward_flops": flops, "rates": rates}
 
 

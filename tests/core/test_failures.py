@@ -17,7 +17,8 @@ from harness.core import failures
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
-from harness.devices import budgets, cgroup
+from harness.devices import cgroup
+from harness.forecast import run_time
 from harness.jobs.sweep import Sweep
 from harness.run.launch import launch
 from tests.support import forks
@@ -239,7 +240,7 @@ def test_what_is_unavailable_says_so_once() -> None:
 
 @pytest.mark.heavy
 def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "SILENCE_SECONDS", 8.0)
+    monkeypatch.setattr(run_time, "SILENCE_SECONDS", 8.0)
     record = ended(tmp_path, "time.sleep(600)")
     assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "hang", "step 1")
     assert "hangs at step 1: nothing heard for 8" in record.reason
@@ -251,8 +252,8 @@ def test_no_honest_run_meets_the_automatic_limits(num_layers: int, hidden_size: 
     """A step of 100 layers took 25.4 s on the published V100 and would take 14 h at 1 GFLOP/s."""
     job = Job("some", Workload(num_layers=num_layers, hidden_size=hidden_size), device=device)
     slowest = max(26.0, job.workload.flops_per_step / {"cpu": 1e9, "cuda": 5e12}[device])
-    assert budgets.silence_seconds(job) >= max(600.0, 2 * slowest)
-    assert budgets.deadline_seconds(job) >= max(3600.0, 2 * job.steps * slowest)
+    assert run_time.silence_seconds(job) >= max(600.0, 2 * slowest)
+    assert run_time.deadline_seconds(job) >= max(3600.0, 2 * job.steps * slowest)
 
 
 # As PyTorch words it, with a cap in force and without.

@@ -9,8 +9,8 @@ import pytest
 
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.devices import budgets, cuda_budget, machine, named_machines
-from harness.jobs.advise import named_place
-from harness.jobs.sweep import resolve
+from harness.forecast.advise import named_place
+from harness.forecast.fit import resolve
 from tests.cli.test_doctor import entry
 from tests.support.fake_gpu import FakeGpu
 

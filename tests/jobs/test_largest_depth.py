@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from harness.core.job import Budget, Job, Plan, Workload
 from harness.core.method import create
 from harness.core.record import read_all
+from harness.forecast.fit import resolve
 from harness.jobs.largest_depth import Probes, find, texts
-from harness.jobs.sweep import Sweep, resolve
+from harness.jobs.sweep import Sweep
 from methods.streaming.placement import placed_plan
 from tests.support.cli import run
 

@@ -16,11 +16,12 @@ from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.rates import Rates
 from harness.core.record import read_all
 from harness.devices import machine
+from harness.forecast import run_time
+from harness.forecast.fit import resolve
+from harness.forecast.plan_table import row
 from harness.gate.probe import Extent
-from harness.jobs import estimate, progress, scale
+from harness.jobs import progress, scale
 from harness.jobs.next_calls import next_calls
-from harness.jobs.plan_table import row
-from harness.jobs.sweep import resolve
 from tests.support.cli import run
 
 DEEP = (
@@ -93,10 +94,10 @@ def test_an_estimate_is_steps_times_arithmetic_beside_what_a_process_takes(monke
     job = Job("resident", Workload(num_layers=8))
     plan = Plan({"weights": 4 * 10**9})
     steps = 20 * job.workload.flops_per_step / (2 * 2e10)
-    assert estimate.run_seconds(job, plan) == pytest.approx(4 + 2 + steps)
+    assert run_time.run_seconds(job, plan) == pytest.approx(4 + 2 + steps)
     known = Rates(device_flops_per_second=1e12)
-    assert estimate.run_seconds(job, plan, known) == pytest.approx(6 + 20 * job.workload.flops_per_step / 1e12)
-    assert [estimate.text(seconds) for seconds in (40, 720, 19080)] == ["40 seconds", "12 minutes", "5.3 hours"]
+    assert run_time.run_seconds(job, plan, known) == pytest.approx(6 + 20 * job.workload.flops_per_step / 1e12)
+    assert [run_time.text(seconds) for seconds in (40, 720, 19080)] == ["40 seconds", "12 minutes", "5.3 hours"]
 
 
 def test_a_probe_takes_as_many_trainings_of_4_layers_as_its_dtype_and_promises_ask_for() -> None:
@@ -111,9 +112,9 @@ def test_a_probe_takes_as_many_trainings_of_4_layers_as_its_dtype_and_promises_a
         ("resident", "fp32", "cpu", 0, 0),
     ):  # fmt: skip
         job = Job(name, replace(load, dtype=dtype), device=device, steps=20)
-        start = estimate.PROCESS_SECONDS[device]
+        start = run_time.PROCESS_SECONDS[device]
         expected = num_runs * start + num_models * 100 * share
-        assert estimate.probe_seconds(job, start + 100, method.load(name), Extent()) == pytest.approx(expected)
+        assert run_time.probe_seconds(job, start + 100, method.load(name), Extent()) == pytest.approx(expected)
 
 
 def events(seconds: float) -> list[dict[str, Any]]:

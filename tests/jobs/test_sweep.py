@@ -14,8 +14,9 @@ from harness.core.job import GIB, MOST_LAYERS, Budget, Job, Plan, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
 from harness.devices import machine
+from harness.forecast.fit import largest, resolve
 from harness.jobs.progress import _Lines, closing_line, print_results
-from harness.jobs.sweep import Sweep, largest, resolve
+from harness.jobs.sweep import Sweep
 from harness.report.tables import Entry, record_row
 from tests.support import forks, records
 from tests.support.tiny import TINY

@@ -16,7 +16,8 @@ from harness.core.job import GIB, Budget, Job, Workload
 from harness.core.method import Unavailable, create
 from harness.core.record import Record
 from harness.devices import machine
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from harness.run.prepare import prepare
 from harness.simulation.batches import token_batches
 from methods.engines import deepspeed, deepspeed_config

@@ -16,8 +16,9 @@ from harness.core.gpt import HeadLoss, build, initialize, is_decayed
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import create, load
 from harness.core.record import Record
+from harness.forecast.fit import resolve
 from harness.gate.verdict import judge
-from harness.jobs.sweep import Sweep, resolve
+from harness.jobs.sweep import Sweep
 from harness.run import worker
 from harness.simulation.batches import token_batches
 from methods.offload.clip import Clip

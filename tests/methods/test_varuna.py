@@ -17,7 +17,7 @@ import pytest
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import create
 from harness.core.record import read_all
-from harness.jobs.sweep import resolve
+from harness.forecast.fit import resolve
 from harness.run.timeline import read
 from methods.pipeline.schedule import SCHEDULES
 from tests.methods.pipeline.trainings import ABOVE, bits

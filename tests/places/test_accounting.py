@@ -13,7 +13,8 @@ import pytest
 
 from harness.base.checkout import ROOT
 from harness.core.job import Job
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from harness.places.slurm import Slurm, states_of
 from tests.support.packages import need
 from tests.support.slurm import cluster

@@ -18,7 +18,8 @@ from click.testing import CliRunner
 from harness.core.job import Budget, Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
-from harness.jobs.sweep import Report, Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Report, Sweep
 from harness.places import container_user
 from harness.places import docker as container
 from harness.places.container_user import Exchange

@@ -21,7 +21,8 @@ from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from harness.places.docker import PYTHON
 from harness.places.place import order
 from harness.places.slurm import Slurm, State, named, options_of

@@ -23,7 +23,8 @@ from harness.core import method
 from harness.core.failures import End
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from harness.run import scratch, warm_start
 from harness.run.launch import Events, Watch, environment, launch
 from tests.support import cli, tiny

@@ -16,7 +16,8 @@ import pytest
 
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from harness.run.ranks import first_to_fail
 from tests.support import cli
 from tests.support.cli import start

@@ -19,8 +19,9 @@ from harness.core.method import create
 from harness.core.record import Gate, Record
 from harness.devices.streams import Device
 from harness.figures import profile
+from harness.forecast.fit import resolve
 from harness.jobs.progress import _Lines
-from harness.jobs.sweep import Sweep, resolve
+from harness.jobs.sweep import Sweep
 from harness.report import page as report
 from harness.run import trace
 from harness.run.launch import launch

@@ -13,7 +13,7 @@ import pytest
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import create, names
 from harness.core.rates import Rates
-from harness.jobs.sweep import resolve
+from harness.forecast.fit import resolve
 from methods.streaming.placement import CLIPPINGS, placed_plan
 from methods.streaming.planner import KINDS, arranged
 from tests.support.training import tiny

@@ -21,7 +21,8 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
 from harness.devices.streams import Device
-from harness.jobs.sweep import Sweep, resolve
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
 from methods.shared.memory_needs import NUM_BUFFERS

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.core import method, named_models
-from harness.core.job import GIB, Budget, Job, Plan, Workload, gib
+from harness.core.job import GIB, MEMORIES, Budget, Job, Plan, Workload, gib
 from harness.core.record import Record
 from harness.devices import cuda_budget, machine, named_machines
-from harness.jobs.memories import host_bytes
-from harness.jobs.predict import Prediction, accuracy, entry_of, is_here, measured_for, predict
-from harness.jobs.sweep import largest
+from harness.forecast.accuracy import accuracy, entry_of, is_here, measured_for
+from harness.forecast.fit import largest
+from harness.forecast.memories import host_bytes
+from harness.forecast.resources import Forecast
+from harness.forecast.step import predicted
 
 WORTH = 1.1  # a change that makes less than this many times the tokens a second is not named
 MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
-MEMORIES = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,11 @@ class Try(NamedTuple):
 
     plan: Plan
     budget: Budget
-    predicted: Prediction | None
+    step: Forecast | None
 
     @property
     def lacks(self) -> dict[str, int]:
-        """Bytes missing, by memory."""
-        plan = self.plan.pooled(self.budget)
-        need = {memory: getattr(plan, f"{memory}_bytes") for memory in MEMORIES}
-        have = {memory: getattr(self.budget, f"{memory}_bytes") for memory in MEMORIES}
-        return {memory: need[memory] - size for memory, size in have.items() if size and need[memory] > size}
+        return self.plan.lacks(self.budget)
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class Advice:
             "method": name, "is_exact": is_exact, "missing": self._missing(name),
             "fits": not found.lacks, "lacks_bytes": found.lacks,
             "shortfall": found.plan.shortfall(found.budget), **{memory: getattr(plan, memory) for memory in MEMORIES},
-            "options": found.plan.options, "largest_layers": depth, **self._speeds(found.predicted),
+            "options": found.plan.options, "largest_layers": depth, **self._speeds(found.step),
             "measured_step_seconds": measured_for(self.records, name, self.workload, self.place.name),
             "change": self._change(name, found, depth),
         }  # fmt: skip
@@ -148,18 +145,18 @@ class Advice:
         method.check(trained, workload, self.folders)
         budget = place.budget_for(workload)
         plan = trained.plan(workload, budget)
-        return Try(plan, budget, predict(trained, workload, plan, budget.rates) if budget.rates else None)
+        return Try(plan, budget, predicted(trained, workload, plan, budget.rates) if budget.rates else None)
 
-    def _speeds(self, predicted: Prediction | None) -> dict[str, Any]:
+    def _speeds(self, step: Forecast | None) -> dict[str, Any]:
         names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
-        if predicted is None:
+        if step is None:
             return dict.fromkeys(names)
-        workload, seconds = self.workload, predicted.seconds
+        workload, seconds = self.workload, step.seconds
         speed = workload.batch_size * workload.seq_len / seconds
         peak = self.place.peak_flops(workload.dtype)
         hours = self.tokens and self.tokens / speed / 3600
         mfu = peak and workload.model_flops_per_step / seconds / peak
-        return dict(zip(names, (seconds, predicted.binds, speed, hours, mfu), strict=True))
+        return dict(zip(names, (seconds, step.binds, speed, hours, mfu), strict=True))
 
     def _change(self, name: str, now: Try, depth: int) -> str | None:
         """The first change that makes it fit, or a tenth faster, the cheapest first."""
@@ -168,10 +165,8 @@ class Advice:
                 then = self._try(name, place, workload, options)
                 if now.lacks and not then.lacks:
                     return text
-                if not (now.lacks or then.lacks) and now.predicted and then.predicted:
-                    more = (
-                        workload.batch_size / self.workload.batch_size * now.predicted.seconds / then.predicted.seconds
-                    )
+                if not (now.lacks or then.lacks) and now.step and then.step:
+                    more = workload.batch_size / self.workload.batch_size * now.step.seconds / then.step.seconds
                     if more > WORTH:
                         return f"{text}: {more:.1f}x the tokens a second"
         return f"-l {depth}" if depth and now.lacks else None

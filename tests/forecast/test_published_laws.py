@@ -10,7 +10,7 @@ import pytest
 from harness.base.checkout import ROOT
 from harness.core.job import Workload
 from harness.devices.named_machines import load
-from harness.jobs.published_laws import (
+from harness.forecast.published_laws import (
     HOST_TAKEN_BYTES,
     LAWS,
     MIB,

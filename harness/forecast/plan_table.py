@@ -11,13 +11,11 @@ from typing import Any
 from harness.base.child_process import ask
 from harness.base.console import print_table
 from harness.core import method
-from harness.core.job import STATE_KINDS, Budget, Job, gib
+from harness.core.job import MEMORIES, STATE_KINDS, Budget, Job, gib
 from harness.devices import machine
-from harness.jobs import published_laws
-from harness.jobs.estimate import least_step_seconds
-from harness.jobs.sweep import largest, resolve
-
-MEMORIES = ("device", "host", "disk")
+from harness.forecast import published_laws
+from harness.forecast.fit import largest, resolve
+from harness.forecast.step import least_seconds
 
 
 def row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
@@ -36,8 +34,8 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
     depth = largest(trained, job, budget)
     row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
     row |= {name: getattr(plan, name) for memory in MEMORIES for name in (memory, f"{memory}_bytes")}
-    seconds = plan.step_seconds or least_step_seconds(part, plan, budget.rates)
-    row |= {"least_step_seconds": seconds, "time_binds": plan.binds, "fits": shortfall is None, "shortfall": shortfall}
+    row |= {"least_step_seconds": least_seconds(part, plan, budget.rates), "time_binds": plan.binds}
+    row |= {"fits": shortfall is None, "shortfall": shortfall}
     row |= {"largest_layers": depth, "binding": _binding(trained, job, budget, depth)}
     return {**row, "exact": _exact(resolved, folders)} if exact else row
 
@@ -45,11 +43,9 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
 def _binding(trained: method.Method, job: Job, budget: Budget, depth: int) -> str | None:
     """The memory that one layer more than fits would pass first."""
     try:
-        plan = trained.plan(job.workload.at_depth(depth + 1), budget).pooled(budget)
+        return next(iter(trained.plan(job.workload.at_depth(depth + 1), budget).lacks(budget)), None)
     except ValueError:
         return None
-    sizes = ((memory, getattr(plan, f"{memory}_bytes"), getattr(budget, f"{memory}_bytes")) for memory in MEMORIES)
-    return next((memory for memory, need, have in sizes if have is not None and need > have), None)
 
 
 def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from harness.core.job import Job, Plan, Workload
+from harness.core.job import Job, Plan
 from harness.core.method import Method
-from harness.core.rates import ADAM_BYTES, Rates
+from harness.core.rates import Rates
 from harness.devices import machine
+from harness.forecast.step import least_seconds
 from harness.gate import probe
 from harness.gate.probe import ROUNDINGS, Extent
-from harness.run.launch import is_small
 
 LONG_SECONDS = 600.0  # what is foreseen to take longer says so first
 SHORTER = "fewer --steps, smaller -l, -h, -b or --seq, or --scale fit, shorten it"
@@ -18,15 +18,18 @@ PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}
 OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}
 BUILT_BYTES_PER_SECOND = 2e9
 MOVED_BYTES_PER_SECOND = {"cpu": 2e9, "sim": 2e9, "cuda": 1.5e10}
-OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # a parameter: two moments, in mixed precision a master, too
+# Rates of the slowest honest run: a loaded machine of two cores is well above them.
+SLOWEST_OPERATIONS_PER_SECOND, SLOWEST_BYTES_PER_SECOND = {"cpu": 2e8, "sim": 2e8, "cuda": 5e11}, 1e8
+STATE_BYTES_PER_PARAM = 64  # all states to a slow disk and back
+FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 
 def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
     """Seconds of one process that trains the job. Rates are the machine's, if known."""
     state, num_models = plan.device_bytes + plan.host_bytes, int(job.options.get("num_models", 1))
-    step = plan.step_seconds or least_step_seconds(job.workload, plan, rates)
+    step = least_seconds(job.workload, plan, rates)
     if step is None:
-        cores = 1 if job.device == "cuda" or is_small(job.workload) else machine.facts()["cores"]
+        cores = 1 if job.device == "cuda" or machine.is_small(job.workload) else machine.facts()["cores"]
         step = num_models * job.workload.flops_per_step / (cores * OPERATIONS_PER_SECOND[job.device])
         step += (plan.moved_bytes + plan.host_bytes) / MOVED_BYTES_PER_SECOND[job.device]
     return PROCESS_SECONDS[job.device] + state / BUILT_BYTES_PER_SECOND + job.steps * step
@@ -49,20 +52,19 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
     return num_runs * PROCESS_SECONDS[job.device] + num_models * share * (run - PROCESS_SECONDS[job.device])
 
 
-def least_step_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
-    """A lower bound of a step, however well its parts overlap: the longest of its arithmetic, its copies with both
-    directions of the link full, the host's Adam, and what copies and Adam read and write in the host's memory. None if
-    the machine's rates are not known."""
-    if rates is None:
-        return None
-    at_host = plan.updates_on_host * plan.host.get("optimizer", 0) / OPTIMIZER_BYTES[workload.dtype]
-    link = (rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2
-    return max(
-        sum(rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)),
-        plan.moved_bytes / 2 / link,
-        at_host / rates.host_adam_params_per_second,
-        (ADAM_BYTES[workload.dtype] * at_host + plan.moved_bytes) / rates.host_bytes_per_second,
-    )
+def deadline_seconds(job: Job) -> float:
+    """The time of a job without --timeout."""
+    return FLOOR_SECONDS + 2 * job.steps * _slowest_step_seconds(job)
+
+
+def silence_seconds(job: Job) -> float:
+    """The time between two events, a step or a phase, of a job without --timeout."""
+    return SILENCE_SECONDS + 2 * _slowest_step_seconds(job)
+
+
+def _slowest_step_seconds(job: Job) -> float:
+    moving = STATE_BYTES_PER_PARAM * job.workload.num_params / SLOWEST_BYTES_PER_SECOND
+    return job.workload.flops_per_step / SLOWEST_OPERATIONS_PER_SECOND[job.device] + moving
 
 
 def text(seconds: float) -> str:

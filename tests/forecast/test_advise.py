@@ -13,8 +13,9 @@ from harness.core.method import create
 from harness.core.rates import Rates
 from harness.core.record import Gate, Record
 from harness.devices import machine, named_machines
-from harness.jobs.advise import Advice, named_place, sized, this_place
-from harness.jobs.predict import accuracy, predict
+from harness.forecast.accuracy import accuracy
+from harness.forecast.advise import Advice, named_place, sized, this_place
+from harness.forecast.step import predicted
 from tests.support import cli
 
 # Seconds a step of the published runs whose training is the reference's, by their logs (steady state), in their order.
@@ -44,11 +45,11 @@ def test_a_step_is_the_sum_of_what_is_not_hidden() -> None:
     workload = Workload(num_layers=2)
     params, compute = workload.num_params, workload.flops_per_step / 1e12
     trained = create("zero-offload", {})
-    found = predict(trained, workload, trained.plan(workload, Budget()), RATES)
+    found = predicted(trained, workload, trained.plan(workload, Budget()), RATES)
     assert found.seconds == pytest.approx(compute + 2 * 4 * params / 1e9 + params / 1e8)
     assert found.binds == "compute"
     plan = (trained := create("fsdp2-offload", {})).plan(workload, Budget())
-    found = predict(trained, workload, plan, RATES)
+    found = predicted(trained, workload, plan, RATES)
     assert found.seconds == pytest.approx(max(compute, plan.moved_bytes / 1e9) + params / 1e8)
 
 
@@ -103,7 +104,7 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
     workload = Workload(num_layers=2)
     trained = create("zero-offload", {})
-    seconds = predict(trained, workload, trained.plan(workload, Budget()), RATES).seconds
+    seconds = predicted(trained, workload, trained.plan(workload, Budget()), RATES).seconds
     facts = {name: machine.checked()[name] for name in ("cpu", "cores", "gpu")}
 
     def run(ratio: float, verdict: str = "exact") -> Record:

@@ -1,8 +1,4 @@
-"""Seconds of a step by a plan and a machine's rates, and how far such predictions have been off.
-
-A plan that knows its schedule gives the seconds itself. For the others a step is the sum of its parts, one after the
-other, but for what the method says that it hides behind compute. That is a model: beside it stands what was measured.
-"""
+"""How far predictions of a step have been off: those of a machine's rates beside what its records have measured."""
 
 from __future__ import annotations
 
@@ -13,25 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.core import method
-from harness.core.job import Plan, Workload
-from harness.core.rates import ADAM_BYTES, Rates
+from harness.core.job import Workload
+from harness.core.rates import Rates
 from harness.core.record import Record
 from harness.devices import machine, named_machines
-
-MOMENT_BYTES = 8  # a parameter: what no optimizer here does without
-PUBLISHED_ON = "v100-vm"  # the machine of imported logs
-COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK = (
-    "compute",
-    "the device's updates",
-    "copies",
-    "the host's updates",
-    "the disk",
-)
-
-
-class Prediction(NamedTuple):
-    seconds: float
-    binds: str  # the part that takes longest
+from harness.forecast.resources import Forecast
+from harness.forecast.step import predicted
 
 
 class Accuracy(NamedTuple):
@@ -40,27 +23,6 @@ class Accuracy(NamedTuple):
     num_runs: int
     median: float
     worst: float
-
-
-def predict(trained: method.Method, workload: Workload, plan: Plan, rates: Rates) -> Prediction:
-    """A step on one device."""
-    if plan.step_seconds:
-        return Prediction(plan.step_seconds, plan.binds)
-    states = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
-    at_host = min(workload.num_params, states / MOMENT_BYTES) if plan.updates_on_host else 0.0
-    adam = ADAM_BYTES[workload.dtype]
-    link = (rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2
-    parts = {
-        COMPUTE: sum(rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)),
-        ON_DEVICE: adam * (workload.num_params - at_host) / rates.device_bytes_per_second,
-        COPIES: plan.moved_bytes / link,
-        ON_HOST: max(at_host / rates.host_adam_params_per_second, adam * at_host / rates.host_bytes_per_second),
-        DISK: plan.disk_bytes * (1 / rates.disk_read_bytes_per_second + 1 / rates.disk_write_bytes_per_second),
-    }
-    hidden = sum(parts[part] for word, part in (("copies", COPIES), ("updates", ON_HOST)) if word in trained.hides)
-    computed = parts[COMPUTE] + parts[ON_DEVICE]
-    seconds = sum(parts.values()) - min(hidden, computed)
-    return Prediction(seconds, max(parts, key=lambda part: parts[part]))
 
 
 def rates_of(record: Record) -> Rates | None:
@@ -83,7 +45,7 @@ def is_here(record: Record) -> bool:
 def entry_of(record: Record) -> str | None:
     """The machine of a record in machines.yaml, by its GPU; of imported logs the published one."""
     if record.origin == "imported":
-        return PUBLISHED_ON
+        return named_machines.PUBLISHED
     gpu = plain(str(record.machine.get("gpu") or ""))
     return max((name for name in named_machines.names() if plain(name) in gpu), key=len, default=None)
 
@@ -93,7 +55,7 @@ def plain(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
 
 
-def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Prediction | None:
+def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
     """What would have been predicted for a run that trained; None for others and where rates are not known."""
     rates = rates_of(record) if record.samples_per_second and record.job.world_size == 1 else None
     if rates is None:
@@ -102,7 +64,7 @@ def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Prediction | No
     try:
         trained = method.create(job.method, job.options, folders)
         budget = dataclasses.replace(job.budget, rates=rates)
-        return predict(trained, job.workload, trained.plan(job.workload, budget), rates)
+        return predicted(trained, job.workload, trained.plan(job.workload, budget), rates)
     except ValueError:  # a method or an option that is no more
         return None
 
@@ -111,9 +73,9 @@ def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[
     """By method, over the runs that trained."""
     ratios: dict[str, list[float]] = {}
     for record in records:
-        predicted, measured = of_record(record, folders), record.median_step_seconds
-        if predicted and measured:
-            ratios.setdefault(record.job.method, []).append(measured / predicted.seconds - 1)
+        foretold, measured = of_record(record, folders), record.median_step_seconds
+        if foretold and measured:
+            ratios.setdefault(record.job.method, []).append(measured / foretold.seconds - 1)
     return {name: Accuracy(len(found), statistics.median(found), max(found, key=abs)) for name, found in ratios.items()}
 
 

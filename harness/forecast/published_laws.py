@@ -14,15 +14,17 @@ Sources: published logs (allocated, max allocated, max reserved in MiB) and the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from harness.core.job import GIB, Workload
 from harness.core.method import largest_depth
 from harness.core.rates import Rates
+from harness.forecast.resources import compute_seconds, device_update_seconds, seconds_of
 
 MIB = 2**20
 PUBLISHED = Workload(num_layers=32)
-MACHINE = "v100-vm"  # in machines.yaml
 PAGEABLE_BYTES_PER_SECOND = 2.41e9  # its pageable_link_gb_per_second
 # Of the VM's 90.4 GiB 3.4 % were taken before anything was trained: DeepSpeed's report in the zero-offload log.
 HOST_TAKEN_BYTES = int(3.06 * GIB)
@@ -118,17 +120,17 @@ LAWS = (
 def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
     """A step of a published method. Only STRONGHOLD hid anything behind compute: its updates, behind the next forward
     pass; it updated a window's layers on the device."""
-    layer, end, adam_bytes = workload.layer_params, workload.end_params, 28  # a parameter, read and written
-    layers, on_host = workload.num_layers * layer, 1 / rates.host_adam_params_per_second
-    link, on_device = rates.inbound_bytes_per_second, adam_bytes / rates.device_bytes_per_second
-    hidden, backward = rates.compute_seconds(workload.flops_per_step, workload.head_flops_per_step)
+    params, layer, end = workload.num_params, workload.layer_params, workload.end_params
+    pageable = replace(rates, inbound_bytes_per_second=PAGEABLE_BYTES_PER_SECOND)
+    hidden, backward = compute_seconds(workload, rates)
+    on_host = partial(seconds_of, "host cores", rates=rates)
     exposed = {
-        "Megatron-LM": workload.num_params * on_device,
-        "L2L": workload.num_params * on_host + 5 * 4 * layers / PAGEABLE_BYTES_PER_SECOND,
-        "ZeRO-Offload": workload.num_params * on_host + 2 * 4 * workload.num_params / link,
-        "ZeRO-Infinity": workload.num_params * on_host + 3 * 4 * layers / link,
-        "STRONGHOLD": max(0.0, (workload.num_layers - window) * layer * on_host - hidden)
-        + (window * layer + end) * on_device,
+        "Megatron-LM": device_update_seconds(params, workload, rates),
+        "L2L": on_host(params) + seconds_of("link inbound", 5 * 4 * workload.num_layers * layer, pageable),
+        "ZeRO-Offload": on_host(params) + seconds_of("link inbound", 2 * 4 * params, rates),
+        "ZeRO-Infinity": on_host(params) + seconds_of("link inbound", 3 * 4 * workload.num_layers * layer, rates),
+        "STRONGHOLD": max(0.0, on_host((workload.num_layers - window) * layer) - hidden)
+        + device_update_seconds(window * layer + end, workload, rates),
     }
     return hidden + backward + exposed[method]
 

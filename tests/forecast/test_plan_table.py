@@ -17,7 +17,7 @@ from harness.core import method
 from harness.core.job import GIB, STATE_KINDS, Budget, Plan, Workload, gib
 from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
-from harness.jobs.estimate import least_step_seconds
+from harness.forecast.step import least_seconds
 from tests.support.cli import run
 
 SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
@@ -236,22 +236,33 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
 
 def test_no_step_is_planned_shorter_than_its_arithmetic_its_copies_or_the_hosts_adam() -> None:
     """By hand: 4 * 32 * (24 T D^2 + 2 T S D) + 6 T V D = 57.5e12 operations at 10e12 a second; 400 GB of copies over a
-    link of 10 GB/s each way; 80 GB of moments, so 10e9 parameters, at half a billion a second."""
-    rates = of_facts({"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 0.5})
+    link of 10 GB/s each way; 8 GB of moments, so 1e9 parameters, at 0.05 billion a second."""
+    rates = of_facts({"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 0.05})
     load = Workload(num_layers=32)
-    assert least_step_seconds(load, Plan({}), rates) == pytest.approx(5.75, rel=1e-3)
-    assert least_step_seconds(load, Plan({}, moved_bytes=40 * 10**10), rates) == 20
-    assert least_step_seconds(load, Plan({}, {"optimizer": 8 * 10**10}), rates) == 20
-    assert least_step_seconds(load, Plan({}, {"optimizer": 8 * 10**10}, updates_on_host=False), rates) < 6
-    assert least_step_seconds(load, Plan({}), of_facts({})) is None
+    assert least_seconds(load, Plan({}), rates) == pytest.approx(5.75, rel=1e-3)
+    assert least_seconds(load, Plan({}, moved_bytes=40 * 10**10), rates) == 20
+    assert least_seconds(load, Plan({}, {"optimizer": 8 * 10**9}), rates) == 20
+    assert least_seconds(load, Plan({}, {"optimizer": 8 * 10**9}, updates_on_host=False), rates) < 6
+    assert least_seconds(load, Plan({}), of_facts({})) is None
 
 
 def test_no_step_is_planned_shorter_than_what_it_reads_and_writes_in_the_hosts_memory() -> None:
-    """By hand: 10e9 parameters of 28 bytes and 20e9 bytes of copies at 10e9 bytes a second."""
+    """By hand: 1e9 parameters of 28 bytes and 2e9 bytes of copies at 1e9 bytes a second."""
     facts = {"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 5}
-    rates = of_facts({**facts, "host_memory_gb_per_second": 10})
-    plan = Plan({}, {"optimizer": 8 * 10**10}, moved_bytes=2 * 10**10)
-    assert least_step_seconds(Workload(num_layers=32), plan, rates) == 30
+    rates = of_facts({**facts, "host_memory_gb_per_second": 1})
+    plan = Plan({}, {"optimizer": 8 * 10**9}, moved_bytes=2 * 10**9)
+    assert least_seconds(Workload(num_layers=32), plan, rates) == 30
+
+
+def test_no_step_is_planned_shorter_than_what_it_reads_from_a_disk_and_writes_there() -> None:
+    """By hand: 60e9 bytes each way at 2e9 and 1e9 bytes a second, both ways at once; whatever its states are at home,
+    no parameter is updated twice."""
+    facts = {"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 5}
+    rates = of_facts({**facts, "disk_read_gb_per_second": 2, "disk_write_gb_per_second": 1})
+    load = Workload(num_layers=32)
+    assert least_seconds(load, Plan({}, disk={"weights": 6 * 10**10}), rates) == 40
+    slow = of_facts({**facts, "host_adam_gparams_per_second": 0.1})
+    assert least_seconds(load, Plan({}, disk={"optimizer": 12 * load.num_params}), slow) == load.num_params / 1e8
 
 
 def test_the_bound_is_below_the_published_times_of_what_trained() -> None:
@@ -259,5 +270,5 @@ def test_the_bound_is_below_the_published_times_of_what_trained() -> None:
     rates = named_machines.load("v100-vm").budget.rates
     for name, num_layers, seconds in (("megatron-lm", 32, 5.34), ("zero-offload", 48, 15.84)):
         load = Workload(num_layers=num_layers)
-        bound = least_step_seconds(load, method.create(name, {}).plan(load, Budget()), rates)
+        bound = least_seconds(load, method.create(name, {}).plan(load, Budget()), rates)
         assert bound is not None and 0.3 * seconds < bound <= seconds

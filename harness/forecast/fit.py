@@ -1,0 +1,82 @@
+"""Does a job fit, and at which depth does it? Arithmetic alone: a method's plan in the room that a job has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from harness.core import method
+from harness.core.job import OF_SEVERAL_MODELS, Budget, Job, Plan
+from harness.devices import budgets, cuda_budget, machine
+
+
+def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | None]:
+    """The job with its plan's options, the plan, and the shortfall, if any. Raises ValueError for wrong options."""
+    trained = method.create(job.method, job.options, folders)
+    method.check(trained, job.workload, folders)
+    if job.device == "cuda":
+        budgets.check_device(job.budget.device_bytes)
+    budget = machine.rank_budget(job)
+    plan = trained.plan(job.workload, budget)
+    options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
+    for name in OF_SEVERAL_MODELS:
+        if (told := options.get(name, 1)) != (asked := job.options.get(name, 1)):
+            raise ValueError(f"{job.method}: expected {name} {asked}, as the job asks, got {told} of the method's own")
+    resolved = dataclasses.replace(job, options=options)
+    shortfall = plan.shortfall(budget)
+    if shortfall is None:
+        return resolved, plan, None
+    hint = _hint(job, budget, folders)
+    if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
+        least = plan.device_bytes
+        if job.device == "cuda":
+            least = cuda_budget.budget_bytes(least, machine.context_bytes())
+        hint += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
+    each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
+    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
+
+
+def _hint(job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
+    """The largest size that fits instead; without the placement if none fits with it."""
+    asked = _asked(job, budget, folders)
+    depth, placement = largest(method.create(job.method, asked, folders), job, budget), asked.pop("placement", None)
+    if not depth and placement:
+        depth = largest(method.create(job.method, asked, folders), job, budget)
+        if depth:
+            return f"the largest that should fit without --placement {placement} has -l {depth}"
+    return f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
+
+
+def _asked(job: Job, budget: Budget, folders: tuple[Path, ...]) -> dict[str, Any]:
+    """The options the user gave; those the plan filled in are dropped."""
+
+    def planned(options: dict[str, Any]) -> dict[str, Any]:
+        return method.create(job.method, options, folders).plan(job.workload, budget).options
+
+    asked, chosen = dict(job.options), planned(job.options)
+    for name in job.options if chosen.keys() == asked.keys() else ():
+        others = {option: value for option, value in asked.items() if option != name}
+        with contextlib.suppress(ValueError):  # one that has to be given
+            asked = others if planned(others) == chosen else asked
+    return asked
+
+
+def largest(trained: method.Method, job: Job, budget: Budget) -> int:
+    """Layers of the deepest model of this job that fits the budget by the method's plan; 0 if none does."""
+
+    def fits(num_layers: int, unplanned: bool) -> bool:
+        try:
+            plan = trained.plan(job.workload.at_depth(num_layers), budget)
+        except ValueError:  # a window beyond these few layers, or a placement of another number of them
+            return unplanned
+        return plan.shortfall(budget) is None
+
+    def may_fit(num_layers: int) -> bool:
+        is_shallow = num_layers < job.world_size  # with fewer stages than ranks, each of which may need more
+        return is_shallow or fits(num_layers, num_layers < job.workload.num_layers)
+
+    depth = method.largest_depth(may_fit)
+    lower = range(min(depth, job.world_size) - 1, 0, -1)
+    return next((found for found in (depth, *lower) if found and fits(found, False)), 0)

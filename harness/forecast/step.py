@@ -1,0 +1,60 @@
+"""Seconds of a step by a plan and a machine's rates.
+
+A plan that knows its schedule gives the seconds itself. Of the others the parts are known: what each resource has to do
+for a step. With all of them at once a step takes as long as the longest, which is a lower bound. By the methods'
+schedules it is the sum of the parts, one after the other, but for what the method says that it hides behind compute.
+That is a model: accuracy.py holds what was measured beside it.
+"""
+
+from __future__ import annotations
+
+from harness.core.job import Plan, Workload
+from harness.core.method import Method
+from harness.core.rates import Rates
+from harness.forecast import resources
+from harness.forecast.resources import Forecast
+
+COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK = (
+    "compute",
+    "the device's updates",
+    "copies",
+    "the host's updates",
+    "the disk",
+)
+
+
+def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates) -> Forecast:
+    """A step on one device."""
+    if plan.step_seconds:
+        return Forecast(plan.step_seconds, plan.binds)
+    at_host = _updated_on_host(workload, plan, resources.MOMENT_BYTES)
+    parts = {
+        COMPUTE: sum(resources.compute_seconds(workload, rates)),
+        ON_DEVICE: resources.device_update_seconds(workload.num_params - at_host, workload, rates),
+        COPIES: resources.copy_seconds(plan.moved_bytes, rates),
+        ON_HOST: max(resources.host_update_seconds(at_host, workload, rates)),
+        DISK: resources.disk_seconds(plan.disk_bytes, rates),
+    }
+    hidden = sum(parts[part] for word, part in (("copies", COPIES), ("updates", ON_HOST)) if word in trained.hides)
+    seconds = sum(parts.values()) - min(hidden, parts[COMPUTE] + parts[ON_DEVICE])
+    return Forecast(seconds, max(parts, key=lambda part: parts[part]))
+
+
+def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
+    """A lower bound, however well the parts overlap: both directions of the link are full, and the host's memory serves
+    copies beside updates. None if the machine's rates are not known."""
+    if plan.step_seconds or rates is None:
+        return plan.step_seconds
+    at_host = _updated_on_host(workload, plan, resources.OPTIMIZER_BYTES[workload.dtype])
+    return max(
+        sum(resources.compute_seconds(workload, rates)),
+        resources.copy_seconds(plan.moved_bytes, rates) / 2,
+        *resources.host_update_seconds(at_host, workload, rates, plan.moved_bytes),
+        resources.seconds_of("disk both ways", 2 * plan.disk_bytes, rates),
+    )
+
+
+def _updated_on_host(workload: Workload, plan: Plan, bytes_each: int) -> float:
+    """Parameters, by the bytes that the optimizer keeps of each at home: the fewest by the most bytes there may be."""
+    states = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
+    return min(workload.num_params, states / bytes_each) if plan.updates_on_host else 0.0
