@@ -187,7 +187,7 @@ def is_trainable(case: Case) -> bool:
     """Whether there is such a job, and its method has a plan for it: a placement is of one depth."""
     with contextlib.suppress(ValueError):
         return all(
-            method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget) for job in case.jobs()
+            method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget.room) for job in case.jobs()
         )
     return False
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from harness.core.job import Budget, Workload
+from harness.core.job import Room, Workload
 
 SCHEDULES = ("varuna", "varuna, fixed order", "1f1b", "gpipe")
 WORKLOAD = Workload(num_layers=8, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=1024)
@@ -146,7 +146,7 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
     torch.set_num_threads(1)
     seconds, began = [], time.perf_counter()
     method = create("varuna", options)
-    for _ in method.settled(method.plan(WORKLOAD, Budget())).train(WORKLOAD, token_batches(WORKLOAD, steps), "cpu"):
+    for _ in method.settled(method.plan(WORKLOAD, Room())).train(WORKLOAD, token_batches(WORKLOAD, steps), "cpu"):
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
     return seconds[1:]

@@ -68,7 +68,7 @@ def _shortfall(used: Profile, name: str) -> str | None:
     """What a model with the whole batch lacks by plan."""
     alone = profiles(used)[0]
     job = alone.job(name, _depth(used))
-    return method.create(name, job.options).plan(job.workload, alone.plannable).shortfall(alone.plannable)
+    return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)
 
 
 def _together(used: Profile) -> list[Job]:
@@ -85,9 +85,9 @@ def _depth(used: Profile) -> int:
     """Layers of each model: as many as let all models into the host's memory."""
     if used.kind == "demo":
         return IN_DEMO["depth"]
-    trained, budget = method.create(OURS, _options(used)), profiles(used)[-1].plannable
-    assert budget.host_bytes
-    room = replace(budget, host_bytes=int(ROOM * budget.host_bytes))
+    trained, room = method.create(OURS, _options(used)), profiles(used)[-1].room
+    assert room.host_bytes
+    room = replace(room, host_bytes=int(ROOM * room.host_bytes))
     return max(1, method.largest_depth(lambda n: trained.plan(used.workload.at_depth(n), room).shortfall(room) is None))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from methods.shared.memory_needs import describe, each_page_locked
 
@@ -26,7 +26,7 @@ class Fsdp2Offload(Method):
     scales_loss = True
     world_size: int = 1  # ranks
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         if self.world_size < 1 or workload.batch_size % self.world_size:
             counts = ", ".join(str(n) for n in range(1, workload.batch_size + 1) if workload.batch_size % n == 0)
             raise ValueError(f"a batch of {workload.batch_size} splits over {counts} ranks, not {self.world_size}")
@@ -36,7 +36,7 @@ class Fsdp2Offload(Method):
         params = -(-workload.num_params // self.world_size)
         size, workload = workload.weight_bytes, replace(workload, batch_size=workload.batch_size // self.world_size)
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
-        home = each_page_locked(4, workload, budget, self.world_size)
+        home = each_page_locked(4, workload, room, self.world_size)
         gathered = 4 * (2 * workload.num_layers * workload.layer_params + workload.end_params) // self.world_size
         return Plan(
             device={

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload, several
+from harness.core.job import Plan, Room, Workload, several
 from harness.core.method import Method, Step, Trained, Training, largest_depth
 from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import gpt_shards, gpt_tensors
@@ -66,8 +66,8 @@ class Hydra(Method):
         """True if the first model's batches are halved; not with dropout, whose random numbers would differ."""
         return self.hybrid and self.num_devices > self.num_models and not dropout
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
-        """Plan the longest shards that fit the device; without a budget, one layer each."""
+    def plan(self, workload: Workload, room: Room) -> Plan:
+        """Plan the longest shards that fit the device; without a limit, one layer each."""
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
@@ -84,11 +84,11 @@ class Hydra(Method):
             raise ValueError("partitioner=presharded needs shard_layers, the layers of a shard")
         if asked is not None and not 1 <= asked <= workload.num_layers:
             raise ValueError(f"shard_layers: expected 1 to {workload.num_layers}, got {asked}")
-        room = budget.device_bytes
-        if asked is not None or room is None:
+        device_bytes = room.device_bytes
+        if asked is not None or device_bytes is None:
             return self._plan(workload, asked or 1)
         most = largest_depth(
-            lambda n: n <= workload.num_layers and self._plan(workload, n).device_bytes <= room  # type: ignore[operator]
+            lambda n: n <= workload.num_layers and self._plan(workload, n).device_bytes <= device_bytes  # type: ignore[operator]
         )
         return self._plan(workload, max(1, most))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe
@@ -28,7 +28,7 @@ class L2L(Method):
     to_build = staticmethod(adamw_kernel.to_build)
     build = staticmethod(adamw_kernel.build)
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         plan = placed_plan(workload, "W" * workload.num_layers, window_size=1)
         # Unlike a window's, the top layer's weights are fetched again at the turn.
         return replace(plan, moved_bytes=plan.moved_bytes + workload.weight_bytes * workload.layer_params)

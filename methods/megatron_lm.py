@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Method, Step, TensorState, Trained, Training, Unavailable
 from methods.shared.memory_needs import describe
 
@@ -27,7 +27,7 @@ class MegatronLM(Method):
     scales_loss = True
     drops_alike = False
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
         main = 0 if size == 4 else 4  # fp32 main weights
         optimizer, activations = (8 + main) * params, _activation_bytes(workload)

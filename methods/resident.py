@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, TensorState, Trained, Training
 from methods.shared.memory_needs import describe, resident_plan
 
@@ -30,7 +30,7 @@ class Resident(Method):
     accumulates = True
     scales_loss = True
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         return resident_plan(workload)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:

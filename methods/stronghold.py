@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe
@@ -26,7 +26,7 @@ from methods.streaming.placement import parse, shrink, text_of
 @dataclass(frozen=True)
 class Stronghold(Method):
     window_size: int | None = None  # slots of the window; None: chosen by plan()
-    resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the budget holds
+    resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the device holds
     placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
     clipping: str | None = None  # deferred or speculate; None: chosen by plan()
     disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
@@ -42,8 +42,8 @@ class Stronghold(Method):
     to_build = staticmethod(adamw_kernel.to_build)
     build = staticmethod(adamw_kernel.build)
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return Choice(workload, budget, **asdict(self)).plan()
+    def plan(self, workload: Workload, room: Room) -> Plan:
+        return Choice(workload, room, **asdict(self)).plan()
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         """The same mixture of layers; a window that slides in the model slides in its twin."""

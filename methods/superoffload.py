@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import Training, Unavailable
 from harness.devices import machine
 from methods.engines.deepspeed_config import stage_3, stage_3_plan
@@ -23,8 +23,8 @@ class SuperOffload(DeepSpeedMethod):
     color = "#93C47D"
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return stage_3_plan(workload, budget)
+    def plan(self, workload: Workload, room: Room) -> Plan:
+        return stage_3_plan(workload, room)
 
     def missing(self, device: str) -> str | None:
         return super().missing(device) if device == "cuda" else GPU_ONLY

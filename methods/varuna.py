@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.source_hash import source_hash
 from methods.pipeline.checkpoint_folders import choose, complete_steps
@@ -55,7 +55,7 @@ class VarunaMethod(Method):
     paper = "Athlur et al. 2022, EuroSys, doi:10.1145/3492321.3519584"
     scales_loss = True
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         """Without num_stages or chunk_size choose, of all that fit, the fastest by the machine's rates; where these are
         not known, as many stages as there are ranks, and the smallest micro-batches. Where nothing fits, what needs
         least."""
@@ -72,15 +72,15 @@ class VarunaMethod(Method):
         for num_stages in stages:
             try:
                 chunks = [self.chunk_size] if self.chunk_size else self._chunks(workload, num_stages)
-                plans += [self._plan(workload, budget, num_stages, chunk_size) for chunk_size in chunks]
+                plans += [self._plan(workload, room, num_stages, chunk_size) for chunk_size in chunks]
             except ValueError as error:
                 refused = str(error)
         if not plans:
             raise ValueError(refused)
-        fitting = [plan for plan in plans if plan.shortfall(budget) is None]
+        fitting = [plan for plan in plans if plan.shortfall(room) is None]
         if not fitting:
             return min(plans, key=lambda plan: plan.device_bytes)
-        return min(fitting, key=_seconds_and_size) if budget.rates else fitting[-1]
+        return min(fitting, key=_seconds_and_size) if room.rates else fitting[-1]
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         most = min(self.num_stages or twin_layers, twin_layers)
@@ -148,7 +148,7 @@ class VarunaMethod(Method):
             return f"1f1b: expected at least {num_stages} micro-batches for as many stages, got {num_micro_batches}"
         return None
 
-    def _plan(self, workload: Workload, budget: Budget, num_stages: int, chunk_size: int) -> Plan:
+    def _plan(self, workload: Workload, room: Room, num_stages: int, chunk_size: int) -> Plan:
         """Of the rank that needs most. Raises ValueError where the job cannot be cut so."""
         if num_stages > workload.num_layers:
             raise ValueError(f"num_stages: expected 1 to {workload.num_layers}, the number of layers, got {num_stages}")
@@ -173,9 +173,9 @@ class VarunaMethod(Method):
         chosen = dataclasses.replace(self, num_stages=num_stages, chunk_size=chunk_size, **folders)
         options = dataclasses.asdict(chosen)
         seconds = None
-        if budget.rates:
-            num_sharing = self.world_size if budget.rates.is_host else 1  # ranks on a host share its cores
-            passes = [passes_of(workload, stage, chunk_size, budget.rates, num_sharing) for stage in stages]
+        if room.rates:
+            num_sharing = self.world_size if room.rates.is_host else 1  # ranks on a host share its cores
+            passes = [passes_of(workload, stage, chunk_size, room.rates, num_sharing) for stage in stages]
             [seconds] = step_seconds(self.schedule, [(passes, samples // chunk_size, 0.0)])
         return Plan(
             max(needs, key=lambda need: sum(need.values())), options=options, step_seconds=seconds,

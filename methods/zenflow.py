@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from methods.engines.deepspeed_config import stage_2
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
@@ -25,7 +25,7 @@ class ZenFlow(DeepSpeedMethod):
     hides = ("updates",)
     is_exact = False
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
         return Plan(
             device={

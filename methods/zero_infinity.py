@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from methods.engines.deepspeed_config import stage_3, stage_3_plan
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
@@ -19,8 +19,8 @@ class ZeroInfinity(DeepSpeedMethod):
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
     scales_loss = True
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
-        return stage_3_plan(workload, budget, adam=self.adam)
+    def plan(self, workload: Workload, room: Room) -> Plan:
+        return stage_3_plan(workload, room, adam=self.adam)
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         return stage_3(workload, on_gpu)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.core.job import Budget, Plan, Workload, gib
+from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
 from methods.engines.deepspeed_config import is_built, lacks_to_build, largest_tensor, stage_3, stage_3_device
 from methods.engines.deepspeed_method import DeepSpeedMethod
@@ -34,12 +34,12 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     adam = "fused"
     kernel = "async_io"
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         folder = writable(self.disk)
         plans = [self._plan(workload, str(folder), pipelined) for pipelined in (True, False)]
         if self.pipelined is not None:
             return plans[not self.pipelined]
-        return next((plan for plan in plans if plan.shortfall(budget) is None), plans[-1])
+        return next((plan for plan in plans if plan.shortfall(room) is None), plans[-1])
 
     def _plan(self, workload: Workload, folder: str, pipelined: bool) -> Plan:
         params, size = workload.num_params, workload.weight_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from methods.engines.deepspeed_config import BUCKET_PARAMS, stage_2, stage_2_host
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
@@ -18,7 +18,7 @@ class ZeroOffload(DeepSpeedMethod):
     paper = "Ren et al., USENIX ATC 2021; DeepSpeed"
     scales_loss = True
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         params, size = workload.num_params, workload.weight_bytes
         return Plan(
             device={
@@ -26,7 +26,7 @@ class ZeroOffload(DeepSpeedMethod):
                 "gradients": 2 * size * min(BUCKET_PARAMS, params),
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
-            host=stage_2_host(workload, budget),
+            host=stage_2_host(workload, room),
             moved_bytes=2 * size * params,
             options={"adam": self.adam},
         )

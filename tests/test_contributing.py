@@ -122,7 +122,7 @@ def test_two_cases_of_one_number_are_refused(tmp_path: Path) -> None:
 def test_a_machine_is_an_entry(tmp_path: Path) -> None:
     (tmp_path / "machines.yaml").write_text(MACHINE)
     mine = named_machines.load("workstation", tmp_path / "machines.yaml")
-    assert (mine.device_bytes, mine.budget.host_bytes) == (23 * 2**30, 58 * 2**30) and mine.budget.rates
+    assert (mine.device_bytes, mine.room.host_bytes) == (23 * 2**30, 58 * 2**30) and mine.room.rates
 
 
 def test_a_machine_of_any_file_is_planned_for_and_the_next_call_knows_nothing_of_it(tmp_path: Path) -> None:

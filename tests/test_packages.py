@@ -98,7 +98,7 @@ def test_the_harness_names_no_method() -> None:
 def test_the_parent_process_imports_no_torch() -> None:
     code = (
         "import sys, harness.cli.main; from harness.core import method; from harness.core.job import *;"
-        "[method.create(name, {}).plan(Workload(), Budget()) for name in method.names()];"
+        "[method.create(name, {}).plan(Workload(), Room()) for name in method.names()];"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pandas')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Budget, Plan, Workload
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from methods.shared.memory_needs import resident_plan
 
@@ -45,7 +45,7 @@ class Planted(Method):
 
     bit_exact_in_half = bit_exact
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         return resident_plan(workload)
 
     def train(self, workload: Workload, batches, device: str) -> Training:

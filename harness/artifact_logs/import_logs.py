@@ -19,7 +19,7 @@ from harness.artifact_logs import judge_curves
 from harness.artifact_logs.parse import NAME, NotALog, read
 from harness.artifact_logs.to_record import to_record
 from harness.core import method
-from harness.core.job import Budget, Workload, params_text
+from harness.core.job import Room, Workload, params_text
 from harness.core.log_lines import BUILD_LOG
 from harness.core.record import Record, log_stem, read_all
 
@@ -57,7 +57,7 @@ def references(records: Iterable[Record], asked: str | None = None) -> list[str]
     if asked is not None:
         return [asked]
     known = {record.job.method for record in records} & set(method.names())
-    plans = {name: method.create(name, {}).plan(Workload(), Budget()) for name in known}
+    plans = {name: method.create(name, {}).plan(Workload(), Room()) for name in known}
     resident = [name for name, plan in plans.items() if not plan.host_bytes and not plan.disk_bytes]
     return sorted(resident, key=lambda name: (name != method.reference(), name))
 

@@ -86,7 +86,7 @@ def advise(
         f" {workload.batch_size} x {workload.seq_len} tokens a step, {workload.dtype}, {place.name or 'this machine'}"
     )
     print(place.about)
-    print(memories.told(place.name, asked, place.budget_for(workload), place.device))
+    print(memories.told(place.name, asked, place.room_for(workload), place.device))
     columns = [
         "method",
         "fits",

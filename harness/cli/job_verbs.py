@@ -15,7 +15,7 @@ from harness.base.whole_file import check_replaceable
 from harness.cli import exit_codes, options
 from harness.cli.job_options import WithMethods, check_corpus, job_options, make_jobs, place_of, place_options
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
-from harness.core.job import Budget, Job
+from harness.core.job import Budget, Job, Room
 from harness.devices import budgets, machine, named_machines
 from harness.forecast import memories
 from harness.forecast.fit import resolve
@@ -62,15 +62,16 @@ def plan(exact: bool, **words: Any) -> None:
     folders, name = _folders(words), words["machine_name"]
     jobs = make_jobs(words, folders)
     asked = Budget(words["device_memory"], words["host_memory"])
-    if name and not words["scale"]:
-        there: dict[str, Any] = {"host_bytes": memories.host_bytes(name, asked), "page_locks": True}
-        jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, **there)) for job in jobs]
+    is_elsewhere = bool(name) and not words["scale"]
+    if is_elsewhere:
+        host = memories.host_bytes(name, asked)
+        jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs]
     # Several ranks or devices cannot be simulated; a plan needs no device.
     jobs = [dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
             for job in jobs]  # fmt: skip
-    found = [plan_table.row(job, folders, exact) for job in jobs]
+    found = [plan_table.row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
     is_published = name == named_machines.PUBLISHED and published_laws.is_published(jobs[0].workload)
-    published = plan_table.published_rows(_published_budget(name, asked)) if is_published else []
+    published = plan_table.published_rows(_published_room(name, asked)) if is_published else []
     if words["as_json"]:
         for row in (*found, *({"published": row} for row in published)):
             print(json.dumps(row))
@@ -78,7 +79,7 @@ def plan(exact: bool, **words: Any) -> None:
     if all("error" in row for row in found):
         raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
     if not words["scale"]:
-        print(memories.told(name, asked, machine.budget(jobs[0].budget, jobs[0].device), jobs[0].device))
+        print(memories.told(name, asked, machine.room(jobs[0].budget, jobs[0].device), jobs[0].device))
     plan_table.show(found, exact)
     if published:
         plan_table.show_published(published)
@@ -88,11 +89,11 @@ def _num_devices(job: Job) -> int:
     return max(job.world_size, int(job.options.get("num_devices", 1)))
 
 
-def _published_budget(name: str, asked: Budget) -> Budget:
+def _published_room(name: str, asked: Budget) -> Room:
     """Of the published machine: what its allocators reserved is in the laws."""
     there = named_machines.load(name)
-    host = asked.host_bytes or there.budget.host_bytes
-    return Budget(asked.device_bytes or there.device_bytes, host, rates=there.budget.rates)
+    host = asked.host_bytes or there.room.host_bytes
+    return Room(asked.device_bytes or there.device_bytes, host, rates=there.room.rates)
 
 
 @click.group(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""A run as values: Workload, Budget, Plan, Job. Standard library only, nothing is allocated.
+"""A run as values: Workload, Budget, Room, Plan, Job. Standard library only, nothing is allocated.
 
 Units: bytes, seconds, parameters. GiB = 2**30, 1 B = 10**9 parameters.
 """
@@ -179,7 +179,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may use; None is whatever the machine has. Plans use `rates`, which are no part of identity."""
+    """What a run may use, of a GPU with the driver's context and a reserve; None is whatever the machine has. `rates`,
+    of a machine by name, are for plans and no part of identity."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -189,8 +190,6 @@ class Budget:
     seconds: float | None = None
     link_bytes_per_second: float | None = None  # between device and host, in each direction: simulated on sim only
     rates: Rates | None = field(default=None, compare=False)
-    # Copies to and from the device are from page-locked memory. Set for plans, by the device; no part of identity.
-    page_locks: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
@@ -204,6 +203,23 @@ class Budget:
         """The share of each of several ranks on one machine; a device is a rank's own."""
         return dataclasses.replace(self, host_bytes=self.host_bytes and self.host_bytes // num_ranks)
 
+    @property
+    def room(self) -> Room:
+        """All of it: of a device without a context, a simulated one or a CPU."""
+        return Room(self.device_bytes, self.host_bytes, self.disk_bytes, self.rates)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a plan may fill: a budget, or what the machine has, of a GPU without the driver's context and a reserve.
+    None is not limited."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    rates: Rates | None = None
+    page_locks: bool = False  # copies to and from the device are from page-locked memory
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -214,7 +230,7 @@ class Plan:
     disk: dict[str, int] = field(default_factory=dict)
     moved_bytes: int = 0  # per step, both directions
     options: dict[str, Any] = field(default_factory=dict)
-    step_seconds: float | None = None  # at least, by the budget's rates, and what binds
+    step_seconds: float | None = None  # at least, by the machine's rates, and what binds
     binds: str = ""
     updates_on_host: bool = True  # what the optimizer keeps on the host is updated there
     stages: dict[str, int] = field(default_factory=dict)  # of a pipeline: each one's device bytes, the largest planned
@@ -246,26 +262,28 @@ class Plan:
     def disk_bytes(self) -> int:
         return sum(self.disk.values())
 
-    def pooled(self, budget: Budget) -> Plan:
-        """The plan on the memories there are: without a device budget, a CPU's device memory is the host's."""
-        if budget.device_bytes is not None:
+    def pooled(self, room: Room) -> Plan:
+        """The plan on the memories there are: of a CPU without a device budget the device's memory is the host's."""
+        if room.device_bytes is not None:
             return self
         kinds = {kind: self.device.get(kind, 0) + self.host.get(kind, 0) for kind in {**self.device, **self.host}}
         return dataclasses.replace(self, device={}, host=kinds)
 
-    def lacks(self, budget: Budget) -> dict[str, int]:
+    def lacks(self, room: Room) -> dict[str, int]:
         """Bytes missing, by memory; empty if the plan fits."""
-        plan, names = self.pooled(budget), {memory: f"{memory}_bytes" for memory in MEMORIES}
-        there = {memory: size for memory, name in names.items() if (size := getattr(budget, name)) is not None}
-        missing = {memory: getattr(plan, names[memory]) - size for memory, size in there.items()}
-        return {memory: size for memory, size in missing.items() if size > 0}
+        plan, found = self.pooled(room), {}
+        for memory in MEMORIES:
+            need, have = getattr(plan, f"{memory}_bytes"), getattr(room, f"{memory}_bytes")
+            if have is not None and need > have:
+                found[memory] = need - have
+        return found
 
-    def shortfall(self, budget: Budget) -> str | None:
+    def shortfall(self, room: Room) -> str | None:
         """The first memory that does not suffice, with its kinds, or None if the plan fits."""
-        for memory in self.lacks(budget):
-            plan, have = self.pooled(budget), getattr(budget, f"{memory}_bytes")
+        for memory in self.lacks(room):
+            plan, have = self.pooled(room), getattr(room, f"{memory}_bytes")
             parts = ", ".join(f"{kind} {gib(size)}" for kind, size in getattr(plan, memory).items() if size)
-            which = "memory" if memory == "host" and budget.device_bytes is None else f"{memory} memory"
+            which = "memory" if memory == "host" and room.device_bytes is None else f"{memory} memory"
             return f"needs {gib(getattr(plan, f'{memory}_bytes'))} of {which} ({parts}), there is {gib(have)}"
         return None
 
@@ -313,7 +331,7 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        del data["budget"]["rates"], data["budget"]["page_locks"]
+        del data["budget"]["rates"]
         if self.trace is None:
             del data["trace"]
         if self.workload.micro_batches == 1:

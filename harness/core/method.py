@@ -21,7 +21,7 @@ from harness.base.imported_file import Called, told
 from harness.base.named_entries import did_you_mean
 from harness.base.registry import FileRegistry
 from harness.core import source_hash as source
-from harness.core.job import MOST_LAYERS, Budget, Plan, Workload
+from harness.core.job import MOST_LAYERS, Plan, Room, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ class Method(ABC):
                 setattr(cls, name, called)
 
     @abstractmethod
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         """What training needs, by arithmetic. Raises ValueError for options that make no sense at this size."""
 
     def settled(self, plan: Plan) -> Self:

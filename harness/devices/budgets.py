@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.child_process import ask
-from harness.core.job import Budget, Job, gib
+from harness.core.job import Budget, Job, Room, gib
 from harness.devices import cuda_budget, machine, sim
 
 MIB = 2**20
@@ -31,12 +31,12 @@ WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
 
 def check(budget: Budget, device: str, world_size: int = 1) -> None:
     """Raise ValueError, one line, if a budget exceeds the machine or does not hold the imports."""
-    there = machine.budget(Budget(), device)
+    there = machine.room(Budget(), device)
     if device == "cuda":
         there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
         check_device(budget.device_bytes)
     if device == "sim":  # its memory is the host's
-        there = Budget(machine.host_bytes(), machine.host_bytes())
+        there = Room(machine.host_bytes(), machine.host_bytes())
     for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
         asked, most = getattr(budget, name), getattr(there, name)
         if asked and most and asked > most:

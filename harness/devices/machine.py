@@ -18,7 +18,7 @@ import psutil
 
 from harness.base.checkout import ROOT
 from harness.base.whole_file import write_whole
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import Budget, Job, Room, Workload
 from harness.core.rates import Rates
 from harness.devices import cgroup, cuda_budget
 
@@ -184,10 +184,11 @@ def devices() -> list[str]:
     return ["cuda", "cpu", "sim"] if has_cuda else ["cpu", "sim"]
 
 
-def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budget:
-    """What a run's plan may fill: the budget asked for, else what there is, of a GPU without its context and reserve;
-    with rates by calibration for this workload, unless given. A CPU has no device memory of its own: without a budget
-    it stays None, and the host's is shared. sim's memories without budgets are unlimited."""
+def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks: int = 1) -> Room:
+    """What the plan of each of several ranks on this machine may fill: the budget asked for, else what there is, of a
+    GPU without its context and reserve; with rates by calibration for this workload, unless given. A CPU has no device
+    memory of its own: without a budget it stays None, and the host's is shared. sim's memories without budgets are
+    unlimited."""
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"]
@@ -198,8 +199,7 @@ def budget(asked: Budget, device: str, workload: Workload | None = None) -> Budg
     if known and asked.link_bytes_per_second:
         link = asked.link_bytes_per_second
         known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
-    locks = asked.page_locks or device == "cuda"
-    return dataclasses.replace(asked, device_bytes=device_bytes, host_bytes=most, rates=known, page_locks=locks)
+    return Room(device_bytes, most and most // num_ranks, asked.disk_bytes, known, page_locks=device == "cuda")
 
 
 def context_bytes() -> int:
@@ -208,8 +208,8 @@ def context_bytes() -> int:
     return max(measured, default=0) or cuda_budget.CONTEXT_BYTES
 
 
-def rank_budget(job: Job) -> Budget:
-    """What each rank of a job may use if all are on one machine: the budget of its plan. Raises ValueError if they
+def rank_room(job: Job) -> Room:
+    """What the plan of each rank of a job may fill if all are on one machine. Raises ValueError if they
     cannot train together."""
     if job.world_size > 1 and job.device == "sim":
         raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
@@ -218,7 +218,7 @@ def rank_budget(job: Job) -> Budget:
             "sim (--device-memory on a CPU) is one device: leave --devices out, or add --device cpu, where devices are"
             " processes, whose budget is planned but not enforced"
         )
-    return budget(job.budget, job.device, job.workload).share(job.world_size)
+    return room(job.budget, job.device, job.workload, job.world_size)
 
 
 def rates(device: str, workload: Workload) -> Rates | None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import Job, Room, Workload
 from harness.core.method import Method, Unavailable, create
 from harness.devices.memory_account import NAME, Tracker
 
@@ -48,7 +48,7 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
         size = (steps, workload.batch_size, workload.seq_len + 1)
         tokens = torch.empty(size, dtype=torch.int64, device=NAME)
         inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
-        training = method.settled(method.plan(workload, Budget())).train(
+        training = method.settled(method.plan(workload, Room())).train(
             workload, zip(inputs[:STEPS], targets[:STEPS], strict=True), NAME
         )
         for _ in training:

@@ -13,7 +13,7 @@ from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT
 from harness.base.named_entries import entry, places
 from harness.base.registry import Registry
-from harness.core.job import GIB, Budget
+from harness.core.job import GIB, Budget, Room
 from harness.core.rates import Rates, of_facts
 from harness.devices import cuda_budget, machine
 
@@ -82,7 +82,7 @@ class Machine:
         return None if self.device_memory is None else size_bytes(str(self.device_memory))
 
     @property
-    def budget(self) -> Budget:
+    def room(self) -> Room:
         """What plans may fill, and a simulated device has: of the GPU without the reserve for what plans do not count.
         Rates are in the dtype of its facts' precision, else fp32."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
@@ -96,19 +96,21 @@ class Machine:
                 )
             given["device_bytes"] = cuda_budget.tensor_bytes(self.device_bytes, context_bytes=0)
         precision = str((self.facts or {}).get("precision", "fp32"))[:4]
-        return Budget(**given, rates=self.rates(precision))
+        return Room(**given, rates=self.rates(precision))
 
     def budget_on(self, device: str, dtype: str | None = None) -> Budget:
-        """The same on a device and in a dtype: a GPU's budget includes its context and the reserve, so that plans may
-        fill as much. A card of this size may have a little less than that."""
-        budget = replace(self.budget, rates=self.rates(dtype)) if dtype else self.budget
+        """The budget that leaves this room on a device, with rates in a dtype: a GPU's includes its context and the
+        reserve. A card of this size may have a little less than that."""
+        room = self.room
+        rates = self.rates(dtype) if dtype else room.rates
+        budget = Budget(room.device_bytes, room.host_bytes, room.disk_bytes, rates=rates)
         if device != "cuda" or self.device_bytes is None:
             return budget
         whole, there = self.device_bytes + cuda_budget.CONTEXT_BYTES, machine.gpu().get("gpu_bytes", 0)
         return replace(budget, device_bytes=there if self.device_bytes <= there < whole else whole)
 
     def __post_init__(self) -> None:
-        self.budget  # noqa: B018  raises ValueError where a size is wrong
+        self.room  # noqa: B018  raises ValueError where a size is wrong
 
 
 class Machines(Registry):

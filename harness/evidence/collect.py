@@ -170,7 +170,7 @@ class Campaign:
             found = find(Probes(self.sweep, self.used.probe(job.method)), 1, MOST_LAYERS)
             self.finished += [found["record"]] if found["record"] else []
             return
-        host = machine.budget(job.budget, job.device).host_bytes
+        host = machine.room(job.budget, job.device).host_bytes
         if host is not None and point.plan.host_bytes > host:  # it would exhaust this machine
             record = self.sweep.run([job])[0]
         else:

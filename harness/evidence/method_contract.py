@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from harness.base.checkout import ROOT
 from harness.core import method
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import Job, Room, Workload
 from harness.core.record import Record, read_all
 from harness.evidence.fairness import COLUMNS
 from harness.forecast.fit import resolve
@@ -143,7 +143,7 @@ def _alone(file: Path) -> Iterator[Subject]:
 
 def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
     """Bytes of device and host, and these with the disk's."""
-    plan = method.create(subject.name, {}, subject.folders).plan(workload, Budget())
+    plan = method.create(subject.name, {}, subject.folders).plan(workload, Room())
     memory = plan.device_bytes + plan.host_bytes
     return memory, memory + plan.disk_bytes
 

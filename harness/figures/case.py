@@ -265,7 +265,7 @@ def _is_refused_beyond(record: Record) -> bool:
         return False
     try:
         deeper = job.workload.at_depth(job.workload.num_layers + 1)
-        plan = method.create(job.method, job.options).plan(deeper, job.budget)
+        plan = method.create(job.method, job.options).plan(deeper, job.budget.room)
     except ValueError:  # options of another state of the code
         return False
     return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have

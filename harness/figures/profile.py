@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core import method
-from harness.core.job import Budget, Job, Workload, gib
+from harness.core.job import Budget, Job, Room, Workload, gib
 from harness.devices import cuda_budget, machine, named_machines, sim
 from harness.jobs.scale import shrunk
 from methods.shared.memory_needs import state_bytes
@@ -45,12 +45,12 @@ class Profile:
         return self.name.split("_")[0]
 
     @property
-    def plannable(self) -> Budget:
+    def room(self) -> Room:
         """What plans may fill, on any machine the same: of a GPU without the stated context."""
-        have = self.budget.device_bytes
-        if self.device != "cuda" or have is None:
-            return self.budget
-        return dataclasses.replace(self.budget, device_bytes=cuda_budget.tensor_bytes(have))
+        room = self.budget.room
+        if self.device != "cuda" or room.device_bytes is None:
+            return room
+        return dataclasses.replace(room, device_bytes=cuda_budget.tensor_bytes(room.device_bytes))
 
     def depth(self, published: int) -> int:
         """A published depth on this profile's scale, at least 2 layers."""
@@ -65,8 +65,8 @@ class Profile:
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
         """A timed run. The plan settles options that are numbers, so that the record can be found again; the choice of
         kernels is left to the measuring machine."""
-        workload, have = self.workload.at_depth(num_layers), self.plannable.device_bytes
-        room = dataclasses.replace(self.budget, device_bytes=have and int(ROOM * have))
+        workload, have = self.workload.at_depth(num_layers), self.room.device_bytes
+        room = dataclasses.replace(self.room, device_bytes=have and int(ROOM * have))
         plan = method.create(name, options).plan(workload, room)
         settled = {key: value for key, value in plan.options.items() if isinstance(value, int)}
         return Job(name, workload, {**settled, **options}, self.budget, self.device, self.steps, self.warmup)
@@ -78,7 +78,7 @@ class Profile:
 
     def largest_planned(self, name: str) -> int:
         """Layers that should fit, by the method's plan."""
-        trained, room = method.create(name, {}), self.plannable
+        trained, room = method.create(name, {}), self.room
         return method.largest_depth(
             lambda depth: trained.plan(self.workload.at_depth(depth), room).shortfall(room) is None
         )

@@ -63,8 +63,8 @@ def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None
     job = record.job
     try:
         trained = method.create(job.method, job.options, folders)
-        budget = dataclasses.replace(job.budget, rates=rates)
-        return predicted(trained, job.workload, trained.plan(job.workload, budget), rates)
+        room = dataclasses.replace(job.budget.room, rates=rates)
+        return predicted(trained, job.workload, trained.plan(job.workload, room), rates)
     except ValueError:  # a method or an option that is no more
         return None
 

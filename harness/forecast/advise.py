@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.core import method, named_models
-from harness.core.job import GIB, MEMORIES, Budget, Job, Plan, Workload, gib
+from harness.core.job import GIB, MEMORIES, Budget, Job, Plan, Room, Workload, gib
 from harness.core.record import Record
 from harness.devices import cuda_budget, machine, named_machines
 from harness.forecast.accuracy import accuracy, entry_of, is_here, measured_for
@@ -27,17 +27,21 @@ MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Place:
-    """Where to train: a budget with rates for each dtype, and the peak that MFU is a share of."""
+    """Where to train: what plans may fill there, and the peak that MFU is a share of."""
 
     name: str | None  # in machines.yaml; None: this machine
     about: str
     device: str
-    budget: Budget
+    asked: Budget
 
-    def budget_for(self, workload: Workload) -> Budget:
+    def room_for(self, workload: Workload) -> Room:
+        """Of a machine by name with the budgets that are given, the host's assumed where neither knows it."""
         if self.name is None:
-            return machine.budget(self.budget, self.device, workload)
-        return replace(self.budget, rates=named_machines.load(self.name).rates(workload.dtype))
+            return machine.room(self.asked, self.device, workload)
+        entry, asked = named_machines.load(self.name), self.asked
+        device = cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else entry.room.device_bytes
+        disk, rates = asked.disk_bytes or entry.room.disk_bytes, entry.rates(workload.dtype)
+        return Room(device, host_bytes(self.name, asked), disk, rates, page_locks=True)
 
     def peak_flops(self, dtype: str) -> float | None:
         sheet = self.name and named_machines.load(self.name).datasheet
@@ -45,12 +49,7 @@ class Place:
 
 
 def named_place(name: str, asked: Budget) -> Place:
-    """A machine by name with the budgets that are given, the host's assumed where neither knows it."""
-    entry = named_machines.load(name)
-    there = entry.budget
-    device = cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else there.device_bytes
-    budget = Budget(device, host_bytes(name, asked), asked.disk_bytes or there.disk_bytes, page_locks=True)
-    return Place(name, entry.about, "cuda", budget)
+    return Place(name, named_machines.load(name).about, "cuda", asked)
 
 
 def this_place(asked: Budget) -> Place:
@@ -93,12 +92,12 @@ class Try(NamedTuple):
     """A plan, and what a step of it should take; None where the rates are not known."""
 
     plan: Plan
-    budget: Budget
+    room: Room
     step: Forecast | None
 
     @property
     def lacks(self) -> dict[str, int]:
-        return self.plan.lacks(self.budget)
+        return self.plan.lacks(self.room)
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,12 @@ class Advice:
         except (ValueError, method.Unavailable) as error:
             return {"method": name, "error": str(error)}
         job = Job(name, self.workload, device=self.place.device)
-        depth = largest(method.create(name, {}, self.folders), job, found.budget)
-        plan = found.plan.pooled(found.budget)
+        depth = largest(method.create(name, {}, self.folders), job, found.room)
+        plan = found.plan.pooled(found.room)
         return {
             "method": name, "is_exact": is_exact, "missing": self._missing(name),
             "fits": not found.lacks, "lacks_bytes": found.lacks,
-            "shortfall": found.plan.shortfall(found.budget), **{memory: getattr(plan, memory) for memory in MEMORIES},
+            "shortfall": found.plan.shortfall(found.room), **{memory: getattr(plan, memory) for memory in MEMORIES},
             "options": found.plan.options, "largest_layers": depth, **self._speeds(found.step),
             "measured_step_seconds": measured_for(self.records, name, self.workload, self.place.name),
             "change": self._change(name, found, depth),
@@ -143,9 +142,9 @@ class Advice:
     def _try(self, name: str, place: Place, workload: Workload, options: dict[str, Any]) -> Try:
         trained = method.create(name, options, self.folders)
         method.check(trained, workload, self.folders)
-        budget = place.budget_for(workload)
-        plan = trained.plan(workload, budget)
-        return Try(plan, budget, predicted(trained, workload, plan, budget.rates) if budget.rates else None)
+        room = place.room_for(workload)
+        plan = trained.plan(workload, room)
+        return Try(plan, room, predicted(trained, workload, plan, room.rates) if room.rates else None)
 
     def _speeds(self, step: Forecast | None) -> dict[str, Any]:
         names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
@@ -185,14 +184,14 @@ class Advice:
             yield "--disk DIR", place, workload, {"disk": tempfile.gettempdir()}
         if place.name is None:
             return
-        host = place.budget.host_bytes or 0
+        host = place.room_for(workload).host_bytes or 0
         for more in MORE_HOST_GIB:
-            there = replace(place.budget, host_bytes=host + more * GIB)
-            yield f"+{more} GiB of host memory", replace(place, budget=there), workload, {}
-        others = [named_place(other, Budget(host_bytes=host)) for other in named_machines.names()]
-        for other in sorted(others, key=lambda other: (other.budget.device_bytes or 0, not _is_whole(other))):
-            if (other.budget.device_bytes or 0) > (place.budget.device_bytes or 0):
-                yield f"--gpu {other.name}", other, workload, {}
+            asked = replace(place.asked, host_bytes=host + more * GIB)
+            yield f"+{more} GiB of host memory", replace(place, asked=asked), workload, {}
+        sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
+        for other in sorted(sizes, key=lambda other: (sizes[other], not _is_whole(other))):
+            if sizes[other] > (place.room_for(workload).device_bytes or 0):
+                yield f"--gpu {other}", named_place(other, Budget(host_bytes=host)), workload, {}
 
 
 def fits_text(row: dict[str, Any]) -> str:
@@ -206,9 +205,9 @@ def off_text(row: dict[str, Any]) -> str:
     return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({found['num_runs']} runs)" if found else ""
 
 
-def _is_whole(place: Place) -> bool:
+def _is_whole(name: str) -> bool:
     """False for an entry of one machine, which may use a part of its GPU."""
-    return place.name is not None and "gpu_tflops" not in (named_machines.load(place.name).facts or {})
+    return "gpu_tflops" not in (named_machines.load(name).facts or {})
 
 
 def _rank(row: dict[str, Any]) -> tuple[int, float]:

@@ -8,28 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from harness.core import method
-from harness.core.job import OF_SEVERAL_MODELS, Budget, Job, Plan
+from harness.core.job import OF_SEVERAL_MODELS, Job, Plan, Room
 from harness.devices import budgets, cuda_budget, machine
 
 
-def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | None]:
-    """The job with its plan's options, the plan, and the shortfall, if any. Raises ValueError for wrong options."""
+def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) -> tuple[Job, Plan, str | None]:
+    """The job with its plan's options, the plan, and the shortfall, if any, in this room, else in its machine's. Raises
+    ValueError for wrong options."""
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     if job.device == "cuda":
         budgets.check_device(job.budget.device_bytes)
-    budget = machine.rank_budget(job)
-    plan = trained.plan(job.workload, budget)
+    room = room or machine.rank_room(job)
+    plan = trained.plan(job.workload, room)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     for name in OF_SEVERAL_MODELS:
         if (told := options.get(name, 1)) != (asked := job.options.get(name, 1)):
             raise ValueError(f"{job.method}: expected {name} {asked}, as the job asks, got {told} of the method's own")
     resolved = dataclasses.replace(job, options=options)
-    shortfall = plan.shortfall(budget)
+    shortfall = plan.shortfall(room)
     if shortfall is None:
         return resolved, plan, None
-    hint = _hint(job, budget, folders)
-    if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
+    hint = _hint(job, room, folders)
+    if room.device_bytes is not None and plan.device_bytes > room.device_bytes:
         least = plan.device_bytes
         if job.device == "cuda":
             least = cuda_budget.budget_bytes(least, machine.context_bytes())
@@ -38,22 +39,22 @@ def resolve(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, Plan, str | 
     return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
 
 
-def _hint(job: Job, budget: Budget, folders: tuple[Path, ...]) -> str:
+def _hint(job: Job, room: Room, folders: tuple[Path, ...]) -> str:
     """The largest size that fits instead; without the placement if none fits with it."""
-    asked = _asked(job, budget, folders)
-    depth, placement = largest(method.create(job.method, asked, folders), job, budget), asked.pop("placement", None)
+    asked = _asked(job, room, folders)
+    depth, placement = largest(method.create(job.method, asked, folders), job, room), asked.pop("placement", None)
     if not depth and placement:
-        depth = largest(method.create(job.method, asked, folders), job, budget)
+        depth = largest(method.create(job.method, asked, folders), job, room)
         if depth:
             return f"the largest that should fit without --placement {placement} has -l {depth}"
     return f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
 
 
-def _asked(job: Job, budget: Budget, folders: tuple[Path, ...]) -> dict[str, Any]:
+def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
     """The options the user gave; those the plan filled in are dropped."""
 
     def planned(options: dict[str, Any]) -> dict[str, Any]:
-        return method.create(job.method, options, folders).plan(job.workload, budget).options
+        return method.create(job.method, options, folders).plan(job.workload, room).options
 
     asked, chosen = dict(job.options), planned(job.options)
     for name in job.options if chosen.keys() == asked.keys() else ():
@@ -63,15 +64,15 @@ def _asked(job: Job, budget: Budget, folders: tuple[Path, ...]) -> dict[str, Any
     return asked
 
 
-def largest(trained: method.Method, job: Job, budget: Budget) -> int:
-    """Layers of the deepest model of this job that fits the budget by the method's plan; 0 if none does."""
+def largest(trained: method.Method, job: Job, room: Room) -> int:
+    """Layers of the deepest model of this job that fits the room by the method's plan; 0 if none does."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
         try:
-            plan = trained.plan(job.workload.at_depth(num_layers), budget)
+            plan = trained.plan(job.workload.at_depth(num_layers), room)
         except ValueError:  # a window beyond these few layers, or a placement of another number of them
             return unplanned
-        return plan.shortfall(budget) is None
+        return plan.shortfall(room) is None
 
     def may_fit(num_layers: int) -> bool:
         is_shallow = num_layers < job.world_size  # with fewer stages than ranks, each of which may need more

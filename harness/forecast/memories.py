@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.core.job import GIB, Budget, gib
+from harness.core.job import GIB, Budget, Room, gib
 from harness.devices import named_machines
 
 ASSUMED_HOST_BYTES = 64 * GIB  # of a named machine whose entry has no host_memory
@@ -10,10 +10,10 @@ ASSUMED_HOST_BYTES = 64 * GIB  # of a named machine whose entry has no host_memo
 
 def host_bytes(name: str, asked: Budget) -> int:
     """Of a named machine: what the call gives, else the entry, else what is assumed."""
-    return asked.host_bytes or named_machines.load(name).budget.host_bytes or ASSUMED_HOST_BYTES
+    return asked.host_bytes or named_machines.load(name).room.host_bytes or ASSUMED_HOST_BYTES
 
 
-def told(name: str | None, asked: Budget, fills: Budget, device: str) -> str:
+def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
     """Of a machine by name, or of this one. `asked`: what the call gives; `fills`: what plans fill."""
     host = "not limited" if fills.host_bytes is None else gib(fills.host_bytes)
     return f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host} ({_host(name, asked)})"
@@ -25,7 +25,7 @@ def device_of(name: str) -> str:
     return f"{named_machines.source(name)}: {size}, less a reserve" if size else f"{named_machines.source(name)}: none"
 
 
-def _device(name: str | None, asked: Budget, fills: Budget, device: str) -> str:
+def _device(name: str | None, asked: Budget, fills: Room, device: str) -> str:
     if fills.device_bytes is None:
         return "not limited" if device == "sim" else "shares the host's"
     found = "--device-memory" if asked.device_bytes else device_of(name) if name else "this machine's GPU"
@@ -39,6 +39,6 @@ def _host(name: str | None, asked: Budget) -> str:
         return "--host-memory"
     if name is None:
         return "this machine's; try --host-memory for another"
-    if named_machines.load(name).budget.host_bytes:
+    if named_machines.load(name).room.host_bytes:
         return named_machines.source(name)
     return f"assumed: {named_machines.source(name)} has none; try --host-memory"

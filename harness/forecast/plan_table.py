@@ -11,39 +11,41 @@ from typing import Any
 from harness.base.child_process import ask
 from harness.base.console import print_table
 from harness.core import method
-from harness.core.job import MEMORIES, STATE_KINDS, Budget, Job, gib
+from harness.core.job import MEMORIES, STATE_KINDS, Job, Room, gib
 from harness.devices import machine
 from harness.forecast import published_laws
 from harness.forecast.fit import largest, resolve
 from harness.forecast.step import least_seconds
 
 
-def row(job: Job, folders: tuple[Path, ...], exact: bool) -> dict[str, Any]:
-    """The row of a job; one that cannot be planned has an `error` and no numbers."""
+def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
+    """The row of a job; one that cannot be planned has an `error` and no numbers. `page_locks`: of a machine with a
+    GPU, whatever this one has."""
     workload = job.workload
     sizes = ("num_layers", "hidden_size", "batch_size", "num_params")
     row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in sizes}}
     try:
-        resolved, plan, shortfall = resolve(job, folders)
+        room = machine.rank_room(job)
+        room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
+        resolved, plan, shortfall = resolve(job, folders, room)
     except ValueError as error:
         return {**row, "error": str(error)}
-    budget = machine.rank_budget(job)
     trained = method.create(job.method, job.options, folders)
     devices = job.world_size if job.device == "cuda" else 1  # of a CPU all ranks share the one
     part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
-    depth = largest(trained, job, budget)
+    depth = largest(trained, job, room)
     row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
     row |= {name: getattr(plan, name) for memory in MEMORIES for name in (memory, f"{memory}_bytes")}
-    row |= {"least_step_seconds": least_seconds(part, plan, budget.rates), "time_binds": plan.binds}
+    row |= {"least_step_seconds": least_seconds(part, plan, room.rates), "time_binds": plan.binds}
     row |= {"fits": shortfall is None, "shortfall": shortfall}
-    row |= {"largest_layers": depth, "binding": _binding(trained, job, budget, depth)}
+    row |= {"largest_layers": depth, "binding": _binding(trained, job, room, depth)}
     return {**row, "exact": _exact(resolved, folders)} if exact else row
 
 
-def _binding(trained: method.Method, job: Job, budget: Budget, depth: int) -> str | None:
+def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | None:
     """The memory that one layer more than fits would pass first."""
     try:
-        return next(iter(trained.plan(job.workload.at_depth(depth + 1), budget).lacks(budget)), None)
+        return next(iter(trained.plan(job.workload.at_depth(depth + 1), room).lacks(room)), None)
     except ValueError:
         return None
 
@@ -56,15 +58,15 @@ def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
         return {"unavailable": f"{job.method}: {error}"}
 
 
-def published_rows(budget: Budget) -> list[dict[str, Any]]:
-    """For each published method the limits that its law gives in this budget, beside its largest published size."""
-    if not budget.device_bytes or not budget.host_bytes:
+def published_rows(room: Room) -> list[dict[str, Any]]:
+    """For each published method the limits that its law gives in this room, beside its largest published size."""
+    if not room.device_bytes or not room.host_bytes:
         return []
     found = []
     for law in published_laws.LAWS:
-        limits = law.limits(budget.device_bytes, budget.host_bytes - published_laws.HOST_TAKEN_BYTES)
+        limits = law.limits(room.device_bytes, room.host_bytes - published_laws.HOST_TAKEN_BYTES)
         deepest = published_laws.PUBLISHED.at_depth(law.published_layers)
-        seconds = budget.rates and published_laws.step_seconds(law.method, deepest, budget.rates)
+        seconds = room.rates and published_laws.step_seconds(law.method, deepest, room.rates)
         found.append({
             "method": law.method, "published_layers": law.published_layers, "step_seconds": seconds,
             **limits._asdict(), "binding": limits.binding,

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from harness.core import method
-from harness.core.job import MOST_LAYERS, Budget, Job, Plan, gib, params_text
+from harness.core.job import MOST_LAYERS, Job, Plan, Room, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
 from harness.jobs.depth_search import Answer, Outcome, extrapolate, search
@@ -27,7 +27,7 @@ class Probes:
 
     def __init__(self, sweep: Sweep, job: Job) -> None:
         self.sweep, self.job = sweep, job
-        self.budget = machine.rank_budget(job)
+        self.room = machine.rank_room(job)
         self.records: list[Record] = []
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory, beyond the plan: depth, phases
         self.lacking: dict[str, int] = {}  # the least excess, by failures that the plan did not foresee
@@ -77,14 +77,14 @@ class Probes:
         return method.largest_depth(lambda depth: depth < self.least or self._fits(self._planned(depth)[1], depth))
 
     def _fits(self, plan: Plan, num_layers: int) -> bool:
-        room = self._room(num_layers)
+        room = self._room_at(num_layers)
         return plan.shortfall(room) is None and not self._refusal(plan)
 
     def refine(self) -> int:
         """guess() with the excess that small runs have shown."""
         self.lacking.clear()
         for record in (record for record in self.records if record.status == "ok"):
-            planned = Plan(record.predicted["device"], record.predicted["host"]).pooled(self.budget)
+            planned = Plan(record.predicted["device"], record.predicted["host"]).pooled(self.room)
             for memory, size in measured(record).items():
                 beyond = {"run": size - getattr(planned, f"{memory}_bytes")}
                 self.excess.setdefault(memory, []).append((record.job.workload.num_layers, beyond))
@@ -101,33 +101,33 @@ class Probes:
         """The job at this depth with the options that its method chooses in the room there is."""
         workload = self.job.workload.at_depth(num_layers)
         trained = method.create(self.job.method, self.job.options, self.sweep.folders)
-        plan = trained.plan(workload, self._room(num_layers))
+        plan = trained.plan(workload, self._room_at(num_layers))
         options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
         return dataclasses.replace(self.job, workload=workload, options=options), plan
 
     def _learn(self, record: Record, plan: Plan) -> None:
         """A run failed although its plan fitted: it takes more beyond the plan than was left."""
         num_layers, lacked = record.job.workload.num_layers, memory_of(record)
-        memory, room = BUDGETED.get(lacked, lacked), self._room(num_layers)
+        memory, room = BUDGETED.get(lacked, lacked), self._room_at(num_layers)
         have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, plan.pooled(room)))
         if have is not None and planned is not None and planned <= have:
-            beyond = getattr(self.budget, f"{memory}_bytes") - planned + 1
+            beyond = getattr(self.room, f"{memory}_bytes") - planned + 1
             self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))
 
-    def _room(self, num_layers: int) -> Budget:
+    def _room_at(self, num_layers: int) -> Room:
         """The budget less the expected excess at this depth."""
         rooms = {}
         for memory in {**self.excess, **self.lacking}:
-            have = getattr(self.budget, f"{memory}_bytes")
+            have = getattr(self.room, f"{memory}_bytes")
             beyond = [extrapolate(self.excess[memory], num_layers)] if memory in self.excess else []
             beyond += [self.lacking[memory]] if memory in self.lacking else []
             if have is not None:
                 rooms[f"{memory}_bytes"] = max(1, have - max(beyond))
-        return dataclasses.replace(self.budget, **rooms)
+        return dataclasses.replace(self.room, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
         """What a probe would exhaust: the disk's budget, or the whole host."""
-        disk, host = self.budget.disk_bytes, machine.host_bytes()
+        disk, host = self.room.disk_bytes, machine.host_bytes()
         if disk is not None and plan.disk_bytes > disk:
             return f"disk, by plan: {gib(plan.disk_bytes)} of {gib(disk)}"
         at_host = plan.host_bytes + (0 if self.job.device == "cuda" else plan.device_bytes)
@@ -166,7 +166,7 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
         "fails_at": answer.failed_above,
         "is_sharp": answer.is_sharp,
         "mixed": answer.mixed(),
-        "binding": _binding(answer, best, probes.budget),
+        "binding": _binding(answer, best, probes.room),
         "gate": best.gate.verdict if best else "",
         "trials": len(probes.records),
         "stopped": answer.stopped,
@@ -174,7 +174,7 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
     }
 
 
-def _binding(answer: Answer, best: Record | None, budget: Budget) -> str:
+def _binding(answer: Answer, best: Record | None, room: Room) -> str:
     """The memory that binds, and the largest run's share of it."""
     if answer.is_unlimited:
         return f"none up to {answer.most} layers, the most tried"
@@ -185,7 +185,7 @@ def _binding(answer: Answer, best: Record | None, budget: Budget) -> str:
     asked, used, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
     if used and limit:
         return f"{memory}: {gib(used)} of {gib(limit)} in use" + (f", {gib(asked)} more asked for" if asked else "")
-    peak, have = measured(best).get(memory) if best else 0, getattr(budget, f"{memory}_bytes", None)
+    peak, have = measured(best).get(memory) if best else 0, getattr(room, f"{memory}_bytes", None)
     return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
 
 

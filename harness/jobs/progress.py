@@ -196,7 +196,7 @@ def closing_line(record: Record, has_options: bool = True) -> str:
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
     speed += "".join(f" ({told})" for told in (record.slowed_by, few_steps(record)) if told)
-    budget = machine.budget(job.budget, job.device)
+    budget = machine.room(job.budget, job.device)
     host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
     taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
     device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""

@@ -34,14 +34,14 @@ def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, B
 def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
     """The job on the simulated device, in the published machine's memories if it has no budgets of its own, by the
     least factor with which it takes about a minute here; and the factor."""
-    published = named_machines.load(named_machines.PUBLISHED).budget
+    published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
     given = {name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")}
     whole = dataclasses.replace(published, rates=None, **given, seconds=job.budget.seconds)
     assert whole.device_bytes and whole.host_bytes
     for factor in FACTORS:
         workload, budget = shrunk(job.workload, whole, factor)
         scaled = dataclasses.replace(job, workload=workload, budget=budget, device="sim")
-        plan = method.create(job.method, job.options, folders).plan(workload, budget)
+        plan = method.create(job.method, job.options, folders).plan(workload, budget.room)
         has_room = (budget.device_bytes or 0) + (budget.host_bytes or 0) < MOST_OF_HOST * machine.host_bytes()
         if has_room and 2 * run_seconds(scaled, plan) <= MOST_SECONDS:
             break

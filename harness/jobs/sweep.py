@@ -149,7 +149,7 @@ class Sweep:
     def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
         """Seconds of the job, with those of a reference and a probe that are still to run; if there is such a
         reference; and as how many runs of the job the probe takes. Of a job that nobody asked for its own seconds."""
-        run = run_seconds(job, plan, machine.rank_budget(job).rates)
+        run = run_seconds(job, plan, machine.rank_room(job).rates)
         if not is_asked_for:
             return {"run_seconds": run}
         other = self._reference(job)
@@ -181,7 +181,7 @@ class Sweep:
             is_timed = key in self.timed_keys or needed > machine.host_bytes() / SHARERS
             path = launch(
                 job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(job, key),
-                is_timed=is_timed, foreseen_seconds=run_seconds(job, plan, machine.rank_budget(job).rates),
+                is_timed=is_timed, foreseen_seconds=run_seconds(job, plan, machine.rank_room(job).rates),
             )  # fmt: skip
         self.records[path] = Record.read(path)
         return path
@@ -268,7 +268,7 @@ class Sweep:
 
     def _most_layers(self, reference: Job) -> int:
         trained = method.create(reference.method, {}, self.folders)
-        return largest(trained, reference, machine.budget(reference.budget, reference.device))
+        return largest(trained, reference, machine.room(reference.budget, reference.device))
 
     def _with_probe(self, whole: Record, number: int, verdict: Gate) -> Gate:
         """The verdict, by the probe, too, where that can add to what the run says by itself."""

@@ -258,7 +258,7 @@ class Watch:
     def _end(self) -> failures.End:
         self._sample_shm()
         kills = (self.group.oom_kills() if self.group else 0) - self.kills[0]
-        limit = machine.budget(self.job.budget, self.job.device).host_bytes or 0
+        limit = machine.room(self.job.budget, self.job.device).host_bytes or 0
         allowed_seconds = run_time.silence_seconds if self.stopped == "silence" else run_time.deadline_seconds
         return failures.End(
             phase=self.events.phase, code=self.rank["code"] if self.rank else self.process.wait(),

@@ -253,7 +253,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     try:
         run.enter("import")
         enforced = budgets.enforce(job)
-        plan = method.plan(job.workload, machine.budget(job.budget, job.device, job.workload))
+        plan = method.plan(job.workload, machine.room(job.budget, job.device, job.workload))
         run.measured["predicted"] = _predicted(plan)
         run.train(method.settled(plan))
         emit({"event": "executed", "files": sorted(each for each in executed if os.path.isfile(each))})

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from harness.core.job import Budget, Workload
+from harness.core.job import Room, Workload
 from harness.core.method import Method
 from harness.run.timeline import Span, Timeline, steps, write
 from harness.simulation.batches import token_batches
@@ -208,7 +208,7 @@ class Workers(Pool):
 
 def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int = 3) -> VirtualRun:
     """Train under the machine's clock."""
-    training = method.settled(method.plan(workload, Budget())).train(workload, token_batches(workload, steps), DEVICE)
+    training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
     clock = VirtualTime(machine)
     with watching(clock, machine.num_workers) as streams:
         spans = Spans(streams)

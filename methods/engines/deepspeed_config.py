@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.base.checkout import ROOT
 from harness.core import native_build
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from methods.shared.memory_needs import each_page_locked, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # DeepSpeed's compiled kernels
@@ -100,30 +100,30 @@ def group_params(workload: Workload) -> tuple[int, int]:
     return workload.num_params - small, small
 
 
-def flat_groups(size: int, workload: Workload, budget: Budget) -> int:
+def flat_groups(size: int, workload: Workload, room: Room) -> int:
     """Bytes of a page-locked tensor of each group, of elements of so many bytes."""
-    return sum(page_locked(size * params, budget) for params in group_params(workload))
+    return sum(page_locked(size * params, room) for params in group_params(workload))
 
 
-def stage_2_host(workload: Workload, budget: Budget) -> dict[str, int]:
+def stage_2_host(workload: Workload, room: Room) -> dict[str, int]:
     """Bytes on the host: masters, gradients and a copy of the weights, flat; on sim 20 (fp32) and 18 (bf16) a
     parameter."""
-    flat = {4: flat_groups(4, workload, budget), 2: flat_groups(2, workload, budget)}
+    flat = {4: flat_groups(4, workload, room), 2: flat_groups(2, workload, room)}
     states = {"weights": flat[4], "gradients": flat[4], "optimizer": 8 * workload.num_params}
     return {**states, "buffers": flat[workload.weight_bytes]}
 
 
-def stage_3_plan(workload: Workload, budget: Budget, **options: Any) -> Plan:
+def stage_3_plan(workload: Workload, room: Room, **options: Any) -> Plan:
     """Page-locked are the weights, the gradients of groups of SUB_GROUP_PARAMS, as they accumulate all of them again
     (buffers), and, in the cache of what is freed, each weight as it was first stored."""
     params, size = workload.num_params, workload.weight_bytes
     gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
-    freed = each_page_locked(size, workload, budget) if budget.page_locks else 0
+    freed = each_page_locked(size, workload, room) if room.page_locks else 0
     home = {  # on sim 24 (fp32) and 20 (bf16) bytes a parameter
-        "weights": flat_groups(size, workload, budget) + 4 * params,
-        "gradients": sub_groups * page_locked(4 * SUB_GROUP_PARAMS, budget) + page_locked(4 * rest, budget),
+        "weights": flat_groups(size, workload, room) + 4 * params,
+        "gradients": sub_groups * page_locked(4 * SUB_GROUP_PARAMS, room) + page_locked(4 * rest, room),
         "optimizer": 8 * params,
-        "buffers": page_locked(size * params, budget) + freed,
+        "buffers": page_locked(size * params, room) + freed,
     }
     return Plan(stage_3_device(workload), home, moved_bytes=size * (gathered + params), options=options)

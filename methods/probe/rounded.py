@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, OtherModel, Step, Trained, Training
 from methods.shared.memory_needs import resident_plan
 
@@ -21,7 +21,7 @@ class Rounded(Method):
     scales_loss = True
     accumulates = True
 
-    def plan(self, workload: Workload, budget: Budget) -> Plan:
+    def plan(self, workload: Workload, room: Room) -> Plan:
         plan, num_models = resident_plan(workload), len(self.names.split(","))
         return dataclasses.replace(plan, device={kind: num_models * size for kind, size in plan.device.items()})
 

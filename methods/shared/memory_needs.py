@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import OPTIMIZER_BYTES
 
 CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
@@ -42,18 +42,18 @@ def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:
     return {"weights": size, "gradients": size, "optimizer": kept - halves}
 
 
-def page_locked(size: int, budget: Budget) -> int:
+def page_locked(size: int, room: Room) -> int:
     """Bytes that torch takes for a tensor whose pages it locks: the next power of two, and it keeps them when freed."""
-    return 1 << (size - 1).bit_length() if budget.page_locks and size else size
+    return 1 << (size - 1).bit_length() if room.page_locks and size else size
 
 
-def each_page_locked(size: int, workload: Workload, budget: Budget, num_ranks: int = 1) -> int:
+def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
     """Bytes of a tensor for each parameter, of elements of `size` bytes, split over ranks and page-locked by itself."""
     width = workload.hidden_size
     numels = [parts * width**2 for parts in (3, 1, 4, 4)] * workload.num_layers
     numels += [rows * width for rows in (workload.vocab_size, workload.seq_len)]
     small = workload.num_params - sum(numels)  # biases and norms, whose rounding does not count
-    return sum(page_locked(size * -(-numel // num_ranks), budget) for numel in (*numels, small))
+    return sum(page_locked(size * -(-numel // num_ranks), room) for numel in (*numels, small))
 
 
 def resident_plan(workload: Workload) -> Plan:

@@ -1,4 +1,4 @@
-"""Which placement: the fastest by the budget's rates, else as many resident layers as fit; no torch."""
+"""Which placement: the fastest by the machine's rates, else as many resident layers as fit; no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
 from methods.shared.memory_needs import writable
 from methods.streaming.placement import CLIPPINGS, parse, placed_plan, text_of
@@ -20,10 +20,10 @@ SPARE_ROOM = 9 / 8  # of what speculation needs on the host, before it is chosen
 
 @dataclass(frozen=True)
 class Choice:
-    """A workload and its budget, and the options of STRONGHOLD that are fixed; None: to be chosen."""
+    """A workload and its room, and the options of STRONGHOLD that are fixed; None: to be chosen."""
 
     workload: Workload
-    budget: Budget
+    room: Room
     window_size: int | None = None
     resident_layers: int | None = None
     placement: str | None = None
@@ -40,7 +40,7 @@ class Choice:
             raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
         plan = self._fastest() or self._most_resident()
         counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
-        return with_forecast(plan, self.workload, self.budget, counts, plan.options.get("clipping"))
+        return with_forecast(plan, self.workload, self.room, counts, plan.options.get("clipping"))
 
     def _windows(self) -> Iterator[int]:
         """Sizes to try, the widest first."""
@@ -53,12 +53,12 @@ class Choice:
 
     def _fastest(self) -> Plan | None:
         """None without rates, where the placement is given, and where nothing fits."""
-        budget, given = self.budget, (self.placement, self.resident_layers)
-        if budget.rates is None or budget.device_bytes is None or given != (None, None):
+        room, given = self.room, (self.placement, self.resident_layers)
+        if room.rates is None or room.device_bytes is None or given != (None, None):
             return None
         clippings: tuple[str | None, ...] = (None,)
         if self.workload.waits_for_norm:
-            clippings = CLIPPINGS if self.clipping is None and budget.host_bytes else (self.clipping or "deferred",)
+            clippings = CLIPPINGS if self.clipping is None and room.host_bytes else (self.clipping or "deferred",)
         for window in self._windows():
             plans = [plan for clipping in clippings if (plan := self._fastest_in(window, clipping))]
             if plans:  # deferred before speculate, which is no faster where gradients are clipped
@@ -66,36 +66,36 @@ class Choice:
         return None
 
     def _fastest_in(self, window: int, clipping: str | None) -> Plan | None:
-        workload, budget = self.workload, self.budget
+        workload, room = self.workload, self.room
 
         def plan_of(load: Workload, counts: Counts) -> Plan:
             return self._placed(arranged(counts), window, clipping, load)
 
-        if budget.host_bytes and (clipping, self.clipping) == ("speculate", None):
-            budget = replace(budget, host_bytes=int(budget.host_bytes / SPARE_ROOM))
-        counts = choose(workload, budget, plan_of, "RPWS", clipping)
+        if room.host_bytes and (clipping, self.clipping) == ("speculate", None):
+            room = replace(room, host_bytes=int(room.host_bytes / SPARE_ROOM))
+        counts = choose(workload, room, plan_of, "RPWS", clipping)
         if counts is None and self.disk and clipping != "speculate":  # no disk while the host can hold it all
-            counts = choose(workload, budget, plan_of, "RPWSD", clipping)
+            counts = choose(workload, room, plan_of, "RPWSD", clipping)
         if counts is None:
             return None
-        return with_forecast(plan_of(workload, counts), workload, budget, counts, clipping)
+        return with_forecast(plan_of(workload, counts), workload, room, counts, clipping)
 
     def _most_resident(self) -> Plan:
         """The first filling that fits, on the disk only if none does without; where none does at all, the narrowest
         window's."""
-        budget, clipping, fillings = self.budget, self.clipping or "deferred", list(self._fillings())
+        room, clipping, fillings = self.room, self.clipping or "deferred", list(self._fillings())
         on_disk = ((window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ()))
         for window, kinds in itertools.chain(fillings, on_disk):
             plan = self._placed(kinds, window, clipping)
-            if plan.shortfall(budget) is None:
+            if plan.shortfall(room) is None:
                 break
         else:
             window, kinds = next(each for each in fillings if each[0] == fillings[-1][0])
             kinds = self._to_disk(window, kinds) if self.disk else kinds
             plan = self._placed(kinds, window, clipping)
-        if self.clipping is None and self.workload.waits_for_norm and budget.device_bytes and budget.host_bytes:
+        if self.clipping is None and self.workload.waits_for_norm and room.device_bytes and room.host_bytes:
             speculating = self._placed(kinds, window, "speculate")
-            if plan.host_bytes and SPARE_ROOM * speculating.host_bytes <= budget.host_bytes:
+            if plan.host_bytes and SPARE_ROOM * speculating.host_bytes <= room.host_bytes:
                 return speculating
         return plan
 
@@ -111,22 +111,23 @@ class Choice:
             raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: give one of them")
         for window in self._windows():
             yield window, given or self._filled(window, "W")
-        if given is None and resident is None and self.budget.device_bytes is None and self.budget.host_bytes:
+        if given is None and resident is None and self.room.device_bytes is None and self.room.host_bytes:
             yield window, "R" * num_layers
         if given is None and not self.workload.waits_for_norm:
             yield window, self._filled(window, "S")
 
     def _filled(self, window: int, letter: str) -> str:
-        """As many resident layers at the bottom as the device's budget holds beside the others; none where it is not
+        """As many resident layers at the bottom as the device holds beside the others; none where it is not
         known."""
-        room, num_layers, resident = self.budget.device_bytes or 0, self.workload.num_layers, self.resident_layers
+        device_bytes, num_layers = self.room.device_bytes or 0, self.workload.num_layers
+        resident = self.resident_layers
 
         def kinds(resident: int) -> str:
             return ("R" * resident).ljust(num_layers, letter)
 
         if resident is None:
             resident = largest_depth(
-                lambda count: count <= num_layers and self._needs(kinds(count), window).device_bytes <= room
+                lambda count: count <= num_layers and self._needs(kinds(count), window).device_bytes <= device_bytes
             )
         return kinds(resident)
 
@@ -135,14 +136,15 @@ class Choice:
         has the longest time."""
         if self.placement is not None:
             return kinds
-        room, is_fixed = self.budget.host_bytes, self.budget.device_bytes or self.resident_layers is not None
+        host_bytes, is_fixed = self.room.host_bytes, self.room.device_bytes or self.resident_layers is not None
         movable = len(kinds) - (kinds.count("R") if is_fixed else 0)
 
         def with_disk(count: int) -> str:
             return kinds[: len(kinds) - count] + "D" * count
 
         def suffices(count: int) -> bool:
-            return room is None or self._needs(with_disk(count), window).pooled(self.budget).host_bytes <= room
+            plan = self._needs(with_disk(count), window)
+            return host_bytes is None or plan.pooled(self.room).host_bytes <= host_bytes
 
         return with_disk(min(movable, bisect.bisect_left(range(movable + 1), True, key=suffices)))
 

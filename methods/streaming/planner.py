@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from harness.core.job import MEMORIES, Budget, Plan, Workload
+from harness.core.job import MEMORIES, Plan, Room, Workload
 from harness.core.rates import Rates
 from harness.forecast.resources import UPDATE_BYTES, Forecast, compute_seconds, device_update_seconds, seconds_of
 from methods.shared.memory_needs import state_bytes, stored_numel
@@ -128,11 +128,11 @@ def forecast(found: list[Row], counts: Counts) -> Forecast:
 
 
 def least_seconds(
-    workload: Workload, rates: Rates, needs: Mapping[str, Counts], room: Counts, *, clipping: str | None, kinds: str
+    workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str
 ) -> tuple[float, dict[str, float]] | None:
     """The bound over all placements, and the layers of each kind in the placement that carries least among those
     within SLACK of it; None if no placement fits or scipy is missing. `needs`: bytes a layer by memory and kind;
-    `room`: bytes for the layers by memory."""
+    `free`: bytes for the layers by memory."""
     try:
         from scipy.optimize import linprog  # heavy: only who plans by rates pays for it
     except ImportError:
@@ -144,7 +144,7 @@ def least_seconds(
         per_pool = [-1.0 if row.pool == pool else 0.0 for pool in pools]
         upper.append([row.per_layer.get(kind, 0.0) for kind in kinds] + per_pool)
         limits.append(-row.seconds)
-    for memory, size in room.items():
+    for memory, size in free.items():
         upper.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0 for _ in pools])
         limits.append(size / 2**30)
     whole = {"A_eq": [[1.0] * len(kinds) + [0.0 for _ in pools]], "b_eq": [workload.num_layers]}
@@ -162,20 +162,18 @@ def least_seconds(
     return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
 
 
-def choose(
-    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str, clipping: str | None
-) -> dict[str, int] | None:
-    """Layers of each kind that fit the budget with the shortest step by its rates; within SLACK of it those that carry
+def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None) -> dict[str, int] | None:
+    """Layers of each kind that fit with the shortest step by the rates; within SLACK of it those that carry
     least. None if no placement fits."""
-    assert budget.rates is not None
-    found = rows(workload, budget.rates, clipping)
+    assert room.rates is not None
+    found = rows(workload, room.rates, clipping)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
     optional = kinds.replace("R", "")  # a kind's buffers cost memory however few its layers
     for used in itertools.chain.from_iterable(itertools.combinations(optional, n) for n in range(len(optional) + 1)):
-        for some in _whole(workload, budget, plan_of, "R" + "".join(used), clipping):
+        for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping):
             counts = dict.fromkeys(kinds, 0) | some
             plan = plan_of(workload, counts)
-            if plan.shortfall(budget) is None:
+            if plan.shortfall(room) is None:
                 seconds = forecast(found, counts).seconds
                 candidates[tuple(counts.values())] = (seconds, plan.moved_bytes + 2 * plan.disk_bytes)
     if not candidates:
@@ -187,12 +185,12 @@ def choose(
 
 
 def _whole(
-    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str, clipping: str | None
+    workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None
 ) -> Iterator[dict[str, int]]:
     """Whole layers of each kind around the program's solution."""
-    assert budget.rates is not None
-    needs, room = _linear(workload, budget, plan_of, kinds)
-    solution = least_seconds(workload, budget.rates, needs, room, clipping=clipping, kinds=kinds)
+    assert room.rates is not None
+    needs, free = _linear(workload, room, plan_of, kinds)
+    solution = least_seconds(workload, room.rates, needs, free, clipping=clipping, kinds=kinds)
     ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()] if solution else []
     for counts in itertools.product(*ranges):
         if sum(counts) == workload.num_layers:
@@ -200,19 +198,19 @@ def _whole(
 
 
 def _linear(
-    workload: Workload, budget: Budget, plan_of: PlanOf, kinds: str
+    workload: Workload, room: Room, plan_of: PlanOf, kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Bytes of one more layer of each kind, by memory, and the room for layers beside all else."""
+    """Bytes of one more layer of each kind, by memory, and the bytes left for layers beside all else."""
     several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more than there are slots
     deep = workload.at_depth(sum(several.values()))
     base = plan_of(deep, several)
     more = {kind: plan_of(workload.at_depth(deep.num_layers + 1), {**several, kind: 5}) for kind in kinds}
-    needs, room = {}, {}
+    needs, free = {}, {}
     for size in (f"{memory}_bytes" for memory in MEMORIES):
-        if (limit := getattr(budget, size)) is not None:
+        if (limit := getattr(room, size)) is not None:
             needs[size] = {kind: float(getattr(plan, size) - getattr(base, size)) for kind, plan in more.items()}
-            room[size] = float(limit - (getattr(base, size) - 4 * sum(needs[size].values())))
-    return needs, room
+            free[size] = float(limit - (getattr(base, size) - 4 * sum(needs[size].values())))
+    return needs, free
 
 
 def arranged(counts: Counts) -> str:
@@ -222,9 +220,9 @@ def arranged(counts: Counts) -> str:
     return "R" * int(counts.get("R", 0)) + spread(rest, int(counts.get("S", 0)))
 
 
-def with_forecast(plan: Plan, workload: Workload, budget: Budget, counts: Counts, clipping: str | None) -> Plan:
-    """Add the bound of the step's time, if the budget has rates."""
-    if budget.rates is None:
+def with_forecast(plan: Plan, workload: Workload, room: Room, counts: Counts, clipping: str | None) -> Plan:
+    """Add the bound of the step's time, if rates are known."""
+    if room.rates is None:
         return plan
-    found = forecast(rows(workload, budget.rates, clipping), counts)
+    found = forecast(rows(workload, room.rates, clipping), counts)
     return replace(plan, step_seconds=found.seconds, binds=found.binds)

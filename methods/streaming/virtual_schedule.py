@@ -49,12 +49,12 @@ def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep 
     """Plan and time one size; returns the reason if it does not fit."""
     workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
     there = named_machines.load(machine)
-    assert there.budget.rates is not None
-    rates = virtual_rates(workload, there.budget.rates)
+    assert there.room.rates is not None
+    rates = virtual_rates(workload, there.room.rates)
     # Nothing is allocated here, so nothing is in reserve.
-    budget = dataclasses.replace(there.budget, device_bytes=there.device_bytes, rates=rates)
-    plan = method.create(NAME, {"clipping": clipping}).plan(workload, budget)
-    shortfall = plan.shortfall(budget)
+    room = dataclasses.replace(there.room, device_bytes=there.device_bytes, rates=rates)
+    plan = method.create(NAME, {"clipping": clipping}).plan(workload, room)
+    shortfall = plan.shortfall(room)
     if shortfall:
         return shortfall
     counts = Counter(parse(plan.options["placement"], workload.num_layers))

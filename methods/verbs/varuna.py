@@ -105,7 +105,7 @@ def configure(
     else:
         sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
         name = words["machine_name"]
-        memory, known = named_machines.load(name).budget.device_bytes, memories.device_of(name)
+        memory, known = named_machines.load(name).room.device_bytes, memories.device_of(name)
         profile = by_flops(_workload(words), _rates(words), sizes, memory, float(words["network"] or "inf"))
     config = AutoConfig(num_gpus, gpus_per_vm, batch_size, profile, capacity)
     rows = config.table()

@@ -9,7 +9,7 @@ import pytest
 
 from cases import case6
 from harness.core import method
-from harness.core.job import Budget, Job
+from harness.core.job import Job, Room
 from harness.devices import machine
 from harness.figures import case, profile
 from harness.figures.point import FigureRow
@@ -24,8 +24,8 @@ def plan_of(job: Job):
     return method.create(job.method, job.options).plan(job.workload, room_of(job))
 
 
-def room_of(job: Job) -> Budget:
-    return machine.budget(job.budget, job.device)
+def room_of(job: Job) -> Room:
+    return machine.room(job.budget, job.device)
 
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)

@@ -22,7 +22,8 @@ def test_every_stages_and_micro_batches_that_fit_are_run(used: profile.Profile, 
     jobs = case7.jobs(used, {})
     assert len(jobs) == len({str(job.options) for job in jobs}) == num_jobs
     for job in jobs:
-        assert method.create(job.method, job.options).plan(job.workload, job.budget).shortfall(job.budget) is None
+        room = job.budget.room
+        assert method.create(job.method, job.options).plan(job.workload, room).shortfall(room) is None
         assert any(each.is_of(job) for each in case7.profiles(used))
 
 

@@ -94,7 +94,7 @@ def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path
     machine.keep_calibration({**entry(SMALL, 1), **sizes, "measured": found, "rates": dataclasses.asdict(rates)})
     told = run("doctor", "--device", "cpu").stdout
     assert "64 wide, 2 x 32 tokens" in told and "the machine was busy" in told
-    assert machine.budget(Budget(), "sim", SMALL).rates == rates
+    assert machine.room(Budget(), "sim", SMALL).rates == rates
 
 
 def test_the_calibration_of_the_nearest_size_is_used() -> None:
@@ -111,7 +111,7 @@ def test_a_calibration_that_lacks_a_rate_is_none() -> None:
     old = entry(SMALL, 1)
     del old["rates"]["ahead_cost"]
     machine.keep_calibration(old)
-    assert machine.calibrations() == [] and machine.budget(Budget(), "cpu", SMALL).rates is None
+    assert machine.calibrations() == [] and machine.room(Budget(), "cpu", SMALL).rates is None
 
 
 def test_a_later_calibration_takes_the_place_of_its_own_last_one() -> None:
@@ -137,7 +137,7 @@ def test_a_calibration_that_was_cut_off_is_none() -> None:
 
 def test_a_simulated_link_is_the_links_rate() -> None:
     machine.keep_calibration(entry(SMALL, 1e12))
-    found = machine.budget(Budget(link_bytes_per_second=2**30), "sim", SMALL).rates
+    found = machine.room(Budget(link_bytes_per_second=2**30), "sim", SMALL).rates
     assert found is not None and found.inbound_bytes_per_second == found.outbound_bytes_per_second == 2**30
 
 

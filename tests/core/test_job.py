@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.job import GIB, Budget, Job, Plan, Workload
+from harness.core.job import GIB, Budget, Job, Plan, Room, Workload
 from harness.core.rates import Rates
 
 # The original artifact's logs, "total parameters": layers and billions.
@@ -157,7 +157,7 @@ def test_each_field_of_a_workload_is_in_the_key(name: str) -> None:
     assert dataclasses.replace(JOB, workload=changed).key() != JOB.key()
 
 
-OF_PLANS = ("rates", "page_locks")  # fields of a budget that are no part of a job
+OF_PLANS = ("rates",)  # fields of a budget that are no part of a job
 
 
 @pytest.mark.parametrize("name", [name for name in names(Budget) if name not in ("seconds", *OF_PLANS)])
@@ -170,7 +170,7 @@ def test_how_long_a_job_may_take_is_not_in_its_key() -> None:
 
 
 def test_the_rates_that_a_job_was_planned_by_are_no_part_of_it() -> None:
-    planned = dataclasses.replace(JOB, budget=Budget(rates=Rates(1e12), page_locks=True))
+    planned = dataclasses.replace(JOB, budget=Budget(rates=Rates(1e12)))
     assert planned.key() == JOB.key() and planned == JOB and Job.from_dict(planned.to_dict()).budget.rates is None
 
 
@@ -231,18 +231,18 @@ def test_plan_knows_five_kinds() -> None:
 def test_shortfall_names_the_memory_its_kinds_and_the_budget() -> None:
     plan = Plan(device={"weights": 2 * GIB, "gradients": 0, "buffers": GIB // 2})
     told = "needs 2.5 GiB of device memory (weights 2.0 GiB, buffers 512.0 MiB), there is 1.0 GiB"
-    assert plan.shortfall(Budget(device_bytes=GIB)) == told
+    assert plan.shortfall(Room(device_bytes=GIB)) == told
 
 
 def test_shortfall_names_the_first_memory_that_does_not_suffice() -> None:
     plan = Plan(device={"weights": GIB}, host={"weights": 2 * GIB}, disk={"weights": 2 * GIB})
-    told = plan.shortfall(Budget(device_bytes=GIB, host_bytes=GIB, disk_bytes=GIB))
+    told = plan.shortfall(Room(device_bytes=GIB, host_bytes=GIB, disk_bytes=GIB))
     assert told == "needs 2.0 GiB of host memory (weights 2.0 GiB), there is 1.0 GiB"
 
 
-@pytest.mark.parametrize("budget", [Budget(), Budget(device_bytes=3, host_bytes=2, disk_bytes=1)])
-def test_no_shortfall_where_the_plan_just_fits(budget: Budget) -> None:
-    assert Plan(device={"weights": 1, "buffers": 2}, host={"weights": 2}, disk={"weights": 1}).shortfall(budget) is None
+@pytest.mark.parametrize("room", [Room(), Room(device_bytes=3, host_bytes=2, disk_bytes=1)])
+def test_no_shortfall_where_the_plan_just_fits(room: Room) -> None:
+    assert Plan(device={"weights": 1, "buffers": 2}, host={"weights": 2}, disk={"weights": 1}).shortfall(room) is None
 
 
 @pytest.mark.parametrize("size", [..., "4", -1, float("nan"), float("inf"), 10**400])

@@ -66,7 +66,7 @@ def test_the_cap_and_what_was_measured_are_on_record(gpu: FakeGpu) -> None:
 
 def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> None:
     machine.keep_calibration({**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}})
-    found = machine.budget(Budget(4 * GIB), "cuda").device_bytes
+    found = machine.room(Budget(4 * GIB), "cuda").device_bytes
     assert found == cuda_budget.tensor_bytes(4 * GIB, 600 * MIB) > cuda_budget.tensor_bytes(4 * GIB)
     budgets._cap_device(4 * GIB)
     assert gpu.cap_bytes == pytest.approx(4 * GIB - 600 * MIB, abs=1)
@@ -99,8 +99,8 @@ def test_below_the_context_a_job_is_refused_by_the_least_budget_not_by_its_plan(
 def test_plans_and_advice_fill_one_number_of_a_named_machine(gpu: FakeGpu, name: str) -> None:
     """What the file says is beside the context; on a GPU, simulated, and in advice all of it but the reserve."""
     there = named_machines.load(name)
-    fills = {device: machine.budget(there.budget_on(device), device).device_bytes for device in ("cuda", "sim", "cpu")}
-    fills["advice"] = named_place(name, Budget()).budget_for(Workload()).device_bytes
+    fills = {device: machine.room(there.budget_on(device), device).device_bytes for device in ("cuda", "sim", "cpu")}
+    fills["advice"] = named_place(name, Budget()).room_for(Workload()).device_bytes
     size = re.fullmatch(r"([\d.]+)(MiB|GiB)", str(there.device_memory))
     assert size
     whole = int(float(size[1]) * {"MiB": MIB, "GiB": GIB}[size[2]])

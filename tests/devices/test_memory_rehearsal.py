@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.core.data import batches
-from harness.core.job import Budget, Workload
+from harness.core.job import Room, Workload
 from harness.core.method import Unavailable, create
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
@@ -65,7 +65,7 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers(
 ) -> None:
     workload = Workload(**size, dtype=dtype)
     trained = create(method, options)
-    planned, peak = trained.plan(workload, Budget()).device_bytes, predict(trained, workload).device_bytes
+    planned, peak = trained.plan(workload, Room()).device_bytes, predict(trained, workload).device_bytes
     assert peak <= planned <= peak + small_bytes(workload)
 
 
@@ -74,7 +74,7 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers(
 @pytest.mark.cover(1)
 def test_the_plan_of_resident_training_is_within_a_tenth_of_the_rehearsal(size: dict, dtype: str) -> None:
     workload, trained = Workload(**size, dtype=dtype), create("resident", {})
-    assert trained.plan(workload, Budget()).device_bytes == pytest.approx(
+    assert trained.plan(workload, Room()).device_bytes == pytest.approx(
         predict(trained, workload).device_bytes, rel=0.1
     )
 
@@ -83,7 +83,7 @@ def test_the_plan_of_resident_training_is_within_a_tenth_of_the_rehearsal(size: 
 @pytest.mark.parametrize("size", SIZES[::2])
 def test_the_plan_of_megatron_core_is_within_a_tenth_of_the_rehearsal(size: dict, dtype: str) -> None:
     workload, trained = Workload(**size, dtype=dtype), create("megatron-lm", {})
-    assert trained.plan(workload, Budget()).device_bytes == pytest.approx(
+    assert trained.plan(workload, Room()).device_bytes == pytest.approx(
         predict(trained, workload).device_bytes, rel=0.1
     )
 

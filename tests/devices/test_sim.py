@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record
 from harness.forecast.fit import resolve
@@ -165,7 +165,7 @@ def test_deepspeed_is_refused_what_the_host_has_not(shared_results: Path) -> Non
 )
 @pytest.mark.cover(0)
 def test_memories_as_large_as_planned_are_enough(tmp_path: Path, name: str, workload: Workload) -> None:
-    planned = create(name, {}).plan(workload, Budget(1, 1))
+    planned = create(name, {}).plan(workload, Room(1, 1))
     budget = Budget(planned.device_bytes, planned.host_bytes)
     (record,) = Sweep(tmp_path).run([resolve(Job(name, workload, budget=budget, device="sim", steps=3, warmup=1))[0]])
     assert record.status == "ok", record.reason

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.job import GIB, Budget, Job, Workload
+from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from harness.core.record import Gate, Record
@@ -45,10 +45,10 @@ def test_a_step_is_the_sum_of_what_is_not_hidden() -> None:
     workload = Workload(num_layers=2)
     params, compute = workload.num_params, workload.flops_per_step / 1e12
     trained = create("zero-offload", {})
-    found = predicted(trained, workload, trained.plan(workload, Budget()), RATES)
+    found = predicted(trained, workload, trained.plan(workload, Room()), RATES)
     assert found.seconds == pytest.approx(compute + 2 * 4 * params / 1e9 + params / 1e8)
     assert found.binds == "compute"
-    plan = (trained := create("fsdp2-offload", {})).plan(workload, Budget())
+    plan = (trained := create("fsdp2-offload", {})).plan(workload, Room())
     found = predicted(trained, workload, plan, RATES)
     assert found.seconds == pytest.approx(max(compute, plan.moved_bytes / 1e9) + params / 1e8)
 
@@ -104,7 +104,7 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
     workload = Workload(num_layers=2)
     trained = create("zero-offload", {})
-    seconds = predicted(trained, workload, trained.plan(workload, Budget()), RATES).seconds
+    seconds = predicted(trained, workload, trained.plan(workload, Room()), RATES).seconds
     facts = {name: machine.checked()[name] for name in ("cpu", "cores", "gpu")}
 
     def run(ratio: float, verdict: str = "exact") -> Record:

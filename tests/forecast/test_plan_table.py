@@ -14,7 +14,7 @@ import pytest
 from harness.base.checkout import ROOT
 from harness.cli.main import main
 from harness.core import method
-from harness.core.job import GIB, STATE_KINDS, Budget, Plan, Workload, gib
+from harness.core.job import GIB, STATE_KINDS, Plan, Room, Workload, gib
 from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
 from harness.forecast.step import least_seconds
@@ -158,7 +158,7 @@ def test_resident_training_of_the_published_size_fits_the_published_machine(caps
     (row, *_) = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "--machine", "v100-vm")
     # 16 bytes a parameter of 36 layers are 28.6 GiB of the 29.9; of 38 they would be 30.1.
     assert row["fits"] and row["binding"] == "device" and 35 <= row["largest_layers"] <= 37
-    assert 16 * Workload(num_layers=38).num_params > named_machines.load("v100-vm").budget.device_bytes  # type: ignore[operator]
+    assert 16 * Workload(num_layers=38).num_params > named_machines.load("v100-vm").room.device_bytes  # type: ignore[operator]
 
 
 def test_a_machines_budgets_are_defaults(capsys, monkeypatch) -> None:
@@ -171,8 +171,8 @@ def test_a_machine_of_ones_own_is_an_entry(tmp_path: Path) -> None:
     file = tmp_path / "machines.yaml"
     file.write_text("desk:\n  device_memory: 24GiB\n  disk_memory: 1TiB\n  facts: {gpu: mine}\n")
     mine = named_machines.load("desk", file)
-    assert mine.device_bytes == 24 * GIB and mine.budget.disk_bytes == 1024 * GIB
-    assert mine.budget.host_bytes is None and mine.facts == {"gpu": "mine"}
+    assert mine.device_bytes == 24 * GIB and mine.room.disk_bytes == 1024 * GIB
+    assert mine.room.host_bytes is None and mine.facts == {"gpu": "mine"}
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_no_step_is_planned_shorter_than_what_it_reads_from_a_disk_and_writes_th
 
 def test_the_bound_is_below_the_published_times_of_what_trained() -> None:
     """Megatron-LM at 32 layers 5.34 s, ZeRO-Offload at 48 layers 15.8 s (published logs)."""
-    rates = named_machines.load("v100-vm").budget.rates
+    rates = named_machines.load("v100-vm").room.rates
     for name, num_layers, seconds in (("megatron-lm", 32, 5.34), ("zero-offload", 48, 15.84)):
         load = Workload(num_layers=num_layers)
-        bound = least_seconds(load, method.create(name, {}).plan(load, Budget()), rates)
+        bound = least_seconds(load, method.create(name, {}).plan(load, Room()), rates)
         assert bound is not None and 0.3 * seconds < bound <= seconds

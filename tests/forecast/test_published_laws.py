@@ -55,8 +55,8 @@ def law_of(method: str) -> Law:
 def memories() -> tuple[int, int]:
     """Of the published machine, the device's whole: what its allocators reserved is in the laws."""
     there = load("v100-vm")
-    assert there.device_bytes and there.budget.host_bytes
-    return there.device_bytes, there.budget.host_bytes
+    assert there.device_bytes and there.room.host_bytes
+    return there.device_bytes, there.room.host_bytes
 
 
 @pytest.mark.parametrize(("num_layers", "window", "allocated", "_"), WINDOW_ROWS)
@@ -92,7 +92,7 @@ def test_which_memory_bound_the_published_run(method: str) -> None:
 
 def test_the_time_laws_are_within_5_percent_of_the_published_runs_on_average() -> None:
     """All 24 rows, by constants from three of them; the worst is the run that was killed after its first step."""
-    rates = load("v100-vm").budget.rates
+    rates = load("v100-vm").room.rates
     labels = {law.method.lower(): law.method for law in LAWS}
     assert rates is not None
     errors = {}

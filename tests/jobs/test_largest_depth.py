@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.job import Budget, Job, Plan, Workload
+from harness.core.job import Budget, Job, Plan, Room, Workload
 from harness.core.method import create
 from harness.core.record import read_all
 from harness.forecast.fit import resolve
@@ -56,17 +56,17 @@ class Wall(Method):
 )  # fmt: skip
 def test_stronghold_plans_what_fits_wherever_anything_fits(device: int, host: int, num_layers: int) -> None:
     workload = Workload(num_layers=num_layers, hidden_size=128, seq_len=64, vocab_size=512)
-    budget = Budget(device, host)
+    room = Room(device, host)
 
     def fits(**options: int | None) -> bool:
-        return create("stronghold", options).plan(workload, budget).shortfall(budget) is None
+        return create("stronghold", options).plan(workload, room).shortfall(room) is None
 
     windows = range(1, min(3, num_layers) + 1)
     any_fits = any(
         fits(window_size=window, resident_layers=resident) for window in windows for resident in range(num_layers + 1)
     )
     assert fits() == any_fits
-    assert create("stronghold", {}).plan(workload, budget).options["window_size"] in windows
+    assert create("stronghold", {}).plan(workload, room).options["window_size"] in windows
 
 
 def with_wall(folder: Path) -> Path:
@@ -164,7 +164,7 @@ def test_where_a_plan_was_too_hopeful_its_next_options_are_tried_before_a_depth_
         return dataclasses.replace(plan, device={**plan.device, "buffers": plan.device["buffers"] - 2**16})
 
     monkeypatch.setattr("methods.streaming.choose_placement.placed_plan", hopeful)
-    planned = create("stronghold", {"window_size": 3, "resident_layers": 2}).plan(SMALL.at_depth(5), Budget())
+    planned = create("stronghold", {"window_size": 3, "resident_layers": 2}).plan(SMALL.at_depth(5), Room())
     job = Job("stronghold", SMALL, {}, Budget(planned.device_bytes, 64 * MIB), "sim", steps=5, warmup=2)
     method_probes = Probes(Sweep(tmp_path), job)
     assert method_probes(5).passed

@@ -12,7 +12,7 @@ import pytest
 
 from harness.base.checkout import ROOT
 from harness.core import native_build
-from harness.core.job import GIB, Budget, Job, Workload
+from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import Unavailable, create
 from harness.core.record import Record
 from harness.devices import machine
@@ -197,7 +197,7 @@ def test_a_plan_counts_what_locking_pages_rounds_up() -> None:
     """5,140,951,040 parameters, of which (13 x 100 + 2) x 2048 are biases and norms: as groups of 4 bytes a parameter
     2**35 and 2**24 bytes, of 2 bytes half of that."""
     workload = Workload(num_layers=100, dtype="bf16")
-    plan = create("zero-offload", {}).plan(workload, Budget(page_locks=True))
+    plan = create("zero-offload", {}).plan(workload, Room(page_locks=True))
     masters = gradients = 2**35 + 2**24
     assert plan.host_bytes == masters + gradients + masters // 2 + 8 * 5_140_951_040
 
@@ -206,7 +206,7 @@ def test_stage_3_keeps_each_weight_that_it_page_locked_first() -> None:
     """4 layers x 2048 in fp32: of a layer's matrices 48 MiB take 64, the others 16, 64 and 64; the embedding 512, the
     positions 8, biases and norms 0.4 and so 0.5; 306,556,928 parameters, in groups of 100 million."""
     mib = 2**20
-    plan = create("zero-infinity", {}).plan(Workload(num_layers=4), Budget(page_locks=True))
+    plan = create("zero-infinity", {}).plan(Workload(num_layers=4), Room(page_locks=True))
     freed, flat = (4 * (64 + 16 + 64 + 64) + 512 + 8) * mib + mib // 2, 2048 * mib
     assert plan.host["buffers"] == flat + freed
     assert plan.host["gradients"] == 3 * 512 * mib + 32 * mib
@@ -216,7 +216,7 @@ def test_fsdp2_page_locks_each_weight_and_each_gradient() -> None:
     """As above; with two ranks each has half of every tensor."""
     mib = 2**20
     for num_ranks in (1, 2):
-        plan = create("fsdp2-offload", {"world_size": num_ranks}).plan(Workload(num_layers=4), Budget(page_locks=True))
+        plan = create("fsdp2-offload", {"world_size": num_ranks}).plan(Workload(num_layers=4), Room(page_locks=True))
         each = ((4 * (64 + 16 + 64 + 64) + 512 + 8) * mib + mib // 2) // num_ranks
         assert (plan.host["weights"], plan.host["gradients"]) == (each, each)
 
@@ -224,7 +224,7 @@ def test_fsdp2_page_locks_each_weight_and_each_gradient() -> None:
 @pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("sim", False), ("cuda", True)])
 def test_only_a_gpu_locks_pages(monkeypatch: pytest.MonkeyPatch, device: str, expected: bool) -> None:
     monkeypatch.setattr(machine, "gpu", lambda: {"gpu_bytes": 32 * GIB})
-    assert machine.budget(Budget(), device).page_locks is expected
+    assert machine.room(Budget(), device).page_locks is expected
 
 
 @pytest.mark.heavy

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.core.gpt import HeadLoss, build, initialize, is_decayed
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import Job, Room, Workload
 from harness.core.method import create, load
 from harness.core.record import Record
 from harness.forecast.fit import resolve
@@ -207,7 +207,7 @@ def test_an_update_ahead_is_not_begun_where_a_gradient_above_is_not_finite(
 def test_fp16_takes_16_bytes_a_parameter_at_home() -> None:
     """Weights and gradients of 2, a master and two moments of 4: no half of the master is the weight."""
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype="fp16")
-    plan = create("stronghold", {"placement": "W4"}).plan(workload, Budget())
+    plan = create("stronghold", {"placement": "W4"}).plan(workload, Room())
     assert (
         plan.host["weights"] + plan.host["optimizer"] == 14 * 4 * workload.layer_params + 512 + 4 * 4
     )  # small numbers

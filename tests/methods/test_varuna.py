@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import read_all
 from harness.forecast.fit import resolve
@@ -190,14 +190,14 @@ def test_a_job_resumes_with_other_stages_and_replicas(quick: Trained) -> None:
 )
 def test_what_cannot_be_cut_so_is_one_line(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError) as error:
-        create("varuna", options).plan(WORKLOAD, Budget())
+        create("varuna", options).plan(WORKLOAD, Room())
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_plan_chooses_and_names_what_fits() -> None:
     """As many stages as ranks where nothing is known; where a rank has room for half of the model, two."""
     workload = Workload(num_layers=16, batch_size=8)
-    plan = create("varuna", {"world_size": 4}).plan(workload, Budget())
+    plan = create("varuna", {"world_size": 4}).plan(workload, Room())
     assert (plan.options["num_stages"], plan.options["chunk_size"]) == (4, 1)
     deep, _, shortfall = resolve(Job("varuna", workload.at_depth(64), {"world_size": 4}, Budget(8 * 2**30)))
     assert shortfall and "the largest that should fit has -l" in shortfall and deep.options["num_stages"] == 4
@@ -206,9 +206,9 @@ def test_the_plan_chooses_and_names_what_fits() -> None:
 def test_a_job_that_resumes_from_its_own_folder_may_begin_there(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     options = {"checkpoint": str(tmp_path), "resume": f"{tmp_path}/other/.."}
-    create("varuna", options).plan(WORKLOAD, Budget())
+    create("varuna", options).plan(WORKLOAD, Room())
     with pytest.raises(ValueError, match="expected a checkpoint, none is complete"):
-        create("varuna", options | {"resume": str(tmp_path / "other")}).plan(WORKLOAD, Budget())
+        create("varuna", options | {"resume": str(tmp_path / "other")}).plan(WORKLOAD, Room())
 
 
 def test_a_resumed_job_is_of_the_same_workload(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_bad_input_is_one_line_and_starts_nothing(words: str, told: str, tmp_pat
 
 def test_one_stage_takes_the_largest_micro_batch_that_fits() -> None:
     workload = Workload(num_layers=2, hidden_size=128, num_heads=16, seq_len=64, vocab_size=512)
-    whole = create("varuna", {}).plan(workload, Budget())
+    whole = create("varuna", {}).plan(workload, Room())
     assert whole.options["chunk_size"] == workload.batch_size == 4
-    less = create("varuna", {}).plan(workload, Budget(device_bytes=whole.device_bytes - 1))
+    less = create("varuna", {}).plan(workload, Room(device_bytes=whole.device_bytes - 1))
     assert less.options["chunk_size"] == 2

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from harness.core.job import Budget, Workload
+from harness.core.job import Room, Workload
 from harness.core.method import Method, Trained, Training
 from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, watching
@@ -104,7 +104,7 @@ class VectorClock:
 
 def find_races(method: Method, workload: Workload, steps: int = 3) -> list[Race]:
     """Train, then read what is left as the gate does; every race on the way."""
-    training = method.settled(method.plan(workload, Budget())).train(workload, token_batches(workload, steps), DEVICE)
+    training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
     clock = VectorClock()
     with watching(clock, NUM_WORKERS):
         for state in finish(training).tensors:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.core.gpt import initial
-from harness.core.job import Budget, Workload
+from harness.core.job import Room, Workload
 from harness.core.method import Method, Trained, create
 from harness.simulation.batches import token_batches
 
@@ -56,7 +56,7 @@ def overflowing(**changes: Any) -> Workload:
 
 def settled(method: str, options: dict[str, Any], workload: Workload) -> Method:
     made = create(method, options)
-    return made.settled(made.plan(workload, Budget()))
+    return made.settled(made.plan(workload, Room()))
 
 
 def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cpu", **options: Any) -> Result:

@@ -68,9 +68,9 @@ def test_what_fits_in_any_configuration_is_found_and_else_the_smallest_need_is_t
     verdicts = set()
     for number in range(NUM_BUDGETS):
         workload, options, budget = random_case(number)
-        plan = create("varuna", options).plan(workload, budget)
+        plan = create("varuna", options).plan(workload, budget.room)
         assert budget.device_bytes is not None
-        least, fits = min(every_need(workload, options)), plan.shortfall(budget) is None
+        least, fits = min(every_need(workload, options)), plan.shortfall(budget.room) is None
         assert fits == (least <= budget.device_bytes), (number, plan.options)
         assert fits or plan.device_bytes == least, (number, plan.options, least)
         verdicts.add(fits)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.core.job import Budget, Workload
+from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from methods.pipeline.partition import gpt_stages, stage_bytes
@@ -81,7 +81,7 @@ def test_the_plan_chooses_the_fastest_stages_and_micro_batches_that_fit(schedule
              if chunk <= 4 * stages and (schedule != "1f1b" or 4 * stages // chunk >= stages)]  # fmt: skip
     plans = {
         (stages, chunk): create("varuna", {"world_size": 4, "num_stages": stages, "chunk_size": chunk,
-                                           "schedule": schedule}).plan(CHOSEN, Budget(rates=rates))
+                                           "schedule": schedule}).plan(CHOSEN, Room(rates=rates))
         for stages, chunk in sizes
     }  # fmt: skip
     for (stages, chunk), plan in plans.items():
@@ -91,6 +91,6 @@ def test_the_plan_chooses_the_fastest_stages_and_micro_batches_that_fit(schedule
         (size for size in sizes if plans[size].device_bytes <= device_bytes),
         key=lambda size: (round(seconds_by_hand(size[0], size[1], schedule), 9), -size[1]),
     )
-    chosen = create("varuna", {"world_size": 4, "schedule": schedule}).plan(CHOSEN, Budget(device_bytes, rates=rates))
+    chosen = create("varuna", {"world_size": 4, "schedule": schedule}).plan(CHOSEN, Room(device_bytes, rates=rates))
     assert (chosen.options["num_stages"], chosen.options["chunk_size"]) == fastest
     assert (fastest[0] == 1) == (room == 1.0)

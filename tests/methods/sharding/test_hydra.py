@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from harness.core.job import Budget, Workload
+from harness.core.job import Room, Workload
 from harness.core.method import Trained, create
 from harness.devices.memory_rehearsal import predict
 from tests.methods.test_agree import difference
@@ -121,7 +121,7 @@ def test_a_missing_wait_is_found_though_losses_do_not_show_it(bug: Bug) -> None:
 def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str) -> None:
     workload = Workload(hidden_size=128, num_layers=3, seq_len=256, vocab_size=512, dtype=dtype)
     method = create("hydra", options)
-    plan, found = method.plan(workload, Budget()), predict(method, workload)
+    plan, found = method.plan(workload, Room()), predict(method, workload)
     assert plan.device_bytes == pytest.approx(found.device_bytes, rel=0.1)
     assert plan.host_bytes == pytest.approx(found.host_bytes, rel=0.1)
 
@@ -131,29 +131,29 @@ def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str) 
 def test_what_moves_is_about_what_is_planned(options: dict, clip_norm: float) -> None:
     workload = tiny(num_layers=9, clip_norm=clip_norm, vocab_size=300)
     moved = train("hydra", workload, 10, **options).trained.moved_bytes / 10
-    assert create("hydra", options).plan(workload, Budget()).moved_bytes == pytest.approx(moved, rel=0.1)
+    assert create("hydra", options).plan(workload, Room()).moved_bytes == pytest.approx(moved, rel=0.1)
 
 
 @pytest.mark.parametrize("gib", [6, 8, 12, 24])
 def test_a_budget_is_filled_by_the_longest_shards_that_fit(gib: int) -> None:
-    workload, budget = Workload(num_layers=12), Budget(device_bytes=gib * 2**30)
-    plan = create("hydra", {}).plan(workload, budget)
+    workload, room = Workload(num_layers=12), Room(device_bytes=gib * 2**30)
+    plan = create("hydra", {}).plan(workload, room)
     longer = plan.options["shard_layers"] + 1
-    assert plan.shortfall(budget) is None
-    assert longer > 12 or create("hydra", {"shard_layers": longer}).plan(workload, budget).shortfall(budget)
+    assert plan.shortfall(room) is None
+    assert longer > 12 or create("hydra", {"shard_layers": longer}).plan(workload, room).shortfall(room)
 
 
 @pytest.mark.parametrize("seed", [2, 0, 1])
 @pytest.mark.cover(0)
 def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> None:
-    """The budget is drawn from one layer a shard to the whole model; the training's own peak is the rehearsal's."""
+    """The room is drawn from one layer a shard to the whole model; the training's own peak is the rehearsal's."""
     rng = random.Random(seed)
     workload = tiny(num_layers=3, vocab_size=rng.choice([64, 1500]), dtype=rng.choice(["fp32", "bf16"]))
     choice = {"num_models": 1 + seed % 2, "double_buffer": seed > 0}
-    edges = [create("hydra", {**choice, "shard_layers": n}).plan(workload, Budget()).device_bytes for n in (1, 3)]
-    budget = Budget(device_bytes=rng.randint(*edges) if seed else edges[0])
-    plan = create("hydra", choice).plan(workload, budget)
-    assert plan.shortfall(budget) is None
+    edges = [create("hydra", {**choice, "shard_layers": n}).plan(workload, Room()).device_bytes for n in (1, 3)]
+    room = Room(device_bytes=rng.randint(*edges) if seed else edges[0])
+    plan = create("hydra", choice).plan(workload, room)
+    assert plan.shortfall(room) is None
     assert predict(create("hydra", plan.options), workload).device_bytes <= plan.device_bytes
 
 
@@ -200,4 +200,4 @@ def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding() -> N
 )
 def test_options_that_make_no_sense_are_refused_in_one_line(options: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        create("hydra", options).plan(Workload(num_layers=12), Budget())
+        create("hydra", options).plan(Workload(num_layers=12), Room())

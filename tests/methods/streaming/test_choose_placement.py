@@ -69,8 +69,8 @@ def test_what_fits_in_any_placement_is_found(is_one_pool: bool, tmp_path) -> Non
         workload, budget, has_disk = random_case(number, is_one_pool)
         budget = replace(budget, rates=RATES if number % 25 == 0 else None)  # which make a plan slow
         trained = create("stronghold", {"disk": str(tmp_path)} if has_disk else {})
-        plan = trained.plan(workload, budget)
-        fits = plan.shortfall(budget) is None
+        plan = trained.plan(workload, budget.room)
+        fits = plan.shortfall(budget.room) is None
         assert fits == any_fits(workload, budget, has_disk), (number, workload, budget, plan.options)
         verdicts.add(fits)
     assert verdicts == {True, False}
@@ -94,7 +94,7 @@ def test_the_depth_that_is_advised_is_the_largest_that_fits(is_one_pool: bool) -
         trained = create(name, {})
         for layers in range(1, largest + 2):
             load = workload.at_depth(layers)
-            fits = trained.plan(load, budget).shortfall(budget) is None
+            fits = trained.plan(load, budget.room).shortfall(budget.room) is None
             assert fits == (layers <= largest), (name, layers, shortfall)
             assert name != "stronghold" or fits == any_fits(load, budget, has_disk=False)
         advised += largest > 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.cli import exit_codes
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
 from harness.devices.streams import Device
@@ -222,4 +222,4 @@ def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp
 def test_a_folder_that_cannot_be_written_is_one_line(folder: str) -> None:
     stronghold = create("stronghold", {"placement": "W1D1", "disk": folder})
     with pytest.raises(ValueError, match="name another with --disk DIR"):
-        stronghold.plan(tiny(), Budget())
+        stronghold.plan(tiny(), Room())

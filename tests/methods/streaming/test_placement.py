@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.core.job import GIB, Budget, Workload
+from harness.core.job import GIB, Room, Workload
 from harness.core.method import create
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
@@ -54,7 +54,7 @@ def test_a_placement_is_a_letter_a_layer(text: str, kinds: str) -> None:
 )
 def test_a_bad_placement_is_one_line(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
-        create("stronghold", {"placement": text}).plan(tiny(num_layers=8), Budget())
+        create("stronghold", {"placement": text}).plan(tiny(num_layers=8), Room())
     assert "\n" not in str(error.value)
 
 
@@ -67,11 +67,11 @@ def test_a_bad_placement_is_one_line(text: str, said: str) -> None:
 )
 def test_options_that_contradict_are_one_line(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        create("stronghold", options).plan(tiny(num_layers=5), Budget())
+        create("stronghold", options).plan(tiny(num_layers=5), Room())
 
 
 def test_resident_layers_and_window_are_a_placement_too() -> None:
-    planned = create("stronghold", {"resident_layers": 2, "window_size": 2}).plan(tiny(num_layers=8), Budget())
+    planned = create("stronghold", {"resident_layers": 2, "window_size": 2}).plan(tiny(num_layers=8), Room())
     assert planned.options["placement"] == "R2W6"
 
 
@@ -145,7 +145,7 @@ def test_micro_batches_have_the_very_bits_in_every_place(micro_batches: int, cha
 def test_the_plan_foretells_what_one_more_step_moves(placement: str, dtype: str, clip_norm: float) -> None:
     workload, options = tiny(**SMALL, dtype=dtype, clip_norm=clip_norm), {"placement": placement, "window_size": 2}
     one, two = (train("stronghold", workload, steps, **options).trained.moved_bytes for steps in (1, 2))
-    planned = create("stronghold", options).plan(workload, Budget()).moved_bytes
+    planned = create("stronghold", options).plan(workload, Room()).moved_bytes
     # Where updates are owed, the end of the training pays the last one, so that every step moves as much.
     assert two - one == planned
 
@@ -154,7 +154,7 @@ def test_a_committed_step_of_streamed_layers_moves_no_gradient_in() -> None:
     workload = tiny(**SMALL, clip_norm=COMMITTED)
     options = {"placement": "S5", "window_size": 2, "clipping": "speculate"}
     two, three = (train("stronghold", workload, steps, **options).trained.moved_bytes for steps in (2, 3))
-    assert three - two == create("stronghold", options).plan(workload, Budget()).moved_bytes
+    assert three - two == create("stronghold", options).plan(workload, Room()).moved_bytes
 
 
 UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), ("fp32", None), ("bf16", None)]
@@ -169,7 +169,7 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
     clip_norm = 1.0 if clipping else 0.0
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm)
     stronghold = create("stronghold", {"placement": placement, "clipping": clipping})
-    predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Budget())
+    predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Room())
     assert predicted.device_bytes <= planned.device_bytes
     monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
     predicted = predict(stronghold, workload)
@@ -210,12 +210,12 @@ def test_speculation_is_chosen_where_both_memories_are_known_and_the_host_has_ro
     needed = placed_plan(workload, "W" * 5, 3).host_bytes
 
     def chosen(device_bytes: int | None, host_bytes: int | None, workload: Workload = workload) -> str | None:
-        return stronghold.plan(workload, Budget(device_bytes, host_bytes)).options.get("clipping")
+        return stronghold.plan(workload, Room(device_bytes, host_bytes)).options.get("clipping")
 
     assert chosen(GIB, 4 * needed) == "speculate"
     assert chosen(GIB, needed) == chosen(None, 4 * needed) == chosen(GIB, None) == "deferred"
     assert chosen(GIB, 4 * needed, tiny(**SMALL, clip_norm=0.0)) is None
-    assert create("stronghold", {"placement": "R"}).plan(workload, Budget(GIB, GIB)).options["clipping"] == "deferred"
+    assert create("stronghold", {"placement": "R"}).plan(workload, Room(GIB, GIB)).options["clipping"] == "deferred"
 
 
 def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.job import Budget, Plan, Workload
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
+from harness.forecast.resources import compute_seconds
 from methods.streaming.placement import parse, text_of
 from methods.streaming.planner import choose, forecast, least_seconds, rows
 
@@ -87,8 +88,8 @@ def chosen(num_layers: int, device_layers: float, host_layers: float) -> dict[st
     """On the V100's machine with room for so many whole layers."""
     workload = Workload(num_layers=num_layers)
     layer = 16 * workload.layer_params
-    room = (int((device_layers + 1.5) * layer), int(host_layers * layer))
-    return choose(workload, Budget(*room, rates=MACHINES["v100"][1]), plan_of, "RPW", "deferred")
+    free = (int((device_layers + 1.5) * layer), int(host_layers * layer))
+    return choose(workload, Room(*free, rates=MACHINES["v100"][1]), plan_of, "RPW", "deferred")
 
 
 def test_all_layers_are_resident_where_they_fit() -> None:
@@ -110,13 +111,13 @@ def test_no_placement_of_few_layers_is_faster_than_the_chosen_one() -> None:
     dtype, rates = MACHINES["h200"]
     workload = Workload(num_layers=10, dtype=dtype)
     layer = 16 * workload.layer_params
-    budget = Budget(int(4.5 * layer), 10 * layer, rates=rates)
+    room = Room(int(4.5 * layer), 10 * layer, rates=rates)
     for clipping in (None, "deferred"):
         found = rows(workload, rates, clipping)
-        counts = choose(workload, budget, plan_of, "RPW", clipping)
+        counts = choose(workload, room, plan_of, "RPW", clipping)
         assert counts is not None
         every = [{"R": r, "P": p, "W": 10 - r - p} for r in range(11) for p in range(11 - r)]
-        fitting = [each for each in every if plan_of(workload, each).shortfall(budget) is None]
+        fitting = [each for each in every if plan_of(workload, each).shortfall(room) is None]
         least = min(forecast(found, each).seconds for each in fitting)
         assert forecast(found, counts).seconds <= 1.01 * least
 
@@ -135,9 +136,7 @@ def test_a_head_that_is_known_apart_is_forward_work_at_its_own_rate() -> None:
     """By hand: all layers at 1e12 take as long as their FLOPs say, a fifth of it forward; the head at half the rate."""
     workload = Workload(num_layers=3)
     layers, head = workload.flops_per_step - workload.head_flops_per_step, workload.head_flops_per_step
-    forward, backward = Rates(1e12, 0.2, head_flops_per_second=0.5e12).compute_seconds(
-        workload.flops_per_step, workload.head_flops_per_step
-    )
+    forward, backward = compute_seconds(workload, Rates(1e12, 0.2, head_flops_per_second=0.5e12))
     assert (forward, backward) == pytest.approx((0.2 * layers / 1e12 + head / 0.5e12, 0.8 * layers / 1e12))
 
 
@@ -150,13 +149,13 @@ def test_rates_decide_where_layers_live_and_how_long_a_step_takes() -> None:
     """The host's Adam cannot keep up with this device, so some layers bring their states along."""
     dtype, rates = MACHINES["h200"]
     workload = Workload(num_layers=60, dtype=dtype, clip_norm=0.0)
-    budget = Budget(20 * 2**30, 100 * 2**30, rates=rates)
-    planned = create("stronghold", {}).plan(workload, budget)
+    room = Room(20 * 2**30, 100 * 2**30, rates=rates)
+    planned = create("stronghold", {}).plan(workload, room)
     kinds = Counter(parse(planned.options["placement"], 60))
     found = forecast(rows(workload, rates, None), kinds)
-    assert planned.shortfall(budget) is None and kinds["S"] > 0
+    assert planned.shortfall(room) is None and kinds["S"] > 0
     assert (planned.step_seconds, planned.binds) == (found.seconds, "host memory")
-    ruled = create("stronghold", {}).plan(workload, replace(budget, rates=None))
+    ruled = create("stronghold", {}).plan(workload, replace(room, rates=None))
     without = Counter(parse(ruled.options["placement"], 60))
     assert set(without) == {"R", "W"} and ruled.step_seconds is None
     assert found.seconds < 0.95 * forecast(rows(workload, rates, None), without).seconds
@@ -168,10 +167,10 @@ def test_no_more_layers_than_need_be_are_on_the_disk(tmp_path: Path) -> None:
     rates = MACHINES["v100"][1]
     workload = Workload(num_layers=60)
     host_bytes, layer = 40 * 2**30, 16 * workload.layer_params
-    budget = Budget(8 * 2**30, host_bytes, disk_bytes=30 * 2**30, rates=rates)
-    planned = create("stronghold", {"disk": str(tmp_path)}).plan(workload, budget)
+    room = Room(8 * 2**30, host_bytes, disk_bytes=30 * 2**30, rates=rates)
+    planned = create("stronghold", {"disk": str(tmp_path)}).plan(workload, room)
     kinds = Counter(parse(planned.options["placement"], 60))
-    assert planned.shortfall(budget) is None and planned.disk_bytes == 8 * kinds["D"] * workload.layer_params
+    assert planned.shortfall(room) is None and planned.disk_bytes == 8 * kinds["D"] * workload.layer_params
     outside = 60 - kinds["R"] - kinds["D"]
     assert outside * layer + kinds["D"] * layer // 2 + 3 * layer // 2 <= host_bytes
     assert (outside + 2) * layer + (kinds["D"] - 2) * layer // 2 + 3 * layer // 2 > host_bytes
@@ -181,14 +180,14 @@ def test_no_more_layers_than_need_be_are_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_on_the_disk_nothing_is_placed_there() -> None:
-    budget = Budget(8 * 2**30, 40 * 2**30, rates=MACHINES["v100"][1])
-    assert create("stronghold", {}).plan(Workload(num_layers=60), budget).shortfall(budget)
+    room = Room(8 * 2**30, 40 * 2**30, rates=MACHINES["v100"][1])
+    assert create("stronghold", {}).plan(Workload(num_layers=60), room).shortfall(room)
 
 
 def test_a_placement_that_is_given_is_kept_and_timed() -> None:
-    budget = Budget(20 * 2**30, 100 * 2**30, rates=MACHINES["h200"][1])
+    room = Room(20 * 2**30, 100 * 2**30, rates=MACHINES["h200"][1])
     for options in ({"placement": "R4W20"}, {"resident_layers": 4}):
-        planned = create("stronghold", options).plan(Workload(num_layers=24, dtype="bf16"), budget)
+        planned = create("stronghold", options).plan(Workload(num_layers=24, dtype="bf16"), room)
         assert planned.options["placement"] == "R4W20" and planned.step_seconds
 
 
@@ -196,9 +195,9 @@ def test_updates_are_made_ahead_where_that_is_worth_the_memory() -> None:
     """The host binds; without room for a second state the update waits for the norm."""
     workload = Workload(num_layers=60, dtype="bf16")
     for host_gib, clipping in ((200, "speculate"), (40, "deferred")):
-        budget = Budget(20 * 2**30, host_gib * 2**30, rates=MACHINES["h200"][1])
-        planned = create("stronghold", {}).plan(workload, budget)
-        assert planned.options["clipping"] == clipping and planned.shortfall(budget) is None
+        room = Room(20 * 2**30, host_gib * 2**30, rates=MACHINES["h200"][1])
+        planned = create("stronghold", {}).plan(workload, room)
+        assert planned.options["clipping"] == clipping and planned.shortfall(room) is None
 
 
 def test_an_update_ahead_counts_what_it_costs() -> None:
@@ -220,6 +219,6 @@ def test_a_streamed_layers_update_counts_what_it_costs() -> None:
 
 
 def test_where_nothing_fits_the_plan_says_what_is_short() -> None:
-    budget = Budget(4 * 2**30, 2**30, rates=MACHINES["h200"][1])
-    planned = create("stronghold", {}).plan(Workload(num_layers=60, dtype="bf16"), budget)
-    assert "host memory" in str(planned.shortfall(replace(budget, device_bytes=2**50)))
+    room = Room(4 * 2**30, 2**30, rates=MACHINES["h200"][1])
+    planned = create("stronghold", {}).plan(Workload(num_layers=60, dtype="bf16"), room)
+    assert "host memory" in str(planned.shortfall(replace(room, device_bytes=2**50)))

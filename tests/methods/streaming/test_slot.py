@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.gpt import Layer, initial
-from harness.core.job import Budget, Workload
+from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.devices.streams import Device
 from methods.offload.adamw import joined, keep_
@@ -264,7 +264,7 @@ def test_stronghold_fetches_no_layer_of_the_window_again_at_the_turn(
 def test_plan_foretells_what_one_more_step_moves(method: str, options: dict[str, int], dtype: str) -> None:
     workload = tiny(hidden_size=32, num_heads=2, num_layers=5, dtype=dtype)
     one, two = (train(method, workload, num_steps, **options).trained.moved_bytes for num_steps in (1, 2))
-    assert create(method, options).plan(workload, Budget()).moved_bytes == two - one
+    assert create(method, options).plan(workload, Room()).moved_bytes == two - one
 
 
 def test_a_slab_of_the_host_has_its_pages_before_it_is_used(device: Device) -> None:
