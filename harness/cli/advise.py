@@ -17,7 +17,7 @@ from harness.core.job import Budget, Workload, params_text
 from harness.core.record import read_all
 from harness.devices import named_machines
 from harness.forecast import memories
-from harness.forecast.advise import Advice, fits_text, named_place, off_text, sized, this_place
+from harness.forecast.advise import Advice, fits_text, name_text, named_place, off_text, sized, this_place
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
@@ -123,7 +123,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         measured.append(f"off by {off}")
     shown = row["fits"] and row["step_seconds"]
     return {
-        "method": row["method"] + ("" if row["is_exact"] else " (trains otherwise)"),
+        "method": name_text(row) + ("" if row["is_exact"] else " (trains otherwise)"),
         "fits": fits_text(row),
         "s a step": f"{row['step_seconds']:.3g}" if shown else "-",
         "tokens/s": f"{row['tokens_per_second']:.4g}" if shown else "-",

@@ -79,12 +79,20 @@ def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[
     return {name: Accuracy(len(found), statistics.median(found), max(found, key=abs)) for name, found in ratios.items()}
 
 
-def measured_for(records: Iterable[Record], name: str, workload: Workload, gpu: str | None) -> list[float]:
-    """Step seconds of the runs of this method and workload that trained: on this machine, or on a GPU of that name."""
+def has_disk(record: Record) -> bool:
+    return bool(record.predicted.get("disk"))
+
+
+def measured_for(
+    records: Iterable[Record], name: str, workload: Workload, gpu: str | None, on_disk: bool
+) -> list[float]:
+    """Step seconds of the runs of this method and workload that trained, with states on a disk or without: on this
+    machine, or on a GPU of that name."""
 
     def is_there(record: Record) -> bool:
         return is_here(record) if gpu is None else plain(gpu) in plain(str(record.machine.get("gpu") or ""))
 
-    same = [record for record in records if (record.job.method, record.job.workload) == (name, workload)]
+    asked = (name, workload, on_disk)
+    same = [each for each in records if (each.job.method, each.job.workload, has_disk(each)) == asked]
     found: list[Any] = [record.median_step_seconds for record in same if record.samples_per_second and is_there(record)]
     return found

@@ -21,6 +21,7 @@ from harness.forecast.memories import host_bytes
 from harness.forecast.resources import Forecast
 from harness.forecast.step import predicted
 
+ON_DISK = {"disk": tempfile.gettempdir()}
 WORTH = 1.1  # a change that makes less than this many times the tokens a second is not named
 MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
 
@@ -111,28 +112,37 @@ class Advice:
     folders: tuple[Path, ...] = ()
 
     def rows(self, names: list[str]) -> list[dict[str, Any]]:
-        """A row a method: those that fit by their speed, then those that do not by what they lack, those that do not
-        run here, with what is `missing`, and those that do not train this workload, with the `error`."""
+        """A row a method, and one `with` a disk where its plan then uses one: those that fit by their speed, then those
+        that do not by what they lack, those that do not run here, with what is `missing`, and those that do not train
+        this workload, with the `error`."""
         off = accuracy(self.records, self.folders)
-        rows = [self._row(name) | {"accuracy": off[name]._asdict() if name in off else None} for name in names]
+        rows = [row | {"accuracy": off[name]._asdict() if name in off else None}
+                for name in names for row in self._rows(name)]  # fmt: skip
         return sorted(rows, key=_rank)
 
-    def _row(self, name: str) -> dict[str, Any]:
+    def _rows(self, name: str) -> Iterator[dict[str, Any]]:
+        yield (row := self._row(name, {}))
+        if "error" not in row and not row["disk"] and "disk" in method.option_names(method.load(name, self.folders)):
+            on_disk = self._row(name, ON_DISK)
+            if on_disk.get("disk"):
+                yield on_disk | {"with": "--disk DIR"}
+
+    def _row(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
         is_exact = method.load(name, self.folders).is_exact
         try:
-            found = self._try(name, self.place, self.workload, {})
+            found = self._try(name, self.place, self.workload, options)
         except (ValueError, method.Unavailable) as error:
             return {"method": name, "error": str(error)}
         job = Job(name, self.workload, device=self.place.device)
-        depth = largest(method.create(name, {}, self.folders), job, found.room)
+        depth = largest(method.create(name, options, self.folders), job, found.room)
         plan = found.plan.pooled(found.room)
         return {
             "method": name, "is_exact": is_exact, "missing": self._missing(name),
             "fits": not found.lacks, "lacks_bytes": found.lacks,
             "shortfall": found.plan.shortfall(found.room), **{memory: getattr(plan, memory) for memory in MEMORIES},
             "options": found.plan.options, "largest_layers": depth, **self._speeds(found.step),
-            "measured_step_seconds": measured_for(self.records, name, self.workload, self.place.name),
-            "change": self._change(name, found, depth),
+            "measured_step_seconds": measured_for(self.records, name, self.workload, self.place.name, bool(plan.disk)),
+            "change": self._change(name, options, found, depth),
         }  # fmt: skip
 
     def _missing(self, name: str) -> str | None:
@@ -157,11 +167,11 @@ class Advice:
         mfu = peak and workload.model_flops_per_step / seconds / peak
         return dict(zip(names, (seconds, step.binds, speed, hours, mfu), strict=True))
 
-    def _change(self, name: str, now: Try, depth: int) -> str | None:
+    def _change(self, name: str, asked: dict[str, Any], now: Try, depth: int) -> str | None:
         """The first change that makes it fit, or a tenth faster, the cheapest first."""
         for text, place, workload, options in self._changes(name):
             with contextlib.suppress(ValueError, method.Unavailable):
-                then = self._try(name, place, workload, options)
+                then = self._try(name, place, workload, asked | options)
                 if now.lacks and not then.lacks:
                     return text
                 if not (now.lacks or then.lacks) and now.step and then.step:
@@ -181,7 +191,7 @@ class Advice:
             if batch:
                 yield f"-b {batch}", place, replace(workload, batch_size=batch), {}
         if "disk" in method.option_names(method.load(name, self.folders)):
-            yield "--disk DIR", place, workload, {"disk": tempfile.gettempdir()}
+            yield "--disk DIR", place, workload, ON_DISK
         if place.name is None:
             return
         host = place.room_for(workload).host_bytes or 0
@@ -192,6 +202,10 @@ class Advice:
         for other in sorted(sizes, key=lambda other: (sizes[other], not _is_whole(other))):
             if sizes[other] > (place.room_for(workload).device_bytes or 0):
                 yield f"--gpu {other}", named_place(other, Budget(host_bytes=host)), workload, {}
+
+
+def name_text(row: dict[str, Any]) -> str:
+    return " ".join(filter(None, (row["method"], row.get("with"))))
 
 
 def fits_text(row: dict[str, Any]) -> str:

@@ -20,7 +20,8 @@ from harness.evidence.examine import value_text
 from harness.evidence.judge import Finding
 from harness.figures import frame
 from harness.figures.point import METRICS, FigureRow
-from harness.forecast.advise import Advice, fits_text, off_text
+from harness.forecast.accuracy import has_disk
+from harness.forecast.advise import Advice, fits_text, name_text, off_text
 from harness.jobs.command import command
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
@@ -272,12 +273,12 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
         runs = [
             entry for entry in entries
             if (entry.record.job.method, entry.record.job.workload) == (row["method"], load)
-            and entry.record.samples_per_second
+            and entry.record.samples_per_second and has_disk(entry.record) == bool(row["disk"])
         ]  # fmt: skip
         took = min((seconds for entry in runs if (seconds := entry.record.median_step_seconds)), default=None)
         predicted = row["step_seconds"] if row["fits"] or runs else None
         rows.append({
-            "method": row["method"],
+            "method": name_text(row),
             "fits": Cell(fits_text(row), look=GOOD if row["fits"] and not row["missing"] else OPEN),
             "predicted s": Cell("" if predicted is None else f"{predicted:.3g}", predicted),
             "measured s": Cell("" if took is None else f"{took:.3g}", took, links=tuple(each.number for each in runs)),

@@ -99,6 +99,19 @@ def test_what_is_advised_helps_when_it_is_done() -> None:
     assert advise(row["change"].split()[1], Workload(num_layers=32, dtype="bf16"), ["resident"])["resident"]["fits"]
 
 
+def test_a_method_that_may_use_a_disk_is_ranked_with_it_where_the_host_cannot_hold_all() -> None:
+    def rows(host_bytes: int) -> list[dict]:
+        place = named_place("rtx4090", Budget(host_bytes=host_bytes))
+        return Advice(place, Workload(num_layers=100)).rows(["stronghold", "zero-infinity-nvme"])
+
+    small = rows(48 * GIB)
+    told = [(row["method"], row.get("with"), row["fits"], bool(row["disk"])) for row in small]
+    assert told[0] == ("stronghold", "--disk DIR", True, True) and told[-1] == ("stronghold", None, False, False)
+    assert small[0]["step_seconds"] < small[1]["step_seconds"] and "--disk" not in small[0]["change"]
+    assert small[0]["largest_layers"] > small[-1]["largest_layers"]
+    assert [row["method"] for row in rows(128 * GIB)] == ["stronghold", "zero-infinity-nvme"]
+
+
 def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 10 % too slow twice, once 50 %; a run that failed the gate is none."""
     monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
