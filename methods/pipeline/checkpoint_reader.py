@@ -6,13 +6,14 @@ the table may name nothing but the classes that describe it, and the rest is loa
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import io
 import math
 import pickle
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -45,13 +46,22 @@ def _member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # the one in Python: the other's opcodes cannot be replaced
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no checkpoint")
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        """Give values to an object, not to a class or function: from then on that would be another one for all."""
+        built = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(built, type) or not dataclasses.is_dataclass(built):
+            raise pickle.UnpicklingError(f"it changes {built!r:.60}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 class Reader(dcp.FileSystemReader):

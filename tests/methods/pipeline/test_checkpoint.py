@@ -169,6 +169,17 @@ def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+@pytest.mark.parametrize("name", [b"cpathlib\nPosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"])
+def test_a_table_changes_no_class(tmp_path: Path, name: bytes) -> None:
+    """A state of two parts sets attributes of whatever is built."""
+    state(7)[2].save(tmp_path, 7, {"step": 7}).result()
+    table = folder_of(tmp_path, 7) / COMPLETE
+    table.write_bytes(b"\x80\x04" + name + b"N}X\x07\0\0\0changedK\x01s\x86b0" + table.read_bytes()[2:])
+    with pytest.raises(ValueError, match="it changes <class "):
+        read(tmp_path)
+    assert not hasattr(Path, "changed") and not hasattr(Metadata, "changed")
+
+
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_truncated_file_is_told_with_its_checkpoint(tmp_path: Path, size: int) -> None:
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
