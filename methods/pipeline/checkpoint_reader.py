@@ -11,6 +11,7 @@ import enum
 import io
 import math
 import pickle
+import re
 import stat
 from pathlib import Path
 from typing import Any, ClassVar
@@ -122,4 +123,7 @@ def unreadable(path: Path, error: BaseException) -> ValueError:
     """In one line, with the cause that torch wraps."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
+    if told.startswith("Weights only load failed"):  # and torch's advice to load with code
+        named = re.search(r"GLOBAL (\S+)", str(cause))
+        told = f"an item names {named[1]}, which is no plain value" if named else "an item is no plain value"
     return ValueError(f"{path}: expected a checkpoint, got damaged or foreign files: {told}; try an older step")

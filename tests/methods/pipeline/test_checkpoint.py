@@ -83,6 +83,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
     with pytest.raises(ValueError, match=rf"{path}: expected a checkpoint, got damaged or foreign files") as told:
         read(tmp_path)
     assert not touched.exists() and "\n" not in str(told.value)
+    assert "names " in str(told.value) and "weights_only" not in str(told.value)
 
 
 def test_a_checkpoint_of_an_older_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
