@@ -28,6 +28,7 @@ FACTS = (
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
 TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people, of which no rate is made
+LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)  # in which every plan's arithmetic stays finite
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 
@@ -56,8 +57,11 @@ class Rates:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name != "is_host" and value is not None and not value > 0:
-                raise ValueError(f"a machine's {item.name} must be positive, not {value}")
+            if item.name == "is_host" or value is None or (item.default == value == math.inf):
+                continue
+            least, most = LIMITS if item.name.endswith("per_second") else SHARES
+            if not least <= value <= most:
+                raise ValueError(f"a machine's {item.name} must be from {least:g} to {most:g}, not {value:g}")
         if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
             raise ValueError("forward_share must be below 1, duplex_share and disk_duplex_share at most 1")
 
@@ -71,14 +75,14 @@ class Rates:
 
 
 def of_facts(facts: dict[str, Any]) -> Rates | None:
-    """The rates among a machine's facts; None if one of NEEDED is missing or not a number. Raises ValueError for a fact
-    that there is none of: a misspelt one would be left out of the rates."""
+    """The rates among a machine's facts; None if one of NEEDED is missing, or one is not a number. Raises ValueError
+    for a rate that no machine has, and a fact that there is none of: a misspelt one would be left out of the rates."""
     known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
     for name in facts:
         if name not in known:
             raise ValueError(f"unknown fact {name!r}: {did_you_mean(name, known)}choose one of {', '.join(known)}")
     try:
         found: dict[str, Any] = {rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts}
-        return Rates(**found) if all(name in facts for name in NEEDED) else None
     except (TypeError, ValueError):
         return None
+    return Rates(**found) if all(name in facts for name in NEEDED) else None

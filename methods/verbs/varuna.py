@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 4
 MOST_PASSES = 10**8  # of a schedule: some minutes
-SECONDS = Finite(0)
+SECONDS = Finite(0, 1e9)  # 30 years
 MOST_ROWS = 20  # of a table
 LARGEST_CHUNK = 64  # samples of a micro-batch that rates foretell
 EXAMPLES = """\b

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,17 @@ def test_facts_without_a_rate_that_is_needed_make_none(missing: str) -> None:
     assert of_facts({name: value for name, value in facts.items() if name != missing}) is None
 
 
-def test_rates_of_nothing_are_refused() -> None:
-    for rates in ({"device_flops_per_second": 0}, {"device_flops_per_second": 1, "forward_share": 1.0}):
-        with pytest.raises(ValueError, match="must be"):
-            Rates(**rates)
+@pytest.mark.parametrize(
+    "rates",
+    [{"device_flops_per_second": 0}, {"device_flops_per_second": 5e-324}, {"device_flops_per_second": 1e308},
+     {"device_flops_per_second": math.inf}, {"inbound_bytes_per_second": math.nan}, {"forward_share": 1.0},
+     {"duplex_share": 1e-300}],
+)  # fmt: skip
+def test_rates_of_no_machine_are_refused(rates: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Rates(**{"device_flops_per_second": 1e12, **rates})
+
+
+def test_a_fact_of_no_machine_is_told() -> None:
+    with pytest.raises(ValueError, match=r"^a machine's device_flops_per_second must be from 1 to .*, not 1e-08$"):
+        of_facts(dict.fromkeys(NEEDED, 1e-20))

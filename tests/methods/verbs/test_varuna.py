@@ -96,6 +96,12 @@ def test_a_simulated_step_tells_the_passes_and_messages_that_it_is_of(words: tup
     assert done.stdout.startswith("passes of a stage: ") and told in done.stdout.splitlines()[0]
 
 
+@pytest.mark.parametrize("option", ["--send", "--jitter", "--pass-jitter", "--sum"])
+def test_seconds_beyond_all_time_are_refused(option: str) -> None:
+    done = cli.run("varuna", "simulate", "--stages", 2, "--micro-batches", 2, option, "1e308")
+    assert done.returncode == 2 and "1e+308 is not in the range" in done.stderr
+
+
 def test_what_is_written_by_default_is_no_change_of_the_checkout() -> None:
     commands = varuna.commands
     folders = [option.default for name in ("profile", "launch") for option in commands[name].params
