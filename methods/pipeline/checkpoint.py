@@ -11,18 +11,17 @@ import contextlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.base.checked_data import checked
-from methods.pipeline import checkpoint_reader
+from methods.pipeline import checkpoint_reader, checkpoint_writer
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, folder_of
 
 PLAIN = (bool, int, float, str, list, tuple, type(None))  # options of an optimizer
@@ -55,7 +54,7 @@ class Checkpoints:
         stage, replica, num_replicas = place
         self.written = names[replica::num_replicas]
         self.is_first = stage == 0 and replica == 0
-        # In a thread of torch's own: its messages must not mix with those of training.
+        # Of the thread that writes: its messages must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.under_way: Future | None = None
 
@@ -65,15 +64,16 @@ class Checkpoints:
         path = folder_of(folder, step)
         if self.is_first:
             path.mkdir(parents=True, exist_ok=True)
-            (path / COMPLETE).unlink(missing_ok=True)  # torch writes nothing before this rank has asked for it
+            (path / COMPLETE).unlink(missing_ok=True)  # no rank writes before this one has asked for it
         state: dict[str, Any] = {}
         for name in self.written:
             state |= {key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                       for key, value in self._state(name).items()}  # fmt: skip
         if self.is_first:
             state["progress"] = json.dumps(progress)
-        saved: Any = dcp.async_save(state, checkpoint_id=path, process_group=self.group)
-        self.under_way = getattr(saved, "upload_completion", saved)
+        executor = ThreadPoolExecutor(1)
+        self.under_way = executor.submit(checkpoint_writer.write, state, path, self.group)
+        executor.shutdown(wait=False)
         return self.under_way
 
     def wait(self) -> None:

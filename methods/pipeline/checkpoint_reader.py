@@ -78,12 +78,18 @@ class Planner(DefaultLoadPlanner):
         self.original_state_dict[name] = self.state_dict[name] = torch.load(value, weights_only=True)
 
 
+def table(data: bytes) -> Metadata:
+    """A table of contents that anybody may have pickled."""
+    found = _Unpickler(io.BytesIO(data)).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    return found
+
+
 def metadata(path: Path) -> Metadata:
     """The table of contents of the checkpoint in this folder. Raises ValueError for any other."""
     try:
-        found = _Unpickler(io.BytesIO(read_bytes(path / COMPLETE))).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        found = table(read_bytes(path / COMPLETE))
         told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))
         if told > there:
             raise ValueError(f"its table tells of {told} bytes of tensors, its files have {there}")

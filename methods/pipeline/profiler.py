@@ -34,7 +34,7 @@ from methods.pipeline.batches import Inputs, cast, moved
 from methods.pipeline.cut import Part, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.partition import BUCKET_BYTES
 from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
-from methods.pipeline.transport import backend_of, join
+from methods.pipeline.transport import backend_of, gathered, join
 from methods.pipeline.user_pipeline import chosen_device
 
 MOST_REPEATS = 16
@@ -233,15 +233,9 @@ class Profiler:
             dist.barrier()
 
     def _gathered(self, own: Any) -> list[Any]:
-        """What each rank tells, in their order: JSON, for torch unpickles the objects that it gathers."""
-        if self.world_size == 1:
-            return [own]
-        told = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(self.device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(told)], device=self.device))
-        rooms = [torch.empty(max(map(int, sizes)), dtype=torch.uint8, device=self.device) for _ in sizes]
-        dist.all_gather(rooms, torch.nn.functional.pad(told, (0, len(rooms[0]) - len(told))))
-        return [json.loads(bytes(room[: int(size)].tolist())) for room, size in zip(rooms, sizes, strict=True)]
+        """What each rank tells, in their order."""
+        group = dist.group.WORLD if self.world_size > 1 else None
+        return list(map(json.loads, gathered(json.dumps(own).encode(), group, self.device)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
         """As the profile has it; the number of ranks is that of rank 0's machine."""

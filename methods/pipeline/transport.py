@@ -189,3 +189,16 @@ def _store(rank: int, limit: timedelta) -> Any:
 
 def backend_of(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def gathered(own: bytes, group: dist.ProcessGroup | None, device: str | torch.device = "cpu") -> list[bytes]:
+    """What each rank of the group tells, in their order; bytes, for torch unpickles the objects that it gathers. Alone
+    without a group."""
+    if group is None:
+        return [own]
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+    rooms = [torch.zeros(max(1, *map(int, sizes)), dtype=torch.uint8, device=device) for _ in sizes]
+    told = torch.frombuffer(bytearray(own.ljust(len(rooms[0]), b"\0")), dtype=torch.uint8).to(device)
+    dist.all_gather(rooms, told, group=group)
+    return [room.cpu().numpy().tobytes()[: int(size)] for room, size in zip(rooms, sizes, strict=True)]

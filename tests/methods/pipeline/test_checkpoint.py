@@ -24,6 +24,7 @@ from methods.pipeline import checkpoint_reader
 from methods.pipeline.checkpoint import Checkpoints, read
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, complete_steps, folder_of
 from methods.pipeline.gpt_pipeline import Progress
+from tests.support.ranks import on_ranks
 
 MOMENTS = 50
 
@@ -195,6 +196,21 @@ def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path, name: str) ->
     state(7)[2].save(tmp_path, 7, {}).result()
     shutil.copytree(folder_of(tmp_path, 7), tmp_path / name)
     assert complete_steps(tmp_path) == [7]
+
+
+def test_of_several_ranks_none_unpickles_what_another_one_sends(tmp_path: Path) -> None:
+    training = {"kind": "save", "ranks": 3, "folder": str(tmp_path)}
+    assert on_ranks(3, "tests.methods.pipeline.trainings:on_this_rank", [training]) == [["saved"]] * 3
+    found = read(tmp_path)
+    assert [float(found[f"weights.layer.{number}"].mean()) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_disk_that_is_full_on_one_rank_is_told_on_all_and_completes_nothing(tmp_path: Path) -> None:
+    training = {"kind": "save", "ranks": 3, "folder": str(tmp_path), "fails": 1}
+    told = on_ranks(3, "tests.methods.pipeline.trainings:on_this_rank", [training])
+    of_others = f"rank 1 could not write its part of {folder_of(tmp_path, 1)}"
+    assert told == [[of_others], ["[Errno 28] No space left on device"], [of_others]]
+    assert complete_steps(tmp_path) == []
 
 
 def test_what_changes_after_the_call_is_not_in_the_checkpoint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from harness.core.job import Workload
 from harness.devices.memory_account import Tracker
 from harness.simulation.batches import token_batches
+from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.rank_map import RankMap
 from tests.methods.pipeline import user_model
 from tests.support.pipeline_bugs import BY_NAME
@@ -159,10 +162,42 @@ def sum_alone(training: dict[str, Any]) -> str:
     return told
 
 
+def save(training: dict[str, Any]) -> str:
+    """What this rank says of a checkpoint that each rank writes a part of; the disk of the rank `fails` is full. torch
+    may unpickle nothing that a rank sends."""
+    from methods.pipeline.transport import join
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("torch unpickles what a rank sent")
+
+    join(60.0)
+    rank = dist.get_rank()
+    masters = {f"layer.{number}": nn.Parameter(torch.full((8, 8), float(number))) for number in range(4)}
+    place = (0, rank, dist.get_world_size())
+    checkpoints = Checkpoints(masters, torch.optim.AdamW(masters.values()), list(masters), place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.distributed_c10d._tensor_to_object", refuse)
+        if training.get("fails") == rank:
+            patch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", disk_full)
+        try:
+            checkpoints.save(training["folder"], 1, {"step": 1}).result()
+            told = "saved"
+        except OSError as error:
+            told = str(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    return told
+
+
+def disk_full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "method": by_method,
     "user": by_user,
     "peak": peak,
     "shapes": by_user_with_other_shapes,
     "sum": sum_alone,
+    "save": save,
 }

@@ -1,0 +1,68 @@
+"""Writes torch's distributed checkpoints by several ranks, of which none runs what another one sends.
+
+torch's own save() gathers plans and results as pickles and loads them with code. Here each rank plans and writes a file
+of its own, and reads the others' tables of contents as those of a foreign checkpoint.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from methods.pipeline.checkpoint_reader import table
+from methods.pipeline.transport import gathered
+
+
+def write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
+    """A whole checkpoint in this folder, of what each rank of the group gives. Raises on all ranks where one cannot
+    write its part."""
+    rank = dist.get_rank(group) if group else 0
+    gathered(b"", group)  # no rank writes before all have asked for it: one of them takes an old table away
+    tables = _together(lambda: _part(state, path, rank), path, group)
+    _together(lambda: b"" if rank else _complete(path, tables), path, group)
+
+
+def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
+    """Write what this rank gives; its table of contents."""
+    planner, writer = DefaultSavePlanner(), dcp.FileSystemWriter(path)
+    planner.set_up_planner(state, is_coordinator=True)
+    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)  # names its file by the rank
+    [plan], found = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    [plan] = writer.prepare_global_plan([plan])
+    results = writer.write_data(planner.finish_plan(plan), planner).value()
+    found.storage_data = {result.index: result.storage_data for result in results}
+    return pickle.dumps(found)
+
+
+def _complete(path: Path, tables: list[bytes]) -> bytes:
+    """Write the table of all, at last."""
+    whole, results = Metadata({}, planner_data={}), list[WriteResult]()
+    for found in map(table, tables):
+        whole.state_dict_metadata |= found.state_dict_metadata
+        whole.planner_data |= found.planner_data
+        results += [WriteResult(index, 0, place) for index, place in found.storage_data.items()]
+    dcp.FileSystemWriter(path).finish(whole, [results])
+    return b""
+
+
+def _together(work: Callable[[], bytes], path: Path, group: dist.ProcessGroup | None) -> list[bytes]:
+    """What each rank's work gives; raises on all ranks where one's raises."""
+    error, own = None, b""
+    try:
+        own = b"." + work()
+    except Exception as raised:
+        error = raised
+    told = gathered(own, group)
+    if error:
+        raise error
+    if failed := [str(rank) for rank, each in enumerate(told) if not each]:
+        raise OSError(f"rank {', '.join(failed)} could not write its part of {path}")
+    return [each[1:] for each in told]
