@@ -1,5 +1,5 @@
-"""Imports the file of a method or a case, and calls a method's functions, whatever they do: a mistake in one is a line,
-and never the end of a call."""
+"""Imports the file of a method or a case, and calls the functions of its class, whatever they do: a mistake in one is a
+line, and never the end of a call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import functools
 import importlib
 import os
 import posix
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import GeneratorType
 from typing import Any, NoReturn
 
 
@@ -23,6 +25,17 @@ def imported(name: str, file: Path) -> Any:
         raise
     except BaseException as error:
         raise ValueError(f"{file} does not load: {_text(error)}") from error
+
+
+def guard(
+    cls: type, passed: tuple[type[Exception], ...], returned: Mapping[str, type] | None = None, but: Sequence[str] = ()
+) -> None:
+    """Put a Called in the place of each public function of a class, but for those of some names; `returned`: the types
+    of what functions return, by name."""
+    file = Path(sys.modules[cls.__module__].__file__ or "")
+    for name, own in list(vars(cls).items()):
+        if not name.startswith("_") and name not in but and (callable(own) or hasattr(own, "__get__")):
+            setattr(cls, name, Called(own, name, file, passed, (returned or {}).get(name)))
 
 
 class Called:
@@ -46,9 +59,13 @@ class Called:
                 answer = found(*words, **options)
                 if self.returned and not isinstance(answer, self.returned):
                     raise TypeError(f"expected it to return a {self.returned.__name__}, got {type(answer).__name__}")
-                return answer
+            return self.each(answer) if isinstance(answer, GeneratorType) else answer
 
         return call
+
+    def each(self, found: Iterator[Any]) -> Iterator[Any]:
+        with self.told():
+            yield from found
 
 
 @contextlib.contextmanager

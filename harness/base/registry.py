@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -60,6 +61,14 @@ class FileRegistry(Registry, Generic[Name]):
         if name not in sys.modules:
             importlib.invalidate_caches()
         return imported(name, file)
+
+    def class_in(self, file: Path, base: type) -> Any:
+        """The class of this base that the file defines; None where there is none, more than one, or functions of the
+        base are missing. Raises ValueError, one line, where the file does not load."""
+        module = self.module(file)
+        own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
+        found = [item for item in own if issubclass(item, base)]
+        return found[0] if len(found) == 1 and not inspect.isabstract(found[0]) else None
 
 
 @functools.cache

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hints
 
 import methods
-from harness.base.imported_file import Called, told
+from harness.base.imported_file import guard, told
 from harness.base.named_entries import did_you_mean
 from harness.base.registry import FileRegistry
 from harness.core import source_hash as source
@@ -119,13 +117,9 @@ class Method(ABC):
     def __init_subclass__(cls) -> None:
         """Give the class its label; make failures of its functions one line with the file. train() has a process of its
         own."""
-        module = sys.modules[cls.__module__]
         if "label" not in vars(cls):
             cls.label = cls.__module__.rpartition(".")[2].replace("_", "-")
-        for name, own in list(vars(cls).items()):
-            if not name.startswith("_") and name != "train" and (callable(own) or hasattr(own, "__get__")):
-                called = Called(own, name, Path(module.__file__ or ""), (Unavailable,), RETURNED.get(name))
-                setattr(cls, name, called)
+        guard(cls, (Unavailable,), RETURNED, but=("train",))
 
     @abstractmethod
     def plan(self, workload: Workload, room: Room) -> Plan:
@@ -191,15 +185,13 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     files = REGISTRY.files(folders)
     if name not in files:
         raise ValueError(f"no method {name!r}: {did_you_mean(name, files)}choose one of {', '.join(sorted(files))}")
-    module = REGISTRY.module(files[name])
-    own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
-    classes = [item for item in own if issubclass(item, Method)]
-    if len(classes) != 1 or not dataclasses.is_dataclass(classes[0]) or inspect.isabstract(classes[0]):
+    found: type[Method] | None = REGISTRY.class_in(files[name], Method)
+    if found is None or not dataclasses.is_dataclass(found):
         raise ValueError(
             f"{files[name]} must hold one frozen dataclass of harness.core.method.Method with plan() and train(); see"
             " CONTRIBUTING.md"
         )
-    return classes[0]
+    return found
 
 
 def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -> Method:
