@@ -9,35 +9,37 @@ from collections.abc import Sequence
 
 from harness.core.job import Job
 from harness.figures import plot
+from harness.figures.case import Case
 from harness.figures.point import FigureRow
 from harness.figures.profile import Profile
 
-METRIC = "step_seconds"
-METHODS = ("stronghold",)
-SEARCHES = ()
+OURS = "stronghold"
 PUBLISHED_WINDOWS = (2, 4, 6, 8, 10, 12, 14, 15)
 RUNS = {"demo": (1, 2, 3, 4), "quick": (2, 4, 8, 15), "paper": PUBLISHED_WINDOWS, "fit": PUBLISHED_WINDOWS}
 PUBLISHED_DEPTH, DEMO_DEPTH = 32, 62  # on the published scale
-AXIS = "window_size"
 
 
-def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
-    depth = used.depth(DEMO_DEPTH if used.kind == "demo" else PUBLISHED_DEPTH)
-    windows = [window for window in RUNS[used.kind] if window <= depth]
-    return [used.job(METHODS[0], depth, window_size=window, resident_layers=0) for window in windows]
+class StepTimeByWindow(Case):
+    metric = "step_seconds"
+    methods = (OURS,)
+    axis = "window_size"
+    picks = True
 
+    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+        depth = used.depth(DEMO_DEPTH if used.kind == "demo" else PUBLISHED_DEPTH)
+        windows = [window for window in RUNS[used.kind] if window <= depth]
+        return [used.job(OURS, depth, window_size=window, resident_layers=0) for window in windows]
 
-def draw(axes: plot.Axes, rows: list[FigureRow]) -> None:
-    plot.bars(axes, [(str(row.window_size), [[row]]) for row in rows])
-    axes.set_xlabel("window (layers)")
-    axes.set_ylabel(plot.axis_text("Iteration time", rows))
+    def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
+        plot.bars(axes, [(str(row.window_size), [[row]]) for row in rows])
+        axes.set_xlabel("window (layers)")
+        axes.set_ylabel(plot.axis_text("Iteration time", rows))
 
-
-def pick(rows: Sequence[FigureRow]) -> list[FigureRow]:
-    """At the depth that has most windows, of several the largest."""
-    windows = {
-        depth: {row.window_size for row in rows if row.num_layers == depth}
-        for depth in {row.num_layers for row in rows}
-    }
-    shared = max(windows, key=lambda depth: (len(windows[depth]), depth))
-    return sorted((row for row in rows if row.num_layers == shared), key=lambda row: row.window_size or 0)
+    def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
+        """At the depth that has most windows, of several the largest."""
+        windows = {
+            depth: {row.window_size for row in rows if row.num_layers == depth}
+            for depth in {row.num_layers for row in rows}
+        }
+        shared = max(windows, key=lambda depth: (len(windows[depth]), depth))
+        return sorted((row for row in rows if row.num_layers == shared), key=lambda row: row.window_size or 0)

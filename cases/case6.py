@@ -17,16 +17,15 @@ from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import cuda_budget
-from harness.figures import case, plot
+from harness.figures import measurements, plot
+from harness.figures.case import Case
 from harness.figures.point import FigureRow, interval, row_of
 from harness.figures.profile import ROOM, Profile
 from methods.sharding.scheduler import simulate
 
 BASELINES = ("resident", "zero-infinity", "stronghold")
 OURS = "hydra"
-METHODS = (*BASELINES, OURS)
 METRIC = "samples_per_second"
-SEARCHES = ()
 RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # learning rates
 NUM_BATCH_SIZES = 2  # of each, the profile's and half of it
 DEVICE_SHARE = 16  # of the host's memory the part that the device may have
@@ -36,7 +35,48 @@ MANY = 4000  # models, for a thousand devices
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
 
 
-def profiles(used: Profile) -> tuple[Profile, ...]:
+class ModelSelection(Case):
+    metric = METRIC
+    methods = (*BASELINES, OURS)
+    mixes_metrics = True
+
+    def profiles(self, used: Profile) -> tuple[Profile, ...]:
+        return _profiles(used)
+
+    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+        return [*(job for name in BASELINES for job in _alone(used, name)), *_together(used)]
+
+    def table(self, records: Sequence[Record], used: Profile) -> list[FigureRow]:
+        """The speed of all models together by each method; then the turns of the last round of Hydra's last run."""
+        found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
+        for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
+            found += [replace(speed, series=series) for speed in measurements.rows(METRIC, [job], records)]
+        lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # rows beside the measured ones
+        refused = [
+            FigureRow(
+                METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0, status="does-not-fit",
+                reason=reason, machine=found[0].machine, clock=found[0].clock,
+            )
+            for name, reason in lacking.items()
+            if reason
+        ]  # fmt: skip
+        found = [replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *found)]
+        both = measurements.repeats(_together(used)[0], records)
+        return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
+
+    def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
+        """Each rule beside the proved optimum; the units of the round, measured on one device, on up to a thousand."""
+        chains: dict[str, list[float]] = {}
+        for turn in rows:
+            if turn.metric == "turn_seconds" and turn.value:
+                chains.setdefault(turn.group, []).append(turn.value)
+        return [*_quality(), *(_speed_up(list(chains.values())) if chains else [])]
+
+    def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
+        return _case6_figure.figure(rows, note, self.methods)
+
+
+def _profiles(used: Profile) -> tuple[Profile, ...]:
     """One model at a time; the same samples in half the batch; all models at once."""
     load, budget = used.workload, used.budget
     assert budget.device_bytes and budget.host_bytes  # every profile has both
@@ -54,26 +94,22 @@ def profiles(used: Profile) -> tuple[Profile, ...]:
     return alone, halved, replace(alone, budget=replace(budget, host_bytes=host_bytes))
 
 
-def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
-    return [*(job for name in BASELINES for job in _alone(used, name)), *_together(used)]
-
-
 def _alone(used: Profile, name: str) -> list[Job]:
     """One model of each batch size; none where its plan does not fit."""
-    its = () if _shortfall(used, name) else profiles(used)[:NUM_BATCH_SIZES]
+    its = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
     return [each.job(name, _depth(used)) for each in its]
 
 
 def _shortfall(used: Profile, name: str) -> str | None:
     """What a model with the whole batch lacks by plan."""
-    alone = profiles(used)[0]
+    alone = _profiles(used)[0]
     job = alone.job(name, _depth(used))
     return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)
 
 
 def _together(used: Profile) -> list[Job]:
     """All models, with the second slot of the double buffer, and in the same shards without."""
-    both = profiles(used)[-1].job(OURS, _depth(used), **_options(used))
+    both = _profiles(used)[-1].job(OURS, _depth(used), **_options(used))
     return [both, replace(both, options={**both.options, "double_buffer": False})]
 
 
@@ -85,34 +121,15 @@ def _depth(used: Profile) -> int:
     """Layers of each model: as many as let all models into the host's memory."""
     if used.kind == "demo":
         return IN_DEMO["depth"]
-    trained, room = method.create(OURS, _options(used)), profiles(used)[-1].room
+    trained, room = method.create(OURS, _options(used)), _profiles(used)[-1].room
     assert room.host_bytes
     room = replace(room, host_bytes=int(ROOM * room.host_bytes))
     return max(1, method.largest_depth(lambda n: trained.plan(used.workload.at_depth(n), room).shortfall(room) is None))
 
 
-def table(records: Sequence[Record], used: Profile) -> list[FigureRow]:
-    """The speed of all models together by each method; then the turns of the last round of Hydra's last run."""
-    found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
-    for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
-        found += [replace(speed, series=series) for speed in case.rows(METRIC, [job], records)]
-    lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # rows beside the measured ones
-    refused = [
-        FigureRow(
-            METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0, status="does-not-fit",
-            reason=reason, machine=found[0].machine, clock=found[0].clock,
-        )
-        for name, reason in lacking.items()
-        if reason
-    ]  # fmt: skip
-    found = [replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *found)]
-    both = case.repeats(_together(used)[0], records)
-    return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
-
-
 def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[FigureRow]:
     """The row of a method; none where a batch size has no record. A run that failed gives the row its reason."""
-    measured = [case.repeats(job, records) for job in alone]
+    measured = [measurements.repeats(job, records) for job in alone]
     if not measured or not all(measured):
         return []
     each = [row_of(METRIC, found) for found in measured]
@@ -149,15 +166,6 @@ def _turns(record: Record) -> list[FigureRow]:
     ]
 
 
-def simulated(rows: Sequence[FigureRow]) -> list[FigureRow]:
-    """Each rule beside the proved optimum; the units of the round, measured on one device, on up to a thousand."""
-    chains: dict[str, list[float]] = {}
-    for turn in rows:
-        if turn.metric == "turn_seconds" and turn.value:
-            chains.setdefault(turn.group, []).append(turn.value)
-    return [*_quality(), *(_speed_up(list(chains.values())) if chains else [])]
-
-
 def _quality() -> list[FigureRow]:
     return [
         replace(SIMULATED, metric=metric, value=of(each), series=rule, group=f"{devices}, {models}", num_runs=len(each))
@@ -178,7 +186,3 @@ def _speed_up(chains: list[list[float]]) -> list[FigureRow]:
                 speed_up = alone / simulate(several, count).makespan if count > 1 else 1.0
                 found.append(replace(SIMULATED, value=speed_up, series=f"{number:,} models", x=float(count)))
     return found
-
-
-def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
-    return _case6_figure.figure(rows, note, METHODS)

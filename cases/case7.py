@@ -23,7 +23,8 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.named_models import load
 from harness.core.rates import Rates
 from harness.core.record import Record
-from harness.figures import case, plot
+from harness.figures import measurements, plot
+from harness.figures.case import Case
 from harness.figures.point import FigureRow
 from harness.figures.profile import Profile
 from harness.simulation import machine_trace
@@ -34,8 +35,7 @@ from methods.pipeline.launch.folder import read_lines
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 METRIC = "step_seconds"
-METHODS = ("varuna",)
-SEARCHES = ()
+OURS = "varuna"
 RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # micro-batches
 RANKS = {"cpu": 2, "cuda": 1}
 # Seconds of a message, where a forward pass takes one; jitter is relative.
@@ -50,44 +50,94 @@ MODEL, MACHINES, BATCH, HOURS, THERE_HOURS, SEED = "varuna-355m", 12, 256, 60.0,
 V100, V100_BYTES, NETWORK = Rates(30e12), 16 * 2**30, 1.25e9
 MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # from a change of machines until steps go on, where it is not measured
 SIMULATED = FigureRow(
-    METRIC, METHODS[0], 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
+    METRIC, OURS, 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
 )  # fmt: skip
 
 
-def profiles(used: Profile) -> tuple[Profile, ...]:
-    """On a CPU without a simulated device: that has one rank only."""
-    return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
+class Pipelines(Case):
+    metric = METRIC
+    methods = (OURS,)
+    mixes_metrics = True
 
+    def profiles(self, used: Profile) -> tuple[Profile, ...]:
+        """On a CPU without a simulated device: that has one rank only."""
+        return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
 
-def jobs(used: Profile, sizes: dict[str, int]) -> list[Job]:
-    [its] = profiles(used)
-    num_ranks = RANKS[its.device]
-    return [
-        its.job(METHODS[0], used.common, world_size=num_ranks, num_stages=num_stages, chunk_size=chunk_size)
-        for num_stages in range(1, num_ranks + 1) if num_ranks % num_stages == 0
-        for chunk_size in RUNS[used.kind]
-        if used.workload.batch_size * num_stages // num_ranks % chunk_size == 0
-    ]  # fmt: skip
+    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+        [its] = self.profiles(used)
+        num_ranks = RANKS[its.device]
+        return [
+            its.job(OURS, used.common, world_size=num_ranks, num_stages=num_stages, chunk_size=chunk_size)
+            for num_stages in range(1, num_ranks + 1) if num_ranks % num_stages == 0
+            for chunk_size in RUNS[used.kind]
+            if used.workload.batch_size * num_stages // num_ranks % chunk_size == 0
+        ]  # fmt: skip
 
+    def measure(self, used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
+        """The profile, and both jobs, where they are not there yet."""
+        folder = _folder(used, results)
+        try:
+            if not (folder / "profile").exists():
+                report({"event": "build", "text": "case 7: a profile"})
+                job, *_ = self.jobs(used, {})
+                ask("methods.pipeline.measure_gpt", {
+                    "workload": asdict(job.workload), "sizes": RUNS[used.kind], "num_ranks": RANKS[job.device],
+                    "folder": str(folder / "profile"), "device": job.device,
+                })  # fmt: skip
+            for name, schedule in (
+                ("undisturbed", _morphs.Schedule(1, 1)),
+                ("morphed", _morphs.Schedule(2, 2, CHANGES)),
+            ):
+                if len(_steps(folder, name)) < STEPS:
+                    report({"event": "build", "text": f"case 7: the job {name}"})
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                    _morphs.play(folder / name, schedule, STEPS)
+        except (ValueError, TimeoutError) as error:
+            report({"event": "warning", "text": f"case 7: {error}"})
 
-def measure(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
-    """The profile, and both jobs, where they are not there yet."""
-    folder = _folder(used, results)
-    try:
-        if not (folder / "profile").exists():
-            report({"event": "build", "text": "case 7: a profile"})
-            job, *_ = jobs(used, {})
-            ask("methods.pipeline.measure_gpt", {
-                "workload": asdict(job.workload), "sizes": RUNS[used.kind], "num_ranks": RANKS[job.device],
-                "folder": str(folder / "profile"), "device": job.device,
-            })  # fmt: skip
-        for name, schedule in (("undisturbed", _morphs.Schedule(1, 1)), ("morphed", _morphs.Schedule(2, 2, CHANGES))):
-            if len(_steps(folder, name)) < STEPS:
-                report({"event": "build", "text": f"case 7: the job {name}"})
-                shutil.rmtree(folder / name, ignore_errors=True)
-                _morphs.play(folder / name, schedule, STEPS)
-    except (ValueError, TimeoutError) as error:
-        report({"event": "warning", "text": f"case 7: {error}"})
+    def table(self, records: Sequence[Record], used: Profile) -> list[FigureRow]:
+        """What was measured, and the schedules' steps as the claim has them."""
+        measured = [
+            replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
+            for job in self.jobs(used, {}) for row in measurements.rows(METRIC, [job], records)
+        ]  # fmt: skip
+        return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))] if measured else []
+
+    def beside(self, rows: Sequence[FigureRow], used: Profile, results: Path) -> list[FigureRow]:
+        """Steps foretold by the profile that measure() left, each step of both jobs, and the pauses between them."""
+        folder, found = _folder(used, results), list[FigureRow]()
+        measured = {row.group: row for row in rows if row.origin == "run" and row.value}
+        if (folder / "profile").exists():
+            job, *_ = self.jobs(used, {})
+            num_ranks = RANKS[job.device]
+            for row in AutoConfig(num_ranks, num_ranks, job.workload.batch_size, folder / "profile").table():
+                if (one := measured.get(_group(row.num_stages, row.chunk_size))) and row.num_ranks == num_ranks:
+                    found.append(replace(SIMULATED, metric="foretold_seconds", value=row.step_seconds, x=one.value,
+                                         group=one.group, machine=one.machine))  # fmt: skip
+        imported = replace(SIMULATED, origin="imported", clock="")
+        for name in ("undisturbed", "morphed"):
+            steps = _steps(folder, name)
+            for step in steps:
+                for metric, value in (("loss", step["loss"]), ("workers", step["num_workers"])):
+                    found.append(
+                        replace(imported, metric=metric, value=float(value), x=float(step["step"]), series=name)
+                    )
+            for before, after in itertools.pairwise(steps):
+                if before["round"] != after["round"]:
+                    found.append(replace(imported, metric="pause_seconds", value=after["time"] - before["time"],
+                                         x=float(after["step"]), series=name))  # fmt: skip
+        return found
+
+    def kept(self, used: Profile, results: Path) -> list[Path]:
+        folder = _folder(used, results)
+        return sorted([*folder.glob("profile/*"), *folder.glob("*/job/steps.jsonl")])
+
+    def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
+        pauses = [row.value for row in rows if row.metric == "pause_seconds" and row.value]
+        return [*_schedules(SENDS), *_trace(statistics.median(pauses) if pauses else MORPH_SECONDS)]
+
+    def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
+        return _case7_figure.figure(rows, note)
 
 
 def _folder(used: Profile, results: Path) -> Path:
@@ -98,51 +148,8 @@ def _steps(folder: Path, name: str) -> list[dict[str, Any]]:
     return read_lines(folder / name / "job" / "steps.jsonl")
 
 
-def table(records: Sequence[Record], used: Profile) -> list[FigureRow]:
-    """What was measured, and the schedules' steps as the claim has them."""
-    measured = [
-        replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
-        for job in jobs(used, {}) for row in case.rows(METRIC, [job], records)
-    ]  # fmt: skip
-    return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))] if measured else []
-
-
 def _group(num_stages: int, chunk_size: int) -> str:
     return f"{num_stages} x {chunk_size}"
-
-
-def beside(rows: Sequence[FigureRow], used: Profile, results: Path) -> list[FigureRow]:
-    """Of what measure() left: steps foretold by the profile, each step of both jobs, and the pauses between them."""
-    folder, found = _folder(used, results), list[FigureRow]()
-    measured = {row.group: row for row in rows if row.origin == "run" and row.value}
-    if (folder / "profile").exists():
-        job, *_ = jobs(used, {})
-        num_ranks = RANKS[job.device]
-        for row in AutoConfig(num_ranks, num_ranks, job.workload.batch_size, folder / "profile").table():
-            if (one := measured.get(_group(row.num_stages, row.chunk_size))) and row.num_ranks == num_ranks:
-                found.append(replace(SIMULATED, metric="foretold_seconds", value=row.step_seconds, x=one.value,
-                                     group=one.group, machine=one.machine))  # fmt: skip
-    imported = replace(SIMULATED, origin="imported", clock="")
-    for name in ("undisturbed", "morphed"):
-        steps = _steps(folder, name)
-        for step in steps:
-            for metric, value in (("loss", step["loss"]), ("workers", step["num_workers"])):
-                found.append(replace(imported, metric=metric, value=float(value), x=float(step["step"]), series=name))
-        for before, after in itertools.pairwise(steps):
-            if before["round"] != after["round"]:
-                found.append(replace(imported, metric="pause_seconds", value=after["time"] - before["time"],
-                                     x=float(after["step"]), series=name))  # fmt: skip
-    return found
-
-
-def kept(used: Profile, results: Path) -> list[Path]:
-    folder = _folder(used, results)
-    return sorted([*folder.glob("profile/*"), *folder.glob("*/job/steps.jsonl")])
-
-
-def simulated(rows: Sequence[FigureRow]) -> list[FigureRow]:
-    pauses = [row.value for row in rows if row.metric == "pause_seconds" and row.value]
-    return [*_schedules(SENDS), *_trace(statistics.median(pauses) if pauses else MORPH_SECONDS)]
 
 
 def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:
@@ -188,7 +195,3 @@ def _trace(morph_seconds: float) -> Iterator[FigureRow]:
                           series=name)  # fmt: skip
         mean = machine_trace.samples(spans) / (HOURS * machine_trace.HOUR)
         yield replace(SIMULATED, metric="mean_speed", value=mean, series=name)
-
-
-def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
-    return _case7_figure.figure(rows, note)

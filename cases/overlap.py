@@ -2,7 +2,8 @@
 
 Timelines of a step: the device computes, copies go in and out, the host updates. Beside each the share of the step that
 copies and updates take while the device computes (hidden) and while it does not (exposed). The measured run is traced;
-the virtual ones are the same code on named machines (harness/simulation), where nothing is measured.
+the virtual ones are the same code on named machines (harness/simulation), where nothing is measured. This case is no
+figure of the papers and no part of `all`: main() does everything, and reports call the functions that it calls.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from pandas import DataFrame
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.base.child_process import ask
 from harness.core import method
 from harness.core.record import Record, read_all
-from harness.figures import case, plot
+from harness.figures import case_files, plot
 from harness.figures.point import machine_of
 from harness.figures.profile import Profile, call
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+NAME = "overlap"
 METHODS = ("stronghold",)
 PUBLISHED_DEPTH = 92  # of the measured run
 RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # layers under the virtual clock
@@ -108,14 +111,16 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
     traced = results / "traces" / f"overlap_{profile}.json"
     own = [each for each in records if Path(each.job.trace or "").name == traced.name and each.status == "ok"]
     if not own or not traced.exists():
-        raise ValueError(f"no trace of profile {profile} here: {call('overlap', profile)} makes it")
+        raise ValueError(f"no trace of profile {profile} here: {call(NAME, profile)} makes it")
     paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
     return [Shown(read(traced), own[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
 
 
 def table(found: Sequence[Shown]) -> DataFrame:
     """Seconds of one step, as text."""
-    made = DataFrame([
+    import pandas
+
+    made = pandas.DataFrame([
         {"clock": each.timeline.about["clock"], "title": each.timeline.about["title"], "step": each.step.work}
         for each in found
     ])  # fmt: skip
@@ -129,7 +134,7 @@ def table(found: Sequence[Shown]) -> DataFrame:
 def extract(found: Sequence[Shown], profile: str, out: Path) -> Path:
     path = out / f"overlap_{profile}.csv"
     out.mkdir(parents=True, exist_ok=True)
-    case.write_table(table(found), path)
+    case_files.write_table(table(found), path)
     return path
 
 

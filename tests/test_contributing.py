@@ -84,11 +84,13 @@ def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> No
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("METRIC = 1", "is no case: expected METHODS"),
+        ("metric = 1", "must hold one class of harness.figures.case.Case with jobs(); see CONTRIBUTING.md"),
+        (CASE.replace("def jobs", "def job"), "must hold one class of harness.figures.case.Case with jobs()"),
         ("1 +", "does not load: SyntaxError"),
-        (CASE.replace("samples_per_second", "speed"), "METRIC: expected one of params, samples_per_second, step_s"),
+        (CASE.replace("samples_per_second", "speed"), "metric: expected one of params, samples_per_second, step_s"),
+        (CASE.replace('("resident", "l2l")', "()"), "methods: expected names of methods, got none"),
     ],
-    ids=["lacking", "broken", "metric"],
+    ids=["lacking", "unfinished", "broken", "metric", "methods"],
 )
 def test_a_file_that_is_no_case_is_named(tmp_path: Path, text: str, told: str) -> None:
     number = 800 + len(text)  # modules are loaded once in a process
@@ -102,11 +104,11 @@ def test_a_file_that_is_no_case_is_named(tmp_path: Path, text: str, told: str) -
     ("right", "wrong", "told"),
     [
         ("used.depth(", "used.dpeth(", "AttributeError: 'Profile' object has no attribute 'dpeth'"),
-        ('"demo", "quick", ', "", "KeyError: 'demo', case832.py line 11"),
+        ("16)", "{}[used.kind])", "KeyError: 'demo', case832.py line 11"),
     ],
 )
 def test_a_case_whose_jobs_fail_is_told_in_a_line(tmp_path: Path, right: str, wrong: str, told: str) -> None:
-    number = 831 + (not wrong)
+    number = 831 + ("kind" in wrong)
     (file := tmp_path / f"case{number}.py").write_text(CASE.replace(right, wrong))
     for last in ([], ["--extract"]):
         done = run("case", number, "--profile", "demo", *last, "--cases", tmp_path, "--results", tmp_path)
@@ -178,7 +180,7 @@ def test_a_link_to_a_file_of_machines_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "end"), [(11, "raise SystemExit(0)"), (12, "yield __import__('os')._exit(0)")])
 def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(tmp_path: Path, number: int, end: str) -> None:
     """Each of a number of its own: a process imports a name once."""
-    (file := tmp_path / f"case{number}.py").write_text(CASE.replace("    return [used", f"    {end}\n    return [used"))
+    (file := tmp_path / f"case{number}.py").write_text(CASE.replace("        return", f"        {end}\n        return"))
     done = run("case", number, "--cases", tmp_path, "--results", tmp_path)
     told = f"error: {file}'s jobs() ended the process: SystemExit"
     assert done.returncode == 2 and done.stderr.startswith(told) and len(done.stderr.splitlines()) == 1
@@ -189,6 +191,13 @@ def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
     done = run("case", "8", "--extract", "--cases", tmp_path, "--results", tmp_path)
     told = f"error: case 8 is of runs that it makes itself; try ./run.sh case 8 --cases {tmp_path} first"
     assert done.returncode == 2 and done.stderr.startswith(told) and len(done.stderr.splitlines()) == 1
+
+
+def test_a_case_that_picks_is_a_table_of_runs_made_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "case9.py").write_text(CASE.replace("    methods", "    picks = True\n    methods"))
+    records.write(tmp_path / "results", records.record(Job("l2l", TINY)))
+    done = run("case", "9", "--extract", "--cases", tmp_path, "--results", tmp_path / "results")
+    assert done.returncode == 0 and [line.split(",")[3] for line in done.stdout.splitlines()] == ["method", "l2l"]
 
 
 @pytest.mark.heavy

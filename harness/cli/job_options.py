@@ -148,7 +148,7 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
 def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:
     if not words["method_names"]:
         raise ValueError(f"-m is missing: try one of all, {', '.join(method.names(folders))}")
-    published = case.load(1).METHODS  # those of the artifact
+    published = case.load(1).methods  # those of the artifact
     if words["method_names"] == "all" and words.get("as_artifact"):
         return list(published)
     if words["method_names"] != "all":

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cases import overlap
 from harness.base.console import print_table
 from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, gib
 from harness.core.record import Record, read_all
 from harness.devices import machine
 from harness.evidence import claims
-from harness.figures import any_runs, case
+from harness.figures import any_runs, case, case_files, measurements
 from harness.figures.profile import Profile
 from harness.forecast.fit import resolve
 from harness.forecast.run_time import PROCESS_SECONDS, run_seconds
@@ -103,18 +104,18 @@ class Campaign:
         quickest."""
         found: list[PlannedRun] = []
         for number in self.numbers:
-            module = case.load(number)
+            its = case.load(number)
             records = case.select(number, self.used, list(self.sweep.records.values()))
-            planned = {name: max(1, self.used.largest_planned(name)) for name in module.SEARCHES}
+            planned = {name: max(1, self.used.largest_planned(name)) for name in its.searches}
             for name, depth in planned.items():
                 self._add(found, number, self.used.probe(name, depth), records, is_search=True)
-            known = case.sizes(module.SEARCHES, records)
+            known = measurements.sizes(its.searches, records)
             open_ = {point.job.method for point in found if point.missing}
             guessed = {name: depth for name, depth in planned.items() if name in open_}
-            certain = module.jobs(self.used, {name: depth for name, depth in known.items() if name not in open_})
+            certain = its.jobs(self.used, {name: depth for name, depth in known.items() if name not in open_})
             for job in certain:
                 self._add(found, number, job, records)
-            for job in module.jobs(self.used, {**known, **guessed}):
+            for job in its.jobs(self.used, {**known, **guessed}):
                 if job not in certain:
                     self._add(found, number, job, records, is_guess=True)
         for point in {point.job.method: point for point in reversed(found) if point.missing}.values():
@@ -144,7 +145,8 @@ class Campaign:
         found.append(PlannedRun([number], resolved, plan, is_search, missing, is_guess, about))
 
     def _missing(self, job: Job, records: list[Record]) -> int:
-        done = [record for record in records if record.key == case.key(job) and record.is_lasting and record.is_judged]
+        key = measurements.key(job)
+        done = [record for record in records if record.key == key and record.is_lasting and record.is_judged]
         wanted = self._repeats(job)
         if self.tried.count((job, False)) >= wanted or any(record.status != "ok" for record in done):
             return 0
@@ -152,12 +154,13 @@ class Campaign:
 
     def _repeats(self, job: Job) -> int:
         """Processes for this job: one finds a size, a time needs several."""
-        lengths = {(each.steps, each.warmup) for number in self.numbers for each in case.profiles(number, self.used)}
+        profiles = (each for number in self.numbers for each in case.load(number).profiles(self.used))
+        lengths = {(each.steps, each.warmup) for each in profiles}
         return self.used.repeats if (job.steps, job.warmup) in lengths else 1
 
     def _missing_of_search(self, job: Job, records: list[Record]) -> int:
         """0 when both sides of the edge have records; find() decides what else it needs."""
-        best, failed = case.largest(job.method, records)
+        best, failed = measurements.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
         is_done = len(depths) == 2 and depths[1] == depths[0] + 1 and best[-1].is_judged
         is_tried = any(is_search and tried.method == job.method for tried, is_search in self.tried)
@@ -197,7 +200,7 @@ def main(
 ) -> list[Record]:  # fmt: skip
     """The records of what was run. A table or drawing alone is of any records, where there are none of a profile.
     Raises ValueError for an unknown case, profile or machine."""
-    there = [*map(str, case.numbers()), *case.others()]
+    there = [*map(str, case.numbers()), overlap.NAME]
     if number not in ("all", *there):
         raise ValueError(f"expected a case of {', '.join(there)}, or all of those with a number, got {number!r}")
     records = list(read_all(results)[0].values())
@@ -207,9 +210,9 @@ def main(
         raise ValueError("--where chooses records for --extract and --draw, without --profile and --machine")
     if not only:
         used.check_machine()
-    if number in case.others():  # a case that makes its own runs
+    if number == overlap.NAME:  # it makes its own runs
         with reporter(as_json) as report:
-            return case.load(number).main(used, results, out, only, report)
+            return overlap.main(used, results, out, only, report)
     numbers = case.numbers() if number == "all" else [int(number)]
     used = dataclasses.replace(used, repeats=repeats or used.repeats)
     if not only:
@@ -230,7 +233,7 @@ def make(
     with reporter(as_json) as report:
         finished = _measure(Campaign(numbers, used, results, report, methods, probe), seconds, as_json)
         for each in numbers:
-            getattr(case.load(each), "measure", lambda *_: None)(used, results, report)
+            case.load(each).measure(used, results, report)
     records = list(read_all(results)[0].values())
     for each in numbers:
         _write(each, used, records, results, out, None, is_one=len(numbers) == 1)
@@ -257,11 +260,11 @@ def _write(
     """Write the table and the figure of a case, of a profile or of any records. Of several cases, one without records
     is only reported."""
     try:
-        path = Path(f"{case.stem(number, used.name if used else any_runs.NAME, out)}.csv")
+        path = Path(f"{case_files.stem(number, used.name if used else any_runs.NAME, out)}.csv")
         if only != "draw":
             rows = case.table(number, used, records, results) if used else any_runs.table(number, records, where)
-            path = case.write_rows(number, used.name if used else any_runs.NAME, rows, out)
-        made = [] if only == "extract" else case.draw(number, path)
+            path = case_files.write_rows(number, used.name if used else any_runs.NAME, rows, out)
+        made = [] if only == "extract" else case_files.draw(number, path)
     except ValueError as error:
         if is_one:
             raise

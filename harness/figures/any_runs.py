@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from harness.core.job import gib
 from harness.core.record import Record
-from harness.figures import case, frame
+from harness.figures import case, frame, measurements
 from harness.figures.point import FigureRow
 
 if TYPE_CHECKING:
@@ -44,25 +44,25 @@ def _memory(size: float) -> str:
 
 def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
     """The rows of a case. Raises ValueError where there are none, or where they would mix what must not be mixed."""
-    module, chosen = case.load(number), dict(map(_choice, where))
-    if not hasattr(module, "pick"):
+    its, chosen = case.load(number), dict(map(_choice, where))
+    if not its.picks:
         raise ValueError(
             f"case {number} is of runs that it makes itself; try {case.call(number)} first, or name their --profile"
         )
     found = frame.of(records)
-    found = found[found["method"].isin(module.METHODS) & found["is_result"]]
+    found = found[found["method"].isin(its.methods) & found["is_result"]]
     told = facts(found)
     for name, value in chosen.items():
         told = told[told[name].isna() | (told[name] == value)]
     found = found.loc[told.index]
     if found.empty:
         asked = f" with {' and '.join(where)}" if where else ""
-        names = ", ".join(module.METHODS)
+        names = ", ".join(its.methods)
         raise ValueError(f"no record here of {names}{asked}; try {case.call(number)} first, or run one by hand")
     _check_alike(number, ALIKE, told)
     jobs = [record.job for record in found.drop_duplicates(frame.JOB)[frame.RECORD]]
-    picked: list[FigureRow] = module.pick(case.rows(module.METRIC, jobs, list(found[frame.RECORD])))
-    if getattr(module, "AXIS", "") != "window_size" and module.METRIC != "params":
+    picked = its.pick(measurements.rows(its.metric, jobs, list(found[frame.RECORD])))
+    if its.axis != "window_size" and its.metric != "params":
         windows = [str(row.window_size) for row in picked if row.status == "ok" and row.window_size]
         _check_alike(number, ("window_size",), {"window_size": windows})
     return picked

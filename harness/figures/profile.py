@@ -41,7 +41,7 @@ class Profile:
 
     @property
     def kind(self) -> str:
-        """One of NAMES, the key of a case's RUNS."""
+        """One of NAMES."""
         return self.name.split("_")[0]
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cases import overlap
 from harness.base.foreign_file import read_text
 from harness.base.whole_file import check_replaceable, write_whole
 from harness.core import method
@@ -24,7 +25,7 @@ from harness.core.record import STATUSES, VERDICTS, Record, read_all
 from harness.devices import named_machines
 from harness.devices.machine import PACKAGES
 from harness.evidence import verify
-from harness.figures import case
+from harness.figures import case, case_files
 from harness.figures import profile as scaled
 from harness.figures.point import machine_of
 from harness.report import page, redact
@@ -98,13 +99,13 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""
         chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in page.tables(chosen, results):
-            for path in getattr(case.load(number), "kept", lambda *_: [])(used, results):
+            for path in case.load(number).kept(used, results):
                 if path.resolve() == path and [*_listable([path])]:  # not led out of the folder by a link
                     _put_text(path, stage / path.relative_to(results.resolve()), names)
-            case.draw(number, case.extract(number, used, chosen, stage / "figures" / part, results))
-        for profile, other, shown in page.traces(chosen, stage):
-            case.load(other).extract(shown, profile, stage / "figures" / part)
-            case.load(other).draw(shown, profile, stage / "figures" / part)
+            case_files.draw(number, case_files.extract(number, used, chosen, stage / "figures" / part, results))
+        for profile, shown in page.traces(chosen, stage):
+            overlap.extract(shown, profile, stage / "figures" / part)
+            overlap.draw(shown, profile, stage / "figures" / part)
         page.write(stage, stage / "report" / part / page.PAGE, None, name if part else None)
     (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
 

@@ -10,7 +10,7 @@ from harness.base.checkout import ROOT
 from harness.core.job import gib
 from harness.devices import machine
 from harness.evidence import collect, verify
-from harness.figures import case
+from harness.figures import case, case_files
 from harness.report import tables
 from harness.run import scratch
 
@@ -25,8 +25,9 @@ def show_case(number: int, profile: str | None, machine: str | None, results: Pa
     out = results / "figures"
     out.mkdir(parents=True, exist_ok=True)
     collect.main(str(number), profile, machine, None, None, results, out, None, as_json=False)
-    stem = case.stem(number, case.profile_of(profile, machine).name, out)
-    display(tables.texts(tables.row_table("", case.read_csv(Path(f"{stem}.csv"))[0], [])).style.hide(axis="index"))
+    stem = case_files.stem(number, case.profile_of(profile, machine).name, out)
+    rows, _ = case_files.read_csv(Path(f"{stem}.csv"))
+    display(tables.texts(tables.row_table("", rows, [])).style.hide(axis="index"))
     display(Image(f"{stem}.png"))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from pandas import DataFrame
 
+from cases import overlap
 from harness.base.whole_file import own_folder, write_whole
 from harness.core import method
 from harness.core.record import Record, read_all
@@ -135,7 +136,7 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
     """Every figure of these records, case by case. Raises ValueError where none is of the wanted profile."""
     records = [entry.record for entry in entries]
     there, traced = list(tables(records, results)), list(traces(records, results))
-    names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _, _ in traced)))
+    names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _ in traced)))
     if wanted is not None and wanted not in names:
         raise ValueError(f"expected a profile, one of {', '.join(names)}; got {wanted!r}")
     there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
@@ -146,18 +147,17 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
         published, note = case.published(number), f"profile {used.name}"
         rows = [*ours, *published]
         table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
-        made = case.figure(number, rows, note)
-        yield _section(number, used.name, made, plot.caption(ours, published, note), table)
-    for of, name, found in traced:
-        module, note = case.load(name), f"profile {of}"
-        table = pages.table(f"Case {name}, {note}: the numbers of the figure", module.table(found).to_dict("records"))
+        its = case.load(number)
+        yield _section(number, used.name, its.title, its.figure(rows, note), plot.caption(ours, published, note), table)
+    for of, found in traced:
+        title, note = str(overlap.__doc__).partition("\n")[0], f"profile {of}"
+        table = pages.table(f"Case overlap, {note}: the numbers of the figure", overlap.table(found).to_dict("records"))
         keys = [[each.record.key] if each.record else [] for each in found]
         table["records"] = [Cell(links=pages.numbers_of(own, entries)) for own in keys]
-        yield _section(name, of, module.figure(found, note), note, table)
+        yield _section(overlap.NAME, of, title, overlap.figure(found, note), note, table)
 
 
-def _section(name: int | str, profile: str, made: plot.Figure, caption: str, table: DataFrame) -> Section:
-    title = str(case.load(name).__doc__).partition("\n")[0]
+def _section(name: int | str, profile: str, title: str, made: plot.Figure, caption: str, table: DataFrame) -> Section:
     svg = f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
     return Section(str(name), profile, title, svg, caption, table)
 
@@ -170,12 +170,11 @@ def tables(records: Sequence[Record], results: Path | None = None) -> Iterator[t
                 yield used, number, case.table(number, used, records, results)
 
 
-def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, str, list[Any]]]:
-    """For every case without a number: the profiles of these records' traces, and the timelines to show."""
-    for name in case.others():
-        for profile in case.load(name).profiles(records):
-            with contextlib.suppress(ValueError):  # the trace is gone
-                yield profile, name, case.load(name).shown(profile, results, records)
+def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.Shown]]]:
+    """The profiles of these records' traces, and the timelines to show."""
+    for profile in overlap.profiles(records):
+        with contextlib.suppress(ValueError):  # the trace is gone
+            yield profile, overlap.shown(profile, results, records)
 
 
 def _profiles(records: Sequence[Record]) -> Iterator[Profile]:

@@ -11,11 +11,12 @@ from cases import case6
 from harness.core import method
 from harness.core.job import Job, Room
 from harness.devices import machine
-from harness.figures import case, profile
+from harness.figures import case, case_files, profile
 from harness.figures.point import FigureRow
 from harness.report import tables
 from tests.figures.test_case import DEMO, FACTS, METHODS, demo_records, record
 
+SELECTION = case6.ModelSelection()
 PROFILES = [DEMO, profile.make("quick", None, METHODS, FACTS), profile.make("paper", "v100-vm", METHODS, FACTS),
             profile.make("fit", "v100-vm", METHODS, FACTS)]  # fmt: skip
 
@@ -30,7 +31,7 @@ def room_of(job: Job) -> Room:
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)
 def test_no_model_fits_the_device_and_all_fit_the_host(used: profile.Profile) -> None:
-    jobs = case6.jobs(used, {})
+    jobs = SELECTION.jobs(used, {})
     assert "resident" not in {job.method for job in jobs}
     assert all(plan_of(job).shortfall(room_of(job)) is None for job in jobs)
     both = next(job for job in jobs if job.method == "hydra")
@@ -40,13 +41,13 @@ def test_no_model_fits_the_device_and_all_fit_the_host(used: profile.Profile) ->
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)
 def test_the_ablation_takes_the_second_slot_and_nothing_else(used: profile.Profile) -> None:
-    both, one = (job for job in case6.jobs(used, {}) if job.method == "hydra")
+    both, one = (job for job in SELECTION.jobs(used, {}) if job.method == "hydra")
     assert one == dataclasses.replace(both, options={**both.options, "double_buffer": False})
 
 
 def test_half_a_batch_takes_the_same_samples_in_twice_the_steps() -> None:
     for name in ("zero-infinity", "stronghold"):
-        whole, half = (job for job in case6.jobs(DEMO, {}) if job.method == name)
+        whole, half = (job for job in SELECTION.jobs(DEMO, {}) if job.method == name)
         assert (whole.workload.batch_size, half.workload.batch_size) == (4, 2)
         assert (half.steps, half.warmup) == (2 * whole.steps, 2 * whole.warmup)
 
@@ -62,8 +63,8 @@ def test_one_after_another_is_all_samples_over_all_seconds() -> None:
     """A sample takes 1 / 4 s in the whole batch and 1.5 / 2 s in half of it; the same number of samples in each."""
     seconds = {4: 1.0, 2: 1.5}
     records = [record(job, seconds[job.workload.batch_size], key=f"{job.method}{job.workload.batch_size}")
-               for job in case6.jobs(DEMO, {}) if job.method != "hydra"]  # fmt: skip
-    row = speed("zero-infinity", case6.table(records, DEMO))
+               for job in SELECTION.jobs(DEMO, {}) if job.method != "hydra"]  # fmt: skip
+    row = speed("zero-infinity", SELECTION.table(records, DEMO))
     assert row.value == pytest.approx(2 / (1 / 4 + 1.5 / 2)) and row.valid and len(row.keys) == 2
 
 
@@ -74,9 +75,9 @@ def test_by_turns_all_models_take_their_samples_in_a_round() -> None:
 
 
 def test_a_method_that_does_not_train_at_one_batch_size_has_no_speed_at_all() -> None:
-    jobs = [job for job in case6.jobs(DEMO, {}) if job.method == "stronghold"]
+    jobs = [job for job in SELECTION.jobs(DEMO, {}) if job.method == "stronghold"]
     records = [record(jobs[0], 1.0, key="whole"), record(jobs[1], 1.0, status="oom-device", key="half")]
-    row = speed("stronghold", case6.table(records, DEMO))
+    row = speed("stronghold", SELECTION.table(records, DEMO))
     assert (row.value, row.status, row.valid) == (None, "oom-device", False)
 
 
@@ -87,7 +88,7 @@ def test_resident_training_is_a_size_that_failed_by_its_plan() -> None:
 
 def test_the_chart_has_the_turns_of_the_last_round() -> None:
     """Eight turns of a tenth of a second; a round of 0.4 s is the last four."""
-    (job,) = [job for job in case6.jobs(DEMO, {}) if job.options.get("double_buffer")]
+    (job,) = [job for job in SELECTION.jobs(DEMO, {}) if job.options.get("double_buffer")]
     (found,) = [found for found in demo_records() if found.job == job]
     rows = case6._turns(dataclasses.replace(found, step_seconds=[0.4, 0.4]))
     assert [row.x for row in rows] == pytest.approx([0, 0.1, 0.2, 0.3])
@@ -95,7 +96,7 @@ def test_the_chart_has_the_turns_of_the_last_round() -> None:
 
 
 def test_a_speed_up_is_no_more_than_there_are_devices_or_models() -> None:
-    rows = case6.simulated(case.table(6, DEMO, demo_records()))
+    rows = SELECTION.simulated(case.table(6, DEMO, demo_records()))
     found = {(row.series, row.x): row.value for row in rows if row.metric == "speed_up"}
     assert found["4 models", 8.0] == pytest.approx(4) and found["4 models", 2.0] == pytest.approx(2)
     assert 990 <= found["4,000 models", 1000.0] <= 1000.001
@@ -103,7 +104,7 @@ def test_a_speed_up_is_no_more_than_there_are_devices_or_models() -> None:
 
 
 def test_what_was_simulated_says_so_in_the_figure() -> None:
-    titles = [axes.get_title(loc="left") for axes in case6.figure(case.table(6, DEMO, demo_records()), "demo").axes]
+    titles = [axes.get_title(loc="left") for axes in SELECTION.figure(case.table(6, DEMO, demo_records()), "demo").axes]
     assert [title.partition(",")[0].partition(":")[0] for title in titles] == [
         "measured", "simulated (virtual clock)", "measured", "simulated (virtual clock)",
     ]  # fmt: skip
@@ -115,7 +116,7 @@ def test_longest_remaining_first_is_within_two_percent_of_the_optimum_in_the_fig
 
 
 def test_other_cases_do_not_see_what_several_models_or_half_a_batch_measured() -> None:
-    own = [found for found in demo_records() if found.job in case6.jobs(DEMO, {})]
+    own = [found for found in demo_records() if found.job in SELECTION.jobs(DEMO, {})]
     assert len(case.select(6, DEMO, own)) == len(own) == 6
     seen = case.select(1, DEMO, own)
     assert {(found.job.method, found.job.workload.batch_size) for found in seen} == {
@@ -126,7 +127,7 @@ def test_other_cases_do_not_see_what_several_models_or_half_a_batch_measured() -
 
 def test_nothing_is_simulated_where_nothing_was_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no record of profile demo here"):
-        case.extract(6, DEMO, [], tmp_path)
+        case_files.extract(6, DEMO, [], tmp_path)
 
 
 def test_the_table_of_the_report_holds_speeds_alone() -> None:

@@ -15,16 +15,18 @@ from harness.simulation.machine_trace import Change, samples, synthetic, through
 from methods.pipeline.profile import Profile, Section, SectionCost
 from tests.figures.test_case import DEMO, FACTS, METHODS, record
 
+PIPELINES = case7.Pipelines()
+
 
 @pytest.mark.parametrize(("used", "num_jobs"), [(DEMO, 2), (profile.make("quick", None, METHODS, FACTS), 3)])
 def test_every_stages_and_micro_batches_that_fit_are_run(used: profile.Profile, num_jobs: int) -> None:
     """Of two ranks on a CPU, of one on a GPU."""
-    jobs = case7.jobs(used, {})
+    jobs = PIPELINES.jobs(used, {})
     assert len(jobs) == len({str(job.options) for job in jobs}) == num_jobs
     for job in jobs:
         room = job.budget.room
         assert method.create(job.method, job.options).plan(job.workload, room).shortfall(room) is None
-        assert any(each.is_of(job) for each in case7.profiles(used))
+        assert any(each.is_of(job) for each in PIPELINES.profiles(used))
 
 
 def left_by_measuring(results: Path) -> list[FigureRow]:
@@ -37,8 +39,8 @@ def left_by_measuring(results: Path) -> list[FigureRow]:
         steps = [{"step": step, "loss": 5.0 - step, "num_workers": 4 - step, "round": step, "time": 3.0 * step}
                  for step in (1, 2)]  # fmt: skip
         (folder / name / "job" / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
-    rows = case7.table([record(job, 2.0) for job in case7.jobs(DEMO, {})], DEMO)
-    return [*rows, *case7.beside(rows, DEMO, results)]
+    rows = PIPELINES.table([record(job, 2.0) for job in PIPELINES.jobs(DEMO, {})], DEMO)
+    return [*rows, *PIPELINES.beside(rows, DEMO, results)]
 
 
 def test_steps_are_foretold_by_the_profile_beside_the_measured_ones(tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_steps_are_foretold_by_the_profile_beside_the_measured_ones(tmp_path: Pa
     rows = left_by_measuring(tmp_path)
     foretold = {row.group: (row.x, row.value) for row in rows if row.metric == "foretold_seconds"}
     assert foretold["1 x 1"] == (2.0, 2 * 4.0 + 1.0)
-    claimed = {row.series: row.value for row in rows if row.origin == "simulated" and row.metric == case7.METRIC}
+    claimed = {row.series: row.value for row in rows if row.origin == "simulated" and row.metric == PIPELINES.metric}
     assert claimed["varuna"] and 1.15 < (claimed["1f1b"] or 0.0) / claimed["varuna"] < 1.35
 
 
@@ -64,7 +66,7 @@ def test_the_trace_takes_the_pause_that_was_measured(tmp_path: Path) -> None:
     """The longer each change holds a job up, the fewer samples."""
     speeds = {}
     for rows in ([], left_by_measuring(tmp_path)):
-        mean = {row.series: row.value for row in case7.simulated(rows) if row.metric == "mean_speed"}
+        mean = {row.series: row.value for row in PIPELINES.simulated(rows) if row.metric == "mean_speed"}
         speeds[len(rows) > 0] = mean
     assert speeds[True]["morphs"] > speeds[False]["morphs"] and speeds[True]["restarts"] == speeds[False]["restarts"]
 
@@ -91,14 +93,14 @@ def test_a_drawn_trace_stays_within_its_machines() -> None:
 
 def test_the_figure_has_its_four_panels(tmp_path: Path) -> None:
     rows = left_by_measuring(tmp_path)
-    made = case7.figure([*rows, *case7.simulated(rows)], "demo")
+    made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
     titles = [axes.get_title(loc="left") for axes in made.axes if axes.get_title(loc="left")]
     assert len(titles) == 4 and sum("simulated" in title for title in titles) == 2
 
 
 def test_the_trace_of_machines_lies_below_all_speeds(tmp_path: Path) -> None:
     rows = left_by_measuring(tmp_path)
-    made = case7.figure([*rows, *case7.simulated(rows)], "demo")
+    made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
     (speed,) = [axes for axes in made.axes if axes.get_title(loc="left") == "simulated: synthetic trace of machines"]
     (machines,) = [axes for axes in made.axes if axes.get_ylabel() == "machines"]
     most, zero = machines.transData.transform((0, 12)), speed.transData.transform((0, 0))

@@ -11,7 +11,7 @@ import pytest
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.evidence import collect
-from harness.figures import any_runs, case
+from harness.figures import any_runs, case, case_files
 from tests.support import records
 
 SMALL = Workload(hidden_size=256, batch_size=2)
@@ -77,7 +77,7 @@ def test_the_scripts_draw_runs_made_by_hand_and_imported_logs(tmp_path: Path) ->
         results = records.write(tmp_path / name, *found)
         for only in ("extract", "draw"):
             collect.main("3", None, None, None, None, results, None, only, as_json=False)
-        rows, profiles = case.read_csv(results / "figures" / "case3_folder.csv")
+        rows, profiles = case_files.read_csv(results / "figures" / "case3_folder.csv")
         assert profiles == {"folder"} and {row.origin for row in rows} == {found[0].origin, "published"}
         assert (results / "figures" / "case3_folder.png").exists()
 

@@ -17,7 +17,7 @@ from harness.core.job import Job
 from harness.core.record import Gate, Record, read_all
 from harness.devices import named_machines
 from harness.evidence.collect import Campaign
-from harness.figures import case, profile
+from harness.figures import case, case_files, measurements, profile
 from harness.figures.profile import PROBE, Profile
 from harness.jobs.largest_depth import FEWEST_STEPS
 from tests.support import records
@@ -153,7 +153,7 @@ def test_a_table_takes_the_repeats_of_the_newest_code_and_no_other_options() -> 
     job = DEMO.job("stronghold", 4, window_size=2, resident_layers=0)
     other = dataclasses.replace(job, options={"window_size": 3, "resident_layers": 0})
     old, new = record(job, key="old"), record(job, key="new")
-    assert case.repeats(job, [old, new, record(other), new]) == [new, new]
+    assert measurements.repeats(job, [old, new, record(other), new]) == [new, new]
 
 
 def test_records_of_two_machines_are_refused() -> None:
@@ -172,12 +172,12 @@ def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
     """A window of 3 layers is one of 2 where there are but 2 layers."""
     mixed = dataclasses.replace(DEMO, window=3)
     with pytest.raises(ValueError, match="expected one window in case 2, got 2, 3"):
-        case.extract(2, mixed, [*demo_records(mixed)], tmp_path)
+        case_files.extract(2, mixed, [*demo_records(mixed)], tmp_path)
 
 
 def test_a_csv_holds_its_rows(tmp_path: Path) -> None:
-    path = case.extract(3, DEMO, demo_records(), tmp_path)
-    rows, names = case.read_csv(path)
+    path = case_files.extract(3, DEMO, demo_records(), tmp_path)
+    rows, names = case_files.read_csv(path)
     assert names == {"demo"}
     assert rows == [*case.measured(3, DEMO, demo_records()), *case.published(3)]
 
@@ -185,24 +185,24 @@ def test_a_csv_holds_its_rows(tmp_path: Path) -> None:
 def test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back(tmp_path: Path) -> None:
     machine = {**FACTS, "cpu": "=1+1"}
     found = [dataclasses.replace(each, machine=machine) for each in demo_records()]
-    path = case.extract(3, DEMO, found, tmp_path)
+    path = case_files.extract(3, DEMO, found, tmp_path)
     assert '"=1+1' not in path.read_text() and "\"'=1+1" in path.read_text()
-    assert {row.machine for row in case.read_csv(path)[0] if row.origin == "run"} == {"=1+1, 2 cores"}
+    assert {row.machine for row in case_files.read_csv(path)[0] if row.origin == "run"} == {"=1+1, 2 cores"}
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\0", '"'])
 def test_a_file_that_is_no_table_is_told(text: str, tmp_path: Path) -> None:
     (tmp_path / "case3_demo.csv").write_text(text)
     with pytest.raises(ValueError, match="is no table of a case"):
-        case.draw(3, tmp_path / "case3_demo.csv")
+        case_files.draw(3, tmp_path / "case3_demo.csv")
 
 
 @pytest.mark.parametrize("number", case.numbers())
 def test_the_same_records_give_the_same_bytes(number: int, tmp_path: Path) -> None:
     files = []
     for folder in (tmp_path / "a", tmp_path / "b"):
-        paths = [case.extract(number, DEMO, demo_records(), folder)]
-        files.append([path.read_bytes() for path in (*paths, *case.draw(number, paths[0]))])
+        paths = [case_files.extract(number, DEMO, demo_records(), folder)]
+        files.append([path.read_bytes() for path in (*paths, *case_files.draw(number, paths[0]))])
     assert files[0] == files[1] and all(files[0])
 
 
@@ -222,30 +222,30 @@ HEAD = "profile,keys,metric,method,num_layers,hidden_size,value\n"
 def test_what_is_no_table_of_the_case_is_named(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "case3_demo.csv").write_text(text)
     with pytest.raises(ValueError, match=f"is no table of .*{told}"):
-        case.draw(3, tmp_path / "case3_demo.csv")
+        case_files.draw(3, tmp_path / "case3_demo.csv")
 
 
 def test_a_pipe_of_a_tables_name_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "case3_demo.csv")
     with pytest.raises(ValueError, match="expected a regular file"):
-        case.draw(3, tmp_path / "case3_demo.csv")
+        case_files.draw(3, tmp_path / "case3_demo.csv")
 
 
 def test_a_line_that_was_edited_is_not_valid_and_says_so(tmp_path: Path) -> None:
-    path = case.extract(3, DEMO, demo_records(), tmp_path)
-    (row, *others), _ = case.read_csv(path)
-    assert row.valid and not any(each.reason == case.EDITED for each in (row, *others))
+    path = case_files.extract(3, DEMO, demo_records(), tmp_path)
+    (row, *others), _ = case_files.read_csv(path)
+    assert row.valid and not any(each.reason == case_files.EDITED for each in (row, *others))
     path.write_text(path.read_text().replace(str(row.value), "999.0", 1))
-    (edited, *same), _ = case.read_csv(path)
-    assert (edited.value, edited.valid, edited.reason) == (999.0, False, case.EDITED) and same == others
-    assert case.draw(3, path)
+    (edited, *same), _ = case_files.read_csv(path)
+    assert (edited.value, edited.valid, edited.reason) == (999.0, False, case_files.EDITED) and same == others
+    assert case_files.draw(3, path)
 
 
 def test_a_csv_of_two_machines_is_not_drawn(tmp_path: Path) -> None:
-    path = case.extract(3, DEMO, demo_records(), tmp_path)
+    path = case_files.extract(3, DEMO, demo_records(), tmp_path)
     path.write_text(path.read_text().replace("some CPU", "another CPU", 1))
     with pytest.raises(ValueError, match="mixes another CPU, 2 cores; some CPU, 2 cores"):
-        case.draw(3, path)
+        case_files.draw(3, path)
 
 
 def test_a_plan_leaves_out_what_there_is_no_time_for_and_keeps_what_most_claims_name(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_run_without_its_verdict_is_still_to_be_attended_to(tmp_path: Path) ->
     missing = []
     for gate in (Gate(), Gate("exact"), Gate("untested", "no-reference")):
         job = Campaign([4], DEMO, tmp_path).points()[0].job  # with all the options that the plan settles
-        found = record(job, key=case.key(job), gate=gate)
+        found = record(job, key=measurements.key(job), gate=gate)
         found.write(tmp_path / "log_1.json")
         points = Campaign([4], DEMO, tmp_path).points()
         missing.append(next(point.missing for point in points if point.job == job))
@@ -313,7 +313,7 @@ def test_a_case_that_was_killed_goes_on_and_measures_nothing_twice(tmp_path: Pat
     after = results(tmp_path)
     figure = (tmp_path / "figures" / "case4_demo.pdf").read_bytes()
     assert before.keys() < after.keys() and len(set(after.values())) == len(after)
-    rows = case.read_csv(tmp_path / "figures" / "case4_demo.csv")[0]
+    rows = case_files.read_csv(tmp_path / "figures" / "case4_demo.csv")[0]
     assert [row.num_layers for row in rows if row.origin == "run" and row.valid] == [2, 3, 4, 6]
     assert subprocess.run(command, cwd=ROOT).returncode == 0
     assert results(tmp_path) == after and (tmp_path / "figures" / "case4_demo.pdf").read_bytes() == figure
@@ -342,21 +342,21 @@ def test_a_search_is_finished_where_both_sides_of_the_edge_are_on_record(
     outcomes: dict[int, str], is_searched: bool
 ) -> None:
     records = [record(DEMO.probe("l2l", depth), status=status) for depth, status in outcomes.items()]
-    assert case.is_searched("l2l", records) == is_searched
+    assert measurements.is_searched("l2l", records) == is_searched
     assert {row.is_final for row in case.measured(1, DEMO, records)} == {is_searched}
 
 
 def test_a_search_ends_where_one_more_layer_would_take_more_than_the_machine_has() -> None:
     small, large = ({**FACTS, "host_bytes": size} for size in (2**20, 2**40))
-    found = [case.is_searched("l2l", [record(DEMO.probe("l2l", 7), machine=facts)]) for facts in (small, large)]
+    found = [measurements.is_searched("l2l", [record(DEMO.probe("l2l", 7), machine=facts)]) for facts in (small, large)]
     assert found == [True, False]
 
 
 def test_a_csv_keeps_that_a_search_is_not_finished(tmp_path: Path) -> None:
-    path = case.extract(1, DEMO, [record(DEMO.probe("l2l", 7))], tmp_path)
-    assert [row.is_final for row in case.read_csv(path)[0] if row.origin == "run"] == [False]
+    path = case_files.extract(1, DEMO, [record(DEMO.probe("l2l", 7))], tmp_path)
+    assert [row.is_final for row in case_files.read_csv(path)[0] if row.origin == "run"] == [False]
 
 
 def test_a_csv_keeps_that_a_run_was_not_judged_yet(tmp_path: Path) -> None:
-    path = case.extract(1, DEMO, [record(DEMO.probe("l2l", 7), gate=Gate())], tmp_path)
-    assert [row.is_judged for row in case.read_csv(path)[0] if row.origin == "run"] == [False]
+    path = case_files.extract(1, DEMO, [record(DEMO.probe("l2l", 7), gate=Gate())], tmp_path)
+    assert [row.is_judged for row in case_files.read_csv(path)[0] if row.origin == "run"] == [False]

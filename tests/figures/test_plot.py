@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from harness.core import method
-from harness.figures import case, plot
+from harness.figures import case, case_files, plot
 from harness.figures.point import FigureRow
 
 
 def drawn(number: int, rows: list[FigureRow]):
     """The axes of ours and of the published."""
-    return case.figure(number, [*rows, *case.published(number)], "profile demo").axes
+    return case.load(number).figure([*rows, *case.published(number)], "profile demo").axes
 
 
 def ours(metric: str = "params", **changes) -> list[FigureRow]:
@@ -23,11 +23,11 @@ def ours(metric: str = "params", **changes) -> list[FigureRow]:
 
 
 def test_a_table_of_before_rows_knew_whether_they_are_judged_is_read_as_judged(tmp_path: Path) -> None:
-    lines = {name: str(getattr(ours()[0], name)) for name in case.COLUMNS if name != "is_judged"}
+    lines = {name: str(getattr(ours()[0], name)) for name in case_files.COLUMNS if name != "is_judged"}
     lines |= {"keys": "", "window_size": "", "low": "", "high": "", "scatter": "", "x": "", "profile": "demo"}
     (tmp_path / "old.csv").write_text(f"{','.join(lines)}\n{','.join(lines.values())}\n")
-    unchecked = ours(valid=False, reason=case.EDITED)
-    assert case.read_csv(tmp_path / "old.csv") == (unchecked, {"demo"})
+    unchecked = ours(valid=False, reason=case_files.EDITED)
+    assert case_files.read_csv(tmp_path / "old.csv") == (unchecked, {"demo"})
 
 
 def test_a_bar_is_filled_only_where_the_gate_passed() -> None:

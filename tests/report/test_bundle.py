@@ -106,7 +106,7 @@ def test_a_trace_its_figure_and_its_place_in_the_report_are_in_it_without_a_name
 def test_the_page_of_case_7_shows_what_was_measured_beside_its_runs(tmp_path: Path) -> None:
     """Steps foretold by a profile, named by stages x micro-batch, and the losses of the job that morphed."""
     left_by_measuring(tmp_path / "results")
-    records.write(tmp_path / "results", *(case_record(job, 2.0) for job in case7.jobs(CASE_DEMO, {})))
+    records.write(tmp_path / "results", *(case_record(job, 2.0) for job in case7.Pipelines().jobs(CASE_DEMO, {})))
     with tarfile.open(bundle.write(tmp_path / "results", tmp_path / "b.tar.gz", NAMES)) as tar:
         tar.extractall(tmp_path, filter="data")
     text = (tmp_path / bundle.FOLDER / "report" / "index.html").read_text()

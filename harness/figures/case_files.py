@@ -1,0 +1,118 @@
+"""A case's rows as files: its CSV, and the figure drawn from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.base.checked_data import checked
+from harness.base.foreign_file import read_text
+from harness.base.whole_file import write_whole
+from harness.core import method
+from harness.core.record import Record
+from harness.figures import case, plot
+from harness.figures.point import FigureRow
+from harness.figures.profile import Profile
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+# The start of a text that a spreadsheet would compute; numbers are none.
+FORMULA = re.compile(r"^(?=[=+\-@\t\r])(?![-+]?[\d.]+(?:e[-+]?\d+)?$)")
+EDITED = "its line of the table is not as it was extracted"
+COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
+
+
+def stem(number: int, name: str, out: Path) -> Path:
+    return out / f"case{number}_{name}"
+
+
+def extract(number: int, used: Profile, records: Sequence[Record], out: Path, results: Path | None = None) -> Path:
+    """Write the CSV of a case: ours, then the published. Raises ValueError where there is nothing of ours."""
+    return write_rows(number, used.name, case.table(number, used, records, results), out)
+
+
+def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:
+    """The CSV of these rows, then the published, of a profile or what else has a name."""
+    import pandas
+
+    found = [*rows, *case.published(number)]
+    frame = pandas.DataFrame([vars(row) for row in found], columns=COLUMNS, dtype=object)
+    frame["keys"] = frame["keys"].map(" ".join)
+    frame.insert(0, "case", number)
+    frame.insert(1, "profile", name)
+    out.mkdir(parents=True, exist_ok=True)
+    path = Path(f"{stem(number, name, out)}.csv")
+    cells = pandas.read_csv(io.StringIO(_csv(frame)), dtype=str, keep_default_na=False)
+    cells["check"] = [_check(line) for line in cells.to_dict("records")]
+    write_whole(path, cells.to_csv(index=False, lineterminator="\n"))
+    return path
+
+
+def _check(line: Mapping[str, str]) -> str:
+    """What tells that a line of a CSV is as it was written: a hash of its cells."""
+    cells = [f"{name}={text}" for name, text in line.items() if name != "check"]
+    return hashlib.sha256("\n".join(cells).encode(errors="replace")).hexdigest()[:12]
+
+
+def write_table(frame: DataFrame, path: Path) -> None:
+    write_whole(path, _csv(frame))
+
+
+def _csv(frame: DataFrame) -> str:
+    """Without cells that a spreadsheet would compute: an apostrophe goes before their text."""
+    safe = frame.map(lambda cell: FORMULA.sub("'", cell) if isinstance(cell, str) else cell)
+    return safe.to_csv(index=False, lineterminator="\n")
+
+
+def draw(number: int, path: Path) -> list[Path]:
+    """Draw a case from its CSV, beside it. Raises ValueError where that is missing, or of several profiles."""
+    found, names = read_csv(path)
+    its, metrics = case.load(number), {row.metric for row in found}
+    if not found or not (its.mixes_metrics or metrics == {its.metric}):
+        kinds = ", ".join(sorted(metrics)) or "no row"
+        raise ValueError(f"{path} is no table of case {number}: expected rows of {its.metric}, got {kinds:.80}")
+    machines = {row.machine for row in found if row.origin == "run"}
+    if len(names) > 1 or len(machines) > 1:
+        raise ValueError(f"{path} mixes {'; '.join(sorted(names if len(names) > 1 else machines))}: draw each alone")
+    return plot.save(its.figure(found, f"profile {names.pop()}"), path.with_suffix(""))
+
+
+def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
+    """The rows of a CSV, and the profiles named in it. A row that was changed since it was written is not valid."""
+    import pandas
+
+    try:
+        frame = pandas.read_csv(io.StringIO(read_text(path)), dtype=str, keep_default_na=False)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; the case's extract script writes it") from error
+    except ValueError as error:  # pandas' own for what is no table
+        raise ValueError(f"{path} is no table of a case: {' '.join(str(error).split())}") from error
+    is_edited = [line.get("check") != _check(line) for line in frame.to_dict("records")]
+    if missing := {"profile", "keys"} - set(frame):
+        raise ValueError(f"{path} is no table of a case: expected a column {', '.join(sorted(missing))}")
+    frame = frame.replace(r"^'(?=[=+\-@\t\r])", "", regex=True)
+    frame["keys"] = frame["keys"].str.split()
+    lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
+    needed = {"window_size": None, "value": None}  # fields without a default
+    try:
+        rows = checked(list[FigureRow], [needed | line for line in lines])
+        unknown = [row.method for row in rows if row.method not in method.names()]
+        numbers = (each for row in rows for each in vars(row).values() if isinstance(each, float))
+        odd = [each for each in numbers if not math.isfinite(each)]
+        odd += [row.value for row in rows if row.value is not None and row.value < 0]
+        if unknown or odd:
+            raise ValueError(f"expected methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}")
+    except ValueError as error:
+        raise ValueError(f"{path} is no table of a case: {error}") from error
+    rows = [
+        dataclasses.replace(row, valid=False, reason=EDITED) if edited else row
+        for row, edited in zip(rows, is_edited, strict=True)
+    ]
+    return rows, set(frame["profile"])

@@ -1,0 +1,102 @@
+"""Which records measure what: the runs of a job, and how a search for the largest size ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from harness.core import method
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.figures.point import FigureRow, row_of
+from harness.figures.profile import PROBE
+from harness.jobs.depth_search import Answer, Outcome, Trial
+from harness.jobs.sweep import context
+
+_context = functools.cache(context)
+
+
+def key(job: Job) -> str:
+    """The identity that a run of this resolved job would have here and now."""
+    return job.key(**_context(job.method, job.workload.corpus))
+
+
+def is_current(record: Record) -> bool:
+    """True if a run here and now would measure the same."""
+    return record.job.method in method.names() and record.key == key(record.job)
+
+
+def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
+    """The measurements of a job (its options and any others), by the newest code that measured it. Results come before
+    interrupted attempts, measurements before refusals by plan."""
+    same = [
+        record
+        for record in records
+        if dataclasses.replace(record.job, options={}) == dataclasses.replace(job, options={})
+        and job.options.items() <= record.job.options.items()
+    ]
+    same = [record for record in same if record.is_result] or same
+    same = [record for record in same if record.phase != "plan"] or same
+    return [record for record in same if record.key == same[-1].key]
+
+
+def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[FigureRow]:
+    """A row for each job that has a record."""
+    return [row_of(metric, found) for job in jobs if (found := repeats(job, records))]
+
+
+def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Of a search: the records of the largest depth that trained below every failure, and one of the smallest depth
+    that failed above every success. Either may be empty."""
+    probes = _probes(name, records)
+    depths, answer = _search(probes)
+    best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]
+    failed = depths[answer.failed_above] if answer.failed_above else []
+    if not depths:
+        failed = probes  # why there is no answer
+    return repeats(best[-1].job, best) if best else [], failed[-1:]
+
+
+def is_searched(name: str, records: Sequence[Record]) -> bool:
+    """True if a search is over: all up to the largest depth trained, and the next one failed, or was not run because
+    by plan it takes more host memory than the machine has."""
+    depths, answer = _search(_probes(name, records))
+    if answer.failed_above is None:
+        best = depths.get(answer.largest)
+        return best is not None and _is_refused_beyond(best[-1])
+    return answer.first_failing == answer.largest + 1 and answer.failed_above == answer.last_passing + 1
+
+
+def _probes(name: str, records: Sequence[Record]) -> list[Record]:
+    wanted = (name, PROBE["steps"], PROBE["warmup"])
+    return [each for each in records if (each.job.method, each.job.steps, each.job.warmup) == wanted]
+
+
+def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], Answer]:
+    """The runs with a result by number of layers, and what follows from them."""
+    depths: dict[int, list[Record]] = {}
+    for record in probes:
+        if record.is_result and record.phase != "plan":
+            depths.setdefault(record.job.workload.num_layers, []).append(record)
+    passed = {depth: any(record.status == "ok" for record in found) for depth, found in depths.items()}
+    return depths, Answer(trials=[Trial(depth, Outcome(each)) for depth, each in passed.items()])
+
+
+def _is_refused_beyond(record: Record) -> bool:
+    """True if one more layer would by plan take more host memory than the machine of the record has."""
+    job, have = record.job, record.machine.get("host_bytes")
+    if have is None or job.method not in method.names():
+        return False
+    try:
+        deeper = job.workload.at_depth(job.workload.num_layers + 1)
+        plan = method.create(job.method, job.options).plan(deeper, job.budget.room)
+    except ValueError:  # options of another state of the code
+        return False
+    return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have
+
+
+def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
+    """The largest depth that each method trained, where the gate passed."""
+    found = {name: largest(name, records)[0] for name in names}
+    return {name: best[-1].job.workload.num_layers for name, best in found.items() if best and best[-1].gate.passed}
