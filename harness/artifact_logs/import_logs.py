@@ -1,6 +1,6 @@
-"""Logs into records of origin `imported`: find, read, judge, write.
+"""Imports logs as records of origin `imported`: find, read, judge, write.
 
-A log is judged beside all logs of its folder, imported or not: its verdict does not depend on the order of calls.
+A log is judged beside all logs of its folder, imported or not, so its verdict does not depend on the order of calls.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from harness.core.job import Room, Workload, params_text
 from harness.core.log_lines import BUILD_LOG
 from harness.core.record import Record, log_stem, read_all
 
-SUFFIXES = (".txt", ".log")  # of the files that a folder is searched for
-BUILD_LOGS = BUILD_LOG.format("*")  # which are no logs of a training
+SUFFIXES = (".txt", ".log")  # file names that a search of a folder takes
+BUILD_LOGS = BUILD_LOG.format("*")  # compilers' logs, not a training's
 
 
 def import_logs(
     asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
 ) -> Iterator[tuple[Record, bool]]:
-    """Each log's judged record, and True if it is new in `results`. Other files go to `skipped`, with the reason.
+    """Yield each log's judged record, and True if it is new in `results`. Other files go to `skipped`, with the reason.
     Raises ValueError if no log is of the method `reference`."""
     chosen: dict[Path, list[Path]] = {}
     for path in _find(asked):
@@ -52,8 +52,8 @@ def import_logs(
 
 
 def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
-    """The methods, best first, that a folder's logs are judged by: the one asked for; else those whose plan keeps
-    everything on the device, the harness's own reference first."""
+    """Return the reference methods for a folder's logs, best first: the one asked for; else the methods whose plan
+    keeps everything on the device, beginning with the harness's own reference."""
     if asked is not None:
         return [asked]
     known = {record.job.method for record in records} & set(method.names())
@@ -63,7 +63,7 @@ def references(records: Iterable[Record], asked: str | None = None) -> list[str]
 
 
 def _find(asked: Iterable[Path]) -> list[Path]:
-    """The named files, and in named folders those that may be logs, each once."""
+    """Return the named files, and the possible logs in named folders, each once."""
     found: dict[Path, None] = {}
     for path in asked:
         if path.is_dir():
@@ -76,10 +76,10 @@ def _find(asked: Iterable[Path]) -> list[Path]:
 
 
 def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
-    """Records of all logs in the folder, asked for or not, and the reasons why other files are none."""
+    """Read all logs in the folder, asked for or not; return their records, and the reasons why other files are no logs."""
     records, complaints = {}, {}
     beside: set[Path] = set()
-    with contextlib.suppress(OSError):  # a folder that may be entered but not listed
+    with contextlib.suppress(OSError):  # a folder may be entered and not listed
         beside = {item for item in folder.iterdir() if NAME.fullmatch(item.name)}
     for path in sorted({*paths, *beside}):
         try:
@@ -92,7 +92,7 @@ def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], d
 
 
 def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> bool:
-    """Write it under a name of the published pattern, unless the same record is there."""
+    """Write the record under a name of the published pattern, unless the same record is there."""
     path = there.get(record.key)
     if path is not None and json.loads(path.read_text()) == json.loads(json.dumps(record.to_dict())):
         return False
@@ -103,7 +103,7 @@ def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> 
 
 
 def _free(results: Path, record: Record, log: Path) -> Path:
-    """A free name of the published pattern; where it is taken, with a later second."""
+    """Return a free name of the published pattern; a taken name gets a later second."""
     for second in itertools.count(int(record.started)):
         stem = log_stem(record.job, record.evidence["named_window"], second)
         taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]
@@ -113,7 +113,7 @@ def _free(results: Path, record: Record, log: Path) -> Path:
 
 
 def line(record: Record) -> str:
-    """Method, size, status, medians as logged, verdict and reason, in one line."""
+    """Return method, size, status, medians as logged, verdict and reason, in one line."""
     job, logged = record.job, record.evidence["samples_per_second"]
     options = "".join(f" {name}={value}" for name, value in job.options.items())
     size = f"{job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"

@@ -1,8 +1,8 @@
-"""Verdicts on imported records, by their loss curves: is a log's training the reference's?
+"""Judges imported records by their loss curves: is a log's training the reference's?
 
-A log has no weights, so no verdict here is better than `tolerance`. The reference is the log of a resident training in
-the same folder, at the same depth, else the nearest. Distances between curves are in units of what the reference
-learned, the fall of its loss from the first logged interval to the last: a curve that does not fall is 100 % away.
+A log has no weights, so the best verdict here is `tolerance`. The reference is the log of a resident training in the
+same folder, at the same depth, else the nearest. The unit of distance between two curves is the fall of the reference's
+loss from the first logged interval to the last: a curve that does not fall is 100 % away.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from collections.abc import Sequence
 
 from harness.core.record import Gate, Record
 
-# Of what the reference learned. The published logs of a resident and a ZeRO-Offload run at 32 layers (dropout 0.1,
-# other kernels, another Megatron) differ by at most 0.6 %, that of ZeRO-Infinity, whose training is wrong, by 32 %.
+# Largest distance at equal depth, as a share of the reference's fall. The published logs of a resident and a
+# ZeRO-Offload run at 32 layers (dropout 0.1, other kernels, another Megatron) differ by at most 0.6 %, that of
+# ZeRO-Infinity, whose training is wrong, by 32 %.
 ALLOWED = 0.05
-# For a reference of twice or half the depth. ZeRO-Offload's 48 layers differ by 8.6 % from the resident 32: 15 % for a
-# doubling.
+# Further distance allowed for each doubling of depth between log and reference: ZeRO-Offload's 48 layers differ by 8.6
+# % from the resident 32, so 15 % for a doubling.
 ALLOWED_PER_DOUBLING = 0.2
-# Beyond, the allowance reaches the distance of wrong training.
+# Largest ratio of depths: beyond it the allowance reaches the distance of wrong training.
 FARTHEST_DOUBLINGS = 1.0
-# A smaller part of the reference's fall is none: a run that had learned nothing logged 11.21 five times.
+# A log whose fall is a smaller share of the reference's has learned nothing: such a run logged 11.21 five times.
 LEAST_LEARNED = 0.1
-# A smaller fall, as a part of the reference's own loss, is noise: dropout and data move an interval's mean by 0.12 %.
+# A reference whose fall is a smaller share of its own loss shows only noise: dropout and data move an interval's mean
+# by 0.12 %.
 LEAST_TELLING_FALL = 0.01
 
 
@@ -37,7 +39,7 @@ def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate
 
 
 def learned(record: Record) -> float:
-    """The fall of the loss; 0 without a complete, finite and falling curve."""
+    """Return the fall of the loss; 0 unless the curve is complete, finite and falling."""
     return max(0.0, record.losses[0] - record.losses[-1]) if _own_conditions(record) is None else 0.0
 
 
@@ -79,7 +81,7 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
 
 
 def _flaw(anchor: Record) -> str:
-    """Why a log cannot be the reference."""
+    """Return why a log cannot be the reference."""
     own, losses = _own_conditions(anchor), anchor.losses
     return own.text if own else f"its logged losses do not fall: from {losses[0]:.4g} to {losses[-1]:.4g}"
 
@@ -119,12 +121,12 @@ def compare(record: Record, other: Record) -> Gate:
 
 
 def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> Gate:
-    """The verdict on a record without a reference of its depth, from those with one."""
+    """Judge a record without a reference of its depth by records that have one."""
     if "reference_layers" not in gate.evidence or _is_at_depth(record, gate):
         return gate
     twins = [(twin, verdict) for twin, verdict in judged if twin is not record and _is_twin(record, twin)]
     for twin, verdict in twins:
-        of_itself = "reference_layers" not in verdict.evidence  # such as a loss that is not finite
+        of_itself = "reference_layers" not in verdict.evidence  # for example, its loss is not finite
         if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
             text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)
@@ -143,25 +145,25 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
 
 
 def _is_trusted(peer: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> bool:
-    """True if it agrees with the nearest reference, and its method with a reference of the same depth."""
+    """True if it agrees with the nearest reference, and its method agrees with a reference of the same depth."""
     return gate.passed and any(
         verdict.passed and _is_twin(peer, twin) and _is_at_depth(twin, verdict) for twin, verdict in judged
     )
 
 
 def _is_at_depth(record: Record, gate: Gate) -> bool:
-    """True if judged by a reference of its own depth."""
+    """True if it was judged by a reference of its own depth."""
     return bool(gate.evidence.get("reference_layers") == record.job.workload.num_layers)
 
 
 def _is_twin(record: Record, other: Record) -> bool:
-    """The same method and options, at another depth at most."""
+    """True if method and options agree; depths may differ."""
     same = (record.job.method, record.job.options) == (other.job.method, other.job.options)
     return same and _is_comparable(record, other)
 
 
 def _is_comparable(record: Record, other: Record) -> bool:
-    """True for the same training, intervals and at least as many steps, at any depth; unlogged fields may differ."""
+    """True if training and intervals agree and it has at least as many steps; depths and unlogged fields may differ."""
     ours, theirs = (dataclasses.asdict(each.job.workload) for each in (record, other))
     unsaid = {*record.evidence.get("unsaid", ()), *other.evidence.get("unsaid", ()), "num_layers"}
     return (

@@ -1,7 +1,7 @@
-"""One log as raw values: the published artifact's five dialects, and this project's own readable logs.
+"""Reads one log as raw values: the published artifact's five dialects, and this project's own readable logs.
 
-The dialects share their lines and differ in which they print, so one reader of lines serves all. It skips lines that
-are cut, garbled, unknown or binary; to_record.py decides what a missing line means.
+One reader serves all dialects, because they share their lines and differ only in which they print. It skips lines that
+are cut, garbled, unknown or binary; to_record.py interprets missing lines.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LONGEST_LINE_BYTES = 16384  # the rest is read as another line
-MOST_METRICS = 200_000  # of one kind; the published schedule of 320,000 iterations logs 32,000
+LONGEST_LINE_BYTES = 16384  # a longer line is split
+MOST_METRICS = 200_000  # lines of one kind; the published schedule of 320,000 iterations logs 32,000
 # The artifact wrote _hs-, its README says _h-.
 NAME = re.compile(
     r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
     r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
 )
-# Launchers and terminals put before a line: colors; a time, a rank, a host, as [2024-01-02 03:04:05] worker-0:
+# Prefixes that launchers and terminals add to a line: colors; a time, a rank, a host, as [2024-01-02 03:04:05]
+# worker-0:
 COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
 PREFIX = re.compile(r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\[\w{1,20}\d\]: |(?:[A-Za-z][\w.-]{0,40})?\d: )*")
 ARGUMENT = re.compile(r"^ {2}(\w+) \.+ (.+)$")
@@ -53,7 +54,7 @@ METRICS = {  # by field of RawLog
 MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
 EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
-# Only lines with one of these are searched for an end, as a log may have gigabytes.
+# A log may have gigabytes: only lines with one of these words are searched for an end.
 END_SIGNS = (
     "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
     "Exception", "Unavailable", "can not create", "exitcode", "oom",
@@ -80,7 +81,7 @@ LITERALS = {"True": True, "False": False, "None": None}
 
 
 class NotALog(ValueError):
-    """Not a training log; the text is the reason."""
+    """The file is not a training log; the text is the reason."""
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Interval:
     iteration: int
     total: int
     elapsed_ms: float | None
-    loss: float | None  # NaN where a complete line has none: so the dialects print a loss that is not finite
+    loss: float | None  # NaN if a complete line has no loss: the dialects print non-finite losses so
     grad_norm: float | None
 
 
@@ -113,11 +114,11 @@ class RawLog:
     memory_mb: dict[str, float] = field(default_factory=dict)
     timers_ms: list[dict[str, float]] = field(default_factory=list)
     exit_iteration: int | None = None
-    ends: dict[int, str] = field(default_factory=dict)  # by place in ENDS: the line's telling part
+    ends: dict[int, str] = field(default_factory=dict)  # line that tells, by index in ENDS
 
 
 def read(path: Path) -> RawLog:
-    """Raises NotALog unless the name and some line are a training log's; OSError where it cannot be read."""
+    """Read a log. Raises NotALog unless its name and some line are a training log's, and OSError if it cannot be read."""
     match = NAME.fullmatch(path.name)
     if match is None:
         raise NotALog("its name is not log_METHOD_l-N_hs-N_bs-N_ws-N_DATE.UNIX.txt")
@@ -136,7 +137,7 @@ def read(path: Path) -> RawLog:
 
 
 def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
-    """Pieces of bounded length, so that a file without line ends is read like any other."""
+    """Yield pieces of bounded length, so that a file without line ends is read like any other."""
     with open(path, "rb") as file:
         while piece := file.readline(LONGEST_LINE_BYTES):
             update(piece)
@@ -164,7 +165,7 @@ def _take(log: RawLog, line: str) -> None:
 
 
 def _take_number(log: RawLog, line: str) -> None:
-    """Take single values; several may share a line where two processes wrote at once."""
+    """Take single values; a line may have several if two processes wrote at once."""
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
     for name, pattern in METRICS.items():
@@ -184,7 +185,7 @@ def _take_number(log: RawLog, line: str) -> None:
 def _interval(iteration: int, total: int, rest: str) -> Interval:
     values = _fields(rest)
     elapsed = values.get("elapsed time per iteration (ms)")
-    elapsed = elapsed if elapsed and 1e-3 < elapsed < 1e12 else None  # a garbled number is none
+    elapsed = elapsed if elapsed and 1e-3 < elapsed < 1e12 else None  # a garbled number is dropped
     loss = values.get("lm loss")
     is_whole = rest.rstrip().endswith("|") and rest.count("|") == len(values) and "number of nan iterations" in values
     if (is_whole and set(values) <= ITERATION_FIELDS) or (loss is not None and values.get("number of nan iterations")):
@@ -193,7 +194,7 @@ def _interval(iteration: int, total: int, rest: str) -> Interval:
 
 
 def _fields(text: str) -> dict[str, float]:
-    """`name: number` between bars."""
+    """Parse `name: number` between bars."""
     matches = (FIELD.fullmatch(part.strip()) for part in text.split("|"))
     return {match[1]: value for match in matches if match and (value := number(match[2])) is not None}
 
@@ -203,7 +204,7 @@ def _pairs(pattern: str, text: str) -> dict[str, Any]:
 
 
 def scalar(text: str) -> Any:
-    """A Python literal of one word: a number, True, False, None, or a text in quotes."""
+    """Parse a Python literal of one word: a number, True, False, None, or a text in quotes."""
     if text in LITERALS:
         return LITERALS[text]
     value = int(text) if re.fullmatch(r"[-+]?\d{1,18}", text) else number(text)
@@ -218,5 +219,5 @@ def number(text: str) -> float | None:
 
 
 def clean(text: str, longest: int = 200) -> str:
-    """Printable text in one line."""
+    """Return printable text in one line."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:longest]

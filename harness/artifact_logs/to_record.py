@@ -1,4 +1,4 @@
-"""A raw log as a record: the job from name and lines, the end by its evidence, every number of the log as printed.
+"""Turns a raw log into a record: the job from its name and lines, the end from its evidence, every number as printed.
 
 Name and lines may disagree, and lines may be missing: the record's evidence lists the decisions under `doubts`, and the
 workload's unlogged fields under `unsaid`.
@@ -32,8 +32,8 @@ SPEEDS = {
     "interval": "mean of each interval",
     "cumulative": "mean of all steps so far but the first two, without data loading",
 }
-LARGEST_MB = 1e9  # more is a garbled number
-FLOPS_PER_PARAMETER = 8  # and token, in the artifact's Tera Flops
+LARGEST_MB = 1e9  # a larger number is garbled
+FLOPS_PER_PARAMETER = 8  # FLOPs for each parameter and token, as in the artifact's Tera Flops
 
 
 def to_record(log: RawLog, name: str) -> Record:
@@ -64,7 +64,7 @@ def to_record(log: RawLog, name: str) -> Record:
 
 
 def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
-    """The numbers of the log, as it prints them."""
+    """Return the log's numbers as it prints them."""
     kind = "cumulative" if log.cumulative_speeds else "interval"
     columns = {"iterations": "iteration", "elapsed_ms": "elapsed_ms", "lm_loss": "loss", "grad_norm": "grad_norm"}
     return {
@@ -77,7 +77,7 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
 
 
 def _contradictions(log: RawLog) -> list[str]:
-    """Sizes in which lines and name disagree."""
+    """List the sizes on which lines and name disagree."""
     workload = log.own.get("workload", {})
     told = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
             for size, words in SIZES.items()}  # fmt: skip
@@ -90,13 +90,13 @@ def _contradictions(log: RawLog) -> list[str]:
 
 
 def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
-    """The workload, and the names of its unlogged fields."""
+    """Return the workload, and the names of its unlogged fields."""
     sizes = {size: log.name[size] for size in ("num_layers", "hidden_size", "batch_size")}
     stated = {name: value for name, value in log.own.get("workload", {}).items() if name not in sizes}
     stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
     if log.vocab_size:
         stated["vocab_size"] = log.vocab_size
-    if "data_path" in log.arguments:  # without folders, which name a stranger's machine
+    if "data_path" in log.arguments:  # without folders, which would name somebody's machine
         stated["corpus"] = re.split(r"[/\\]", log.arguments["data_path"].strip("[]'\" "))[-1]
     if "params_dtype" in log.arguments:
         stated["dtype"] = PRECISIONS.get(log.arguments["params_dtype"], log.arguments["params_dtype"])
@@ -119,7 +119,7 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _options(log: RawLog) -> dict[str, Any]:
-    """The logged options, else the window in the name if the method has one."""
+    """Return the logged options, or the window in the name if the method has one."""
     if log.own:
         return dict(log.own["options"])
     known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
@@ -128,8 +128,8 @@ def _options(log: RawLog) -> dict[str, Any]:
 
 
 def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int]:
-    """The logged intervals in order, the steps of one, and the number of steps asked for. Lines that fit no schedule
-    are left out; of repeated ones the last counts."""
+    """Return the logged intervals in order, the steps of an interval, and the number of steps asked for. Lines that fit
+    no schedule are dropped; among repeated lines the last counts."""
     totals = Counter(each.total for each in log.intervals)
     total = max(totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters")))
     steps = log.own.get("steps") or total or 1
@@ -141,7 +141,7 @@ def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int
     last = legible[-1].iteration if legible else 0
     if last // asked > 100 * len(legible):
         raise NotALog("the iterations that it numbers make no schedule")
-    if last <= (log.exit_iteration or -1) < last + asked:  # it had to exit early
+    if last <= (log.exit_iteration or -1) < last + asked:  # the run was asked to exit early
         steps = min(steps, max(1, log.exit_iteration or 1))
     if len(legible) < len(log.intervals):
         doubts.append(f"{len(log.intervals) - len(legible)} iteration lines are repeated or fit no schedule")
@@ -153,7 +153,7 @@ def _whole(text: str | None) -> int:
 
 
 def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, dict[str, Any]]:
-    """Status, phase, reason and evidence of the end."""
+    """Return status, phase, reason and evidence of the end."""
     if log.own and log.own_end:
         status, phase, done, reason = log.own_end
         if status in STATUSES and (status != "ok" or done == steps):
@@ -175,7 +175,7 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
 
 
 def _parameters(log: RawLog, workload: Workload) -> dict[str, Any]:
-    """The logged counts of parameters, and `other_parameters` where they are not the workload's."""
+    """Return the logged parameter counts; they are `other_parameters` if they differ from the workload's."""
     billions = [each for each in log.parameters_billion if each]
     stated = {"parameters": log.parameters, "parameters_billion": sorted(set(billions))}
     is_near = any(abs(each - workload.num_params / 1e9) < 6e-4 for each in billions)

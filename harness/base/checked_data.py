@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
-# As `__pydantic_config__` of a dataclass: a field that it does not have is an error.
+# For a dataclass's `__pydantic_config__`: an unknown field is an error.
 NO_OTHER_FIELDS = {"extra": "forbid"}
-OTHER_FIELDS = {"extra": "allow"}  # it may have more
-# pydantic's message: what should be there, less what it says of its own way to it.
+OTHER_FIELDS = {"extra": "allow"}  # unknown fields are allowed
+# pydantic's message, split into the part that names the expected value and the part on the input's type.
 SHOULD = re.compile(
     r"\w+ should (?:be|have) (?P<what>.+?)(?:, unable to .*| or an instance of .*| after validation, .*)?"
 )
 
 
 def checked(kind: type[T], data: Any) -> T:
-    """The data as a value of this type. Raises ValueError, one line that names every field that is wrong."""
+    """Convert the data to this type. Raises ValueError, one line that names every wrong field."""
     from pydantic import ValidationError
 
     try:

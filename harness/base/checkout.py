@@ -1,4 +1,4 @@
-"""Where this project lies."""
+"""The root folder of this project."""
 
 from pathlib import Path
 

@@ -25,19 +25,19 @@ ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 def child_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # PYTHONSAFEPATH: nothing is imported from the folder of the call, which may hold a torch.py of anybody.
+    # PYTHONSAFEPATH keeps Python from importing out of the working folder, which may hold anybody's torch.py.
     return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
-    """Call `then`, in a thread, when whoever holds the other end of this pipe or socket is gone.
+    """Call `then`, in a thread, when the process at the other end of this pipe or socket is gone.
 
-    Reads past sys.stdin: a thread that waits in it holds its lock, and a forked child, which closes it, would wait
-    forever.
+    The thread reads the descriptor and not sys.stdin: a thread that waits in sys.stdin holds its lock, and a forked
+    child, which closes it, would wait forever.
     """
 
     def wait() -> None:
-        with contextlib.suppress(ConnectionError):  # it left without having read all
+        with contextlib.suppress(ConnectionError):  # the peer left without reading all
             while os.read(descriptor, 4096):
                 pass
         then()
@@ -50,13 +50,13 @@ def interrupt_here() -> None:
 
 
 def ask(module: str, arguments: Any) -> Any:
-    """The module's answer. Raises ValueError with the last line of error output if it fails."""
+    """Return the module's answer. Raises ValueError with the last line of its error output if it fails."""
     code, output, errors = _run(module, arguments, subprocess.PIPE, subprocess.PIPE)
     if code:
         raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")
     try:
         return json.loads(output.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError) as error:  # a method that it trains by may end it, in 0, too
+    except (IndexError, json.JSONDecodeError) as error:  # its method may have ended it, with code 0, too
         raise ValueError(f"{module} failed: no answer; look for sys.exit() and os._exit() in what it runs") from error
 
 
@@ -67,7 +67,7 @@ def run_logged(module: str, arguments: Any, log: Path) -> None:
 
 
 def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[str]) -> tuple[int, str, str]:
-    """In a session of its own: no compiler outlives an interrupted call."""
+    """Run the module in a session of its own, so that no compiler outlives an interrupted call."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True,
         env=child_environment(), start_new_session=True,

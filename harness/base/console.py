@@ -10,18 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 200  # columns without a terminal; cells fold, nothing is cut off
-# What commands a terminal: control characters but tab and line end, and marks that turn the direction of writing;
-# and what no stream takes: halves of characters, which stand for bytes of a file's name that are not UTF-8.
+# Characters that command a terminal: control characters but tab and line end, and marks that turn the direction of
+# writing. Also surrogates, which no stream takes: they stand for bytes of a file name that are not UTF-8.
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def readable(text: str) -> str:
-    """The text with escapes in place of what would command a terminal."""
+    """Return the text with an escape in place of each character that would command a terminal."""
     return COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class _Readable:
-    """A text stream that commands no terminal."""
+    """A text stream that writes readable() text."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -35,8 +35,8 @@ class _Readable:
 
 @contextlib.contextmanager
 def readable_output() -> Iterator[None]:
-    """Pass all that is printed meanwhile through readable(): logs, records and names of files may hold anything."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # was closed: no file of results may take its place
+    """Pass all output in this context through readable(), because logs, records and file names may hold anything."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # was closed: no file of results may take its number
         pass
     os.close(handle)
     streams = sys.stdout, sys.stderr
@@ -48,7 +48,7 @@ def readable_output() -> Iterator[None]:
 
 
 def terminal() -> Any:
-    """Standard output for a library that draws by control characters, and is given readable() text only."""
+    """Return standard output for a library that draws by control characters; give it readable() text only."""
     return getattr(sys.stdout, "stream", sys.stdout)
 
 
@@ -56,8 +56,10 @@ def print_table(
     columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
     widths: Mapping[str, int] | None = None, has_lines: bool = False,
 ) -> None:  # fmt: skip
-    """Print rows under their columns, the first column unfolded unless lines part the rows. `numbers`: columns aligned
-    to the right. `widths`: the most characters of a column."""
+    """Print rows under their columns; the first column folds only if lines part the rows.
+
+    `numbers`: columns aligned to the right. `widths`: largest number of characters of a column.
+    """
     from rich.box import HEAVY_HEAD, SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

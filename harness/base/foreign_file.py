@@ -1,4 +1,4 @@
-"""Files that anybody may have made: read where they are regular files, of limited size, depth and numbers."""
+"""Reads files that anybody may have made: only regular files, of limited size, depth and numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 MOST_BYTES = 256 * 2**20
 MOST_DEPTH = 40
-MOST_PARTS = 100_000  # of YAML, aliases counted each time
+MOST_PARTS = 100_000  # parts of a YAML file, an alias counted at each use
 MOST_DIGITS = 19  # of an integer: 64 bits
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON escapes one: half of a character
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a surrogate, half of a character, as JSON escapes it
 
 
 def read_text(path: Path) -> str:
@@ -25,7 +25,8 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Raises OSError for what is no regular file, a symbolic link included, or is too large; never waits for a pipe."""
+    """Read a regular file. Raises OSError for anything else, symbolic links included, and for one that is too large;
+    never waits for a pipe."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -50,12 +51,12 @@ def _not_regular(path: Path, kind: str) -> OSError:
 
 
 def read_json(path: Path) -> Any:
-    """Raises OSError as read_text() does, and ValueError as parsed_json() does."""
+    """Read a JSON file. Raises OSError as read_text() does, and ValueError as parsed_json() does."""
     return parsed_json(read_text(path))
 
 
 def parsed_json(text: str) -> Any:
-    """Raises ValueError for what is no JSON or has a number or depth beyond what this harness writes."""
+    """Parse JSON. Raises ValueError if the text is not JSON, or has numbers or a depth that this harness never writes."""
     try:
         data = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_no_number)
     except RecursionError:
@@ -66,7 +67,7 @@ def parsed_json(text: str) -> Any:
 
 
 def writable(value: Any) -> Any:
-    """The JSON value with escapes in place of halves of characters, which no file can hold."""
+    """Return the JSON value with escapes in place of surrogates, which no file can hold."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
@@ -75,18 +76,19 @@ def writable(value: Any) -> Any:
 
 
 def read_yaml(path: Path, as_text: bool = False) -> Any:
-    """Raises OSError as read_text() does, and ValueError for what is no YAML of a person's size: an alias may stand for
-    a part again and again. `as_text`: numbers, dates and truth stay as they are written."""
+    """Read a YAML file. Raises OSError as read_text() does, and ValueError for invalid YAML and for one too large for a
+    person to have written: an alias may repeat a part many times. `as_text`: keep numbers, dates and truth values as
+    text."""
     return copy.deepcopy(_parsed_yaml(read_text(path), as_text))
 
 
-@functools.lru_cache(maxsize=32)  # a report asks for the same machines and models again and again
+@functools.lru_cache(maxsize=32)  # a report reads the same machines and models again and again
 def _parsed_yaml(text: str, as_text: bool) -> Any:
     import yaml
 
     try:
         data = yaml.load(text, Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # of a date, a character's number
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # from dates, character numbers
         raise ValueError(" ".join(str(error).split())) from error
     if not _is_limited(data, MOST_PARTS):
         raise ValueError(f"expected YAML of at most {MOST_DEPTH} levels and {MOST_PARTS} parts")

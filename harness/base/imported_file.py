@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 
 def imported(name: str, file: Path) -> Any:
-    """The module of this name, which is in this file. Raises ValueError, one line, where it does not load."""
+    """Import this file as the module of this name. Raises ValueError, one line, if it does not load."""
     try:
         with staying():
             return importlib.import_module(name)
@@ -39,8 +39,8 @@ def guard(
 
 
 class Called:
-    """Stands in a class for one of its functions, of any kind (a property, too), and calls it as told() says. What it
-    returns is of the type `returned`, where one is given."""
+    """A descriptor in place of a class's function or property: errors are reported as in told(), and the result is
+    checked against the type `returned`, if given."""
 
     def __init__(
         self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...], returned: type | None
@@ -70,8 +70,8 @@ class Called:
 
 @contextlib.contextmanager
 def told(name: str, file: Path, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise ValueError, one line with the file, what of it was called and the line in it, where that fails or would end
-    the process. ValueErrors, and those that are `passed`, are its own words."""
+    """Turn any exception or exit within this context into a ValueError, one line that names the file, the function and
+    the failing line. ValueErrors and the exceptions in `passed` go through unchanged."""
     try:
         with staying():
             yield
@@ -89,7 +89,7 @@ def _text(error: BaseException) -> str:
 
 
 def line_in(folder: Path | None, error: BaseException) -> str:
-    """The line of a file in this folder that the error passed through last; empty if there is none."""
+    """Return the innermost line of a file in this folder in the error's traceback; empty if there is none."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder]
     if not frames:
         return ""
@@ -99,12 +99,12 @@ def line_in(folder: Path | None, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """Make os._exit(), which is posix._exit(), an error, as sys.exit() is one: it would end this process at once,
-    without a word and with any exit code. A signal ends it still, which the caller's shell tells."""
+    """Make os._exit() (posix._exit()) raise SystemExit within this context: it would end this process at once, without
+    a message and with any exit code. A signal still ends the process; the caller's shell reports that."""
     end, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != here:  # a fork ends as it likes
+        if os.getpid() != here:  # a forked child may exit as it likes
             end(status)
         raise SystemExit(f"os._exit({status})")
 

@@ -1,4 +1,4 @@
-"""Entries by name in a YAML file at the root, such as machines.yaml: read, found or refused with the nearest name."""
+"""Named entries of a YAML file at the root, such as machines.yaml; an unknown name is refused with the nearest one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest name, or those of which it is a part, as a hint that ends with a space, or nothing."""
+    """Return the nearest name, or the names that contain this one, as a hint that ends with a space; empty if none is
+    near."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     near = near or [each for each in known if name.lower() in each.split("-")]
@@ -24,7 +25,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def entries(file: Path, example: str) -> dict[str, Any]:
-    """Every entry, as written. Raises ValueError, one line with an example, if the file holds none."""
+    """Return every entry as written. Raises ValueError, one line with an example, if the file holds none."""
     try:
         return _parsed(file, file.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
@@ -33,7 +34,7 @@ def entries(file: Path, example: str) -> dict[str, Any]:
 
 
 def places(files: Iterable[Path], example: str) -> dict[str, Path]:
-    """The file that each entry of several is in. Raises ValueError where two have one of the same name."""
+    """Return the file of each entry. Raises ValueError if two files have an entry of the same name."""
     found: dict[str, Path] = {}
     for file in files:
         for name in entries(file, example):
@@ -44,8 +45,8 @@ def places(files: Iterable[Path], example: str) -> dict[str, Path]:
 
 
 def entry(kind: type[T], name: str, files: Sequence[Path], example: str) -> T:
-    """The entry of this name as a value of a dataclass. Raises ValueError that names the nearest one, or the entry's
-    wrong fields."""
+    """Return the entry of this name as a dataclass. Raises ValueError that names the nearest entry, or the wrong
+    fields."""
     found, what = places(files, example), kind.__name__.lower()
     if name not in found:
         choices = f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}"
@@ -60,5 +61,5 @@ def entry(kind: type[T], name: str, files: Sequence[Path], example: str) -> T:
 
 @functools.lru_cache
 def _parsed(file: Path, written: int) -> dict[str, Any]:
-    """As it was at that time: parsing takes longer than a plan."""
+    """Parse the file as it was at this time of change; the cache saves more time than a plan takes."""
     return checked(dict[str, Any], read_yaml(file) or {})

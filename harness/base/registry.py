@@ -1,7 +1,7 @@
-"""Registries: what there is of a kind by name. To add a method, a case, a place, a machine or claims is to add a file.
+"""Registries: the entries of a kind, such as methods or machines, by name.
 
-This project's own lies in one folder or file; what a call names beside it (--methods, --cases, --machines, --claims) is
-known until the call ends.
+To add a method, a case, a place, a machine or claims is to add a file. The project's own entries lie in one folder or
+file; what a call adds (--methods, --cases, --machines, --claims) is known until the call ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Name = TypeVar("Name", str, int)
 
 
 class Registry:
-    """Where entries of a kind, such as machines, lie: `own` is this project's file or folder."""
+    """The folders or files that hold entries of one kind; `own` is this project's."""
 
     def __init__(self, kind: str, own: Path) -> None:
         self.kind, self.own = kind, own
@@ -32,16 +32,16 @@ class Registry:
         return (self.own, *self.added)
 
     def add(self, places: Iterable[Path]) -> None:
-        """Find entries of these, too, until forget()."""
-        self.added += (place.absolute() for place in places)  # a link stays one
+        """Search these folders or files, too, until forget()."""
+        self.added += (place.absolute() for place in places)  # keep links as links
 
     def forget(self) -> None:
         self.added.clear()
 
 
 class FileRegistry(Registry, Generic[Name]):
-    """One Python file for each entry, in folders. `name_of` gives an entry's name by the file's, None where the file is
-    no entry."""
+    """A registry whose entries are Python files in folders. `name_of` maps a file's name to its entry's, or to None if
+    the file is no entry."""
 
     def __init__(self, kind: str, package: ModuleType, name_of: Callable[[str], Name | None]) -> None:
         super().__init__(kind, Path(package.__path__[0]))
@@ -49,12 +49,13 @@ class FileRegistry(Registry, Generic[Name]):
         self.name_of: Callable[[str], Name | None] = name_of
 
     def files(self, folders: Sequence[Path] = ()) -> dict[Name, Path]:
-        """By name; `folders`: more of them. Raises ValueError where two files have one name, or there is no such
-        folder."""
+        """Return the files by entry name, those in `folders` included. Raises ValueError if two files have one name, or
+        a folder is missing."""
         return _files(self, (*self.places, *folders))
 
     def module(self, file: Path) -> Any:
-        """Files beside it are found in the package, too. Raises ValueError, one line, where it does not load."""
+        """Import an entry's file as a module of the package, which then also finds files beside it. Raises ValueError,
+        one line, if it does not load."""
         if str(file.parent) not in self.package.__path__:
             self.package.__path__.append(str(file.parent))
         name = f"{self.package.__name__}.{file.stem}"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Replace the file at once: a reader, or a process killed meanwhile, leaves the old file or the new one. Raises
-    ValueError where the path is something else than a file, OSError that names the path where it cannot be written."""
+    """Replace the file at once: a reader sees the old file or the new one, even if this process is killed. Raises
+    ValueError if the path is not a file, and OSError with the path if it cannot be written."""
     check_replaceable(path)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
     try:
@@ -29,8 +29,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder that the harness itself names, if it is missing. Raises ValueError where a link has its name: what
-    is written there would lie elsewhere."""
+    """Make a folder that the harness names itself, if it is missing. Raises ValueError if the name is a link, because
+    the files would lie elsewhere."""
     if folder.is_symlink():
         raise ValueError(f"{folder}: expected a folder, got a symbolic link; remove it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def own_folder(folder: Path) -> Path:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises ValueError where a device file, a link or a folder has this name: nobody means to replace these."""
+    """Raise ValueError if a device file, a link or a folder has this name: nobody means to replace these."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):

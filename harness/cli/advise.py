@@ -60,10 +60,8 @@ def advise(
     host_memory: int | None, disk_memory: int | None, results: Path, methods_folder: tuple[Path, ...], as_json: bool,
     **sizes: Any,
 ) -> None:  # fmt: skip
-    """Rank the methods for a model on a GPU: what fits, what a step should take, what binds, what would help.
-
-    Everything but the last column is arithmetic; that one tells what was measured, and how far predictions were off.
-    """
+    """Rank the methods for a model on a GPU: what fits, what a step should take, what binds, what would help. The last
+    column tells what was measured and how far predictions were off; all others are arithmetic."""
     workload = Workload(**sizes)
     if params is not None:
         shape = sized(params)
@@ -112,7 +110,7 @@ def advise(
 
 
 def _named(name: str) -> str:
-    """With its file, if that is the caller's."""
+    """Return the machine's name, with its file if the caller's own file defines it."""
     source = named_machines.source(name)
     return name if source == f"{name} in {named_machines.FILE.name}" else source
 

@@ -1,4 +1,4 @@
-"""The verb check-method: the contract of a method on a file, a line for each check."""
+"""The verb check-method: checks a file against the contract of a method, one line for each check."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the verbs `setup` and `demo` do: compile all that later calls need; then show everything once, in minutes.
+"""The verbs `setup` and `demo`: compile all that later calls need; show everything once, in minutes.
 
 The demo trains each method at one size that all of them fit, makes the seven cases and writes the report, all under the
-profile demo. It compiles nothing that takes long: a method that needs such a thing is left out, with a line. The same
-call continues an interrupted demo, or writes the report again.
+profile demo. A method that needs a long compilation is left out, with a line. The same call continues an interrupted
+demo, or writes the report again.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from harness.jobs.sweep import Sweep
 from harness.report import page
 from harness.run.prepare import prepare
 
-MOST_BUILD_SECONDS = 20  # of what the demo compiles by itself
+MOST_BUILD_SECONDS = 20  # longest compilation that the demo starts by itself
 QUICK_CASES = (3, 4, 5)  # without a search
 
 
 def jobs(used: Profile, names: Sequence[str]) -> list[Job]:
-    """Each method at the depth that all of them train, with the options of the cases: no run is made twice."""
+    """Return a job for each method at the common depth, with the cases' options, so that no run is made twice."""
     return [resolve(used.job(name, used.common))[0] for name in names]
 
 
 def left_out(names: Sequence[str], device: str) -> dict[str, str]:
-    """The methods that the demo does not run, and why."""
+    """Return the methods that the demo does not run, with the reasons."""
     found = {}
     for name in names:
         trained = method.create(name, {})
@@ -48,15 +48,15 @@ def left_out(names: Sequence[str], device: str) -> dict[str, str]:
 
 
 def set_up(results: Path, as_json: bool, names: Sequence[str] | None = None) -> None:
-    """Compile what the methods (default: all) and the device sim need, for the packages that are installed."""
+    """Compile what the methods (default: all) and the device sim need, if their packages are installed."""
     with reporter(as_json) as tell:
         for job in jobs(case.profile_of("demo", None), names or method.names()):
             prepare(job, results, (), tell)
 
 
 def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
-    """The records of all runs of the demo, new or old; the quick one has two methods and three figures. Those that
-    promise the reference's bits are put to the gate's probe, at the common depth: others take minutes."""
+    """Return the records of all runs of the demo, new or old; the quick demo has two methods and three figures. Only
+    methods that promise the reference's bits are probed, at the common depth: the others' probes take minutes."""
     started = time.monotonic()
     names = case3.QUICK if is_quick else method.names()
     without = left_out(names, case.profile_of("demo", None).device)
@@ -64,7 +64,7 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
         print(f"left out: {name}: {why}", file=sys.stderr)
     names = [name for name in names if name not in without]
     set_up(results, as_json, names)
-    used = case.profile_of("demo", None)  # whose link depends on the device sim
+    used = case.profile_of("demo", None)  # the profile's link depends on the device sim
     with reporter(as_json) as tell:
         finished = []
         for job in [] if is_quick else jobs(used, names):

@@ -33,10 +33,8 @@ GB = 1e9
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to check and time.")
 @options.results
 def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
-    """Show what this machine has and what is missing, with the command that helps; free space is that beside --results.
-
-    Exit code 7: no method can run.
-    """
+    """Show what this machine has and what is missing, with the command that helps. Free space is counted beside
+    --results. Exit code 7: no method can run."""
     chosen = machine.devices()[0] if device == "auto" else device
     if chosen not in machine.devices():
         raise ValueError(f"no {chosen} device here: try --device auto or {machine.devices()[0]}")
@@ -77,7 +75,7 @@ def software() -> list[tuple[str, str]]:
 
 
 def methods(device: str) -> list[tuple[str, str]]:
-    """Each method: ready, or what it still needs."""
+    """Return each method's state: ready, or what it still needs."""
     found = []
     for name in method.names():
         trained = method.create(name, {})
@@ -89,8 +87,8 @@ def methods(device: str) -> list[tuple[str, str]]:
 
 
 def measure(workload: Workload, device: str, results: Path) -> None:
-    """Calibrate in a process of its own while no job runs on the device, and keep the rates."""
-    for folder in (results, machine.CALIBRATION.parent):  # before minutes of measuring
+    """Calibrate in a process of its own while no job runs on the device, and save the rates."""
+    for folder in (results, machine.CALIBRATION.parent):  # fail before minutes of measuring
         check_writable(folder)
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
@@ -104,7 +102,7 @@ def measure(workload: Workload, device: str, results: Path) -> None:
 
 
 def told(entry: dict[str, Any]) -> str:
-    """A calibration in a few lines."""
+    """Describe a calibration in a few lines."""
     rates, found = entry["rates"], entry["measured"]
     of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
     copies = {name: f"{rate / GB:.1f}" for name, rate in found["copies"].items()}

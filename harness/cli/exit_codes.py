@@ -1,4 +1,4 @@
-"""How a call ends: the one table of exit codes, which README shows, and what a call of several jobs makes of theirs."""
+"""The exit codes of a call, as in README's table, and how those of several jobs combine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ BY_STATUS = {
     "crash": CRASH, "killed": CRASH, "oom-device": MEMORY, "oom-host": MEMORY, "does-not-fit": MEMORY,
     "timeout": TIMEOUT, "unavailable": UNAVAILABLE, "interrupted": INTERRUPTED,
 }  # fmt: skip
-SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # also of one of several jobs; the others are results
+SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # errors even among several jobs; the others are results
 
 
 def of_records(records: Sequence[Record], is_sweep: bool) -> int:
-    """Of several jobs, a run without a verdict is a result, and so is a failed gate of a method that is not exact by
-    its own description; a crash, of the reference too, or any other failed gate is an error."""
+    """Combine the ends of several jobs. A crash is an error, of the reference too, and so is the failed gate of a
+    method that is exact by its own description; other runs without a passed gate are results."""
     several = is_sweep or len(records) > 1
     codes = {BY_STATUS.get(record.status, OK) for record in records}
     for record in records:

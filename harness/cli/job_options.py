@@ -23,20 +23,20 @@ from harness.figures import case
 from harness.jobs.scale import to_fit
 from harness.places.place import Place
 
-# Options of methods that have an option of the command line; others are set with --option.
+# Method options with an option of the command line of their own; --option sets the others.
 OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
               "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks",
               "resume": "--resume"}  # fmt: skip
-LISTED = ("num_layers", "hidden_size", "batch_size")  # options of a workload that take several values
+LISTED = ("num_layers", "hidden_size", "batch_size")  # workload options that take several values
 OF_WORKLOAD = ("micro_batches", "seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate",
                "seed", "corpus")  # fmt: skip
 
-# Of --as, by the artifact's name; what is given beside it overrides them.
+# Defaults that --as sets, by the artifact's name; options given beside it override them.
 SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
 
 
 def take_settings(context: click.Context, _: click.Parameter, name: str | None) -> str | None:
-    """An eager option's callback: its settings become the defaults of the options that follow."""
+    """Callback of an eager option: its settings become the defaults of the options that follow."""
     context.default_map = {**(context.default_map or {}), **SETTINGS.get(name or "", {})}
     return name
 
@@ -98,10 +98,10 @@ place_options = options.together(
 
 
 class WithMethods(click.Command):
-    """A command whose help ends with all methods, those of --methods included."""
+    """A command whose help ends with the list of all methods, those of --methods included."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if "--help" in args:  # at the end: what it shows depends on --methods, wherever that stands
+        if "--help" in args:  # printed last, because --methods may stand anywhere
             args = [*(word for word in args if word != "--help"), "--help"]
         return super().parse_args(context, args)
 
@@ -117,10 +117,8 @@ class WithMethods(click.Command):
 
 
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
-    """Every combination of the values, methods slowest. A method gets only the options that it has.
-
-    Raises ValueError for an option that no method has, except -w, which published calls give to all methods.
-    """
+    """Make a job for every combination of the values, methods slowest. A method gets only the options that it has.
+    Raises ValueError for an option that no method has, except -w, which published calls give to all methods."""
     names = _names(words, folders)
     given = dict(parse_option(text) for text in words["options"])
     fixed = {name: words[name] for name in OF_WORKLOAD}
@@ -176,7 +174,7 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
 
 
 def _budget(words: dict[str, Any], device: str = "") -> Budget:
-    """The named machine's budgets, on a device if it is known, overridden by those that are given."""
+    """Return the named machine's budgets for this device, overridden by those that are given."""
     budget = (
         named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
         if words["machine_name"]
@@ -201,7 +199,8 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 def place_of(words: dict[str, Any], device: str) -> Place | None:
-    """The place that --on names; None: here. Raises method.Unavailable if there is no such place."""
+    """Return the place that --on names; None is this process's machine. Raises method.Unavailable if there is no such
+    place."""
     for option, place in (("image", "docker"), ("slurm", "slurm")):
         if words[option] and words["on"] != place:
             raise ValueError(f"--{option} needs --on {place}: add that, or leave --{option} out")
@@ -217,7 +216,7 @@ def place_of(words: dict[str, Any], device: str) -> Place | None:
 
 
 def check_corpus(workload: Workload) -> None:
-    """Raises ValueError for a corpus that cannot be read, before any process starts."""
+    """Raise ValueError if the corpus cannot be read, before any process starts."""
     if workload.corpus is not None:
         from harness.core import data
 

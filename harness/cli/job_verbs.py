@@ -23,7 +23,7 @@ from harness.jobs.next_calls import next_calls
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 
-PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of search largest
+PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of `search largest`
 EXAMPLES = """\b
 Examples:
   ./run.sh demo
@@ -231,7 +231,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
 
 
 def _advise(job: Job, folders: tuple[Path, ...], as_json: bool) -> None:
-    """Say what to call instead."""
+    """Tell which command to call instead."""
     for call, why in next_calls(job, folders):
         print(json.dumps({"event": "next", "call": call, "why": why}) if as_json else f"try {call}\n    {why}")
 

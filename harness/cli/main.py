@@ -1,8 +1,8 @@
-"""The door: finds the verb, and turns every error of the user into one line and an exit code.
+"""The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
 Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle, notebook), advise.py, doctor.py, check_method.py, image in harness/places/docker_image.py, and
-those that methods bring (Method.verbs).
+report, bundle, notebook), advise.py, doctor.py, check_method.py, image in harness/places/docker_image.py, and those
+that methods bring (Method.verbs).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ What people do first:
 
 
 class Door(WithMethods, click.Group):
-    """Published calls name no verb: words that begin with an option are a `run`."""
+    """Click's group of verbs; a call that begins with an option is a `run`, because published calls name no verb."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if len(args) > 2 and args[0] == "--methods" and self.get_command(context, args[2]):
@@ -80,9 +80,10 @@ for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, doctor
 
 
 def main() -> None:
-    """Exit codes beside those of a verb: 2 wrong usage, 130 interrupted by Ctrl-C, SIGTERM or a closed pipe."""
+    """Run the call; return its exit code: the verb's own, 2 for wrong usage, 130 if interrupted by Ctrl-C, SIGTERM or a
+    closed pipe."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as under nohup
             signal.signal(number, signal.default_int_handler)
     with readable_output():
         _run()
@@ -90,7 +91,7 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        with door.make_context("./run.sh", sys.argv[1:]) as context:  # main() ends in 1 where a pipe is closed
+        with door.make_context("./run.sh", sys.argv[1:]) as context:  # click's main() exits with 1 if a pipe is closed
             door.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as end:
@@ -126,5 +127,5 @@ def _run() -> None:
 
 
 def _fail(line: str, code: int) -> None:
-    print(line.replace("\n", "\\n"), file=sys.stderr)  # a word of the call, or a name, may hold one
+    print(line.replace("\n", "\\n"), file=sys.stderr)  # an argument or a name may contain line ends
     sys.exit(code)

@@ -18,11 +18,11 @@ from harness.core import named_models
 from harness.devices import named_machines
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
-MOST_NUMBERS = 10_000  # of one option
+MOST_NUMBERS = 10_000  # most values of one option
 
 
 class Named(click.Path):
-    """A path: no empty word, which would be the folder of the call."""
+    """A path; the empty word is refused, because it would mean the working folder."""
 
     def convert(self, value: Any, param: Any, context: Any) -> Any:
         return super().convert(value, param, context) if str(value) else self.fail("expected a path, got nothing")
@@ -42,12 +42,12 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 
 
 def together(*options: Any) -> Any:
-    """One decorator of several options, which --help shows in this order."""
+    """Combine several options into one decorator; --help shows them in this order."""
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
 class Layers(click.IntRange):
-    """A number of them, or all."""
+    """Click type: a number of layers, or `all`."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -64,7 +64,7 @@ probe = together(
 
 
 def probe_of(words: dict[str, Any]) -> Extent | None:
-    """What the options above say, taken out of the words of a call; None where they say nothing."""
+    """Take the probe's options out of a call's arguments; None if none is given."""
     is_left_out, *given = (words.pop(name) for name in ("no_probe", "probe_layers", "probe_steps"))
     if is_left_out and any(given):
         raise ValueError("expected --no-probe or an extent of the probe, got both; leave one out")
@@ -78,7 +78,7 @@ methods = click.option(
 
 
 def _adds_to(module: str) -> Any:
-    """A callback that adds to the module's registry, until the call ends."""
+    """Make a callback that adds folders to a registry until the call ends."""
 
     def callback(context: click.Context, _: Any, places: tuple[Path, ...]) -> None:
         if places:
@@ -93,7 +93,7 @@ machines = click.option(
     "--machines", type=FILE, multiple=True, is_eager=True, expose_value=False, metavar="FILE",
     callback=_adds_to("harness.devices.named_machines"), help="Add the machines of a file, such as machines.yaml.",
 )  # fmt: skip
-# What lies outside of this project: verbs that read results find it by name.
+# Verbs that read results find entries from outside of this project by name.
 added = together(
     click.option("--methods", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
                  callback=_adds_to("harness.core.method"), help="Add a folder of methods."),
@@ -110,8 +110,8 @@ machine_of_records = click.option(
 
 
 def _take_sizes(context: click.Context, param: click.Parameter, name: str | None) -> None:
-    """Make the model's sizes the defaults of the options that come after; what a verb sets itself stays, as the depth
-    up to which it searches."""
+    """Make the model's sizes the defaults of the options that follow; a verb's own defaults stay, such as the largest
+    depth of a search."""
     if name is not None:
         sizes = named_models.load(name).sizes
         context.default_map = {**{option: str(size) for option, size in sizes.items()}, **(context.default_map or {})}
@@ -127,7 +127,7 @@ dtype = click.option("--dtype", default="fp32", help="fp32, or mixed precision w
 
 
 class Numbers(click.ParamType):
-    """A number, several (1,2,4), or a range that includes its end (2:8:2)."""
+    """Click type: a number, several (1,2,4), or a range that includes its end (2:8:2)."""
 
     name = "N"
 
@@ -147,7 +147,7 @@ class Numbers(click.ParamType):
 
 
 class Bytes(click.ParamType):
-    """A size with its unit, in bytes."""
+    """Click type: a size with its unit, in bytes."""
 
     name = "SIZE"
 
@@ -159,7 +159,7 @@ class Bytes(click.ParamType):
 
 
 class Duration(click.ParamType):
-    """A time with its unit, in seconds."""
+    """Click type: a time with its unit, in seconds."""
 
     name = "TIME"
 

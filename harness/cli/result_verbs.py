@@ -63,7 +63,7 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
 
 
 def readable(path: Path) -> str:
-    """A file's name as any terminal can show it."""
+    """Return a file's name in characters that any terminal shows."""
     return os.fsencode(path).decode(errors="replace")
 
 

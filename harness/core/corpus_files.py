@@ -1,4 +1,4 @@
-"""The two files of a Megatron corpus, and what tells one content of a file from another without reading all of it."""
+"""The two files of a Megatron corpus, and a hash that tells two contents of a file apart without reading all of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ BLOCK_BYTES, BLOCKS = 4096, 256
 
 
 def corpus_files(corpus: str) -> tuple[Path, Path]:
-    """Tokens and index of a corpus that is named by its prefix, or by one of the two."""
+    """Return the token and index files of a corpus; its name is their prefix, or one of the two."""
     prefix = corpus.removesuffix(".bin").removesuffix(".idx")
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def sampled_hash(path: Path) -> str:
-    """Of a file's size and of blocks at equal distances, 1 MiB of a large one; all of a smaller one. Its times do not
-    count: a copy is the same, and what was rewritten with its old times is another."""
+    """Hash a file's size and blocks at equal distances, 1 MiB in all; a smaller file is hashed whole. Times do not
+    count: a copy has the same hash, and a rewritten file another one even with its old times."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

@@ -16,9 +16,9 @@ import numpy as np
 from harness.core.corpus_files import corpus_files
 from harness.core.job import Workload
 
-MAX_TOKEN = 50257  # ids of GPT-2's tokenizer; the padding of the vocabulary is never drawn
-FOLLOW = 0.5  # chance that a token is decided by the one before it
-MULTIPLIER, OFFSET = 12_289, 7_919  # successor of a token: an affine map of the ids
+MAX_TOKEN = 50257  # GPT-2's tokens; the padding of the vocabulary is never drawn
+FOLLOW = 0.5  # chance that a token follows from the one before it
+MULTIPLIER, OFFSET = 12_289, 7_919  # the successor of a token is an affine map of its id
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -26,8 +26,8 @@ Sampler = Callable[[int], np.ndarray]
 
 
 def batches(workload: Workload, steps: int) -> np.ndarray:
-    """Token ids (steps, B, T + 1), int64: inputs are [..., :-1], targets [..., 1:]. Raises ValueError where the corpus
-    cannot be read or holds ids beyond the vocabulary."""
+    """Return token ids (steps, B, T + 1), int64: inputs are [..., :-1], targets [..., 1:]. Raises ValueError if the
+    corpus cannot be read or holds ids beyond the vocabulary."""
     sample = corpus(workload) if workload.corpus else synthetic(workload)
     count = steps * workload.batch_size
     tokens = np.stack([sample(index) for index in range(count)])
@@ -35,13 +35,13 @@ def batches(workload: Workload, steps: int) -> np.ndarray:
 
 
 def sha256(tokens: np.ndarray) -> str:
-    """Hash of the bytes that were trained on."""
+    """Hash the bytes that were trained on."""
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
 
 
 def synthetic(workload: Workload) -> Sampler:
-    """Zipf unigrams with order-1 structure: half of the tokens follow from the one before, the rest are drawn anew.
-    Uniform tokens could not show a broken optimizer: their loss stays at ln V whatever is learned."""
+    """Return Zipf unigrams with order-1 structure: half of the tokens follow from the one before, the rest are drawn
+    anew. Uniform tokens could not show a broken optimizer: their loss stays at ln V whatever is learned."""
     ids = min(workload.vocab_size, MAX_TOKEN)
     cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
     cumulative /= cumulative[-1]
@@ -59,7 +59,8 @@ def synthetic(workload: Workload) -> Sampler:
 
 
 def corpus(workload: Workload) -> Sampler:
-    """Windows of T + 1 tokens at seeded places of a Megatron .bin/.idx pair; `workload.corpus` is their prefix."""
+    """Return windows of T + 1 tokens at seeded positions of a Megatron .bin/.idx pair; `workload.corpus` is their
+    prefix."""
     prefix = str(corpus_files(str(workload.corpus))[0]).removesuffix(".bin")
     if not Path(prefix).name:
         told = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
@@ -81,8 +82,11 @@ def corpus(workload: Workload) -> Sampler:
 
 
 def _open_tokens(prefix: str) -> np.ndarray:
-    """All tokens of the corpus, mapped, not read. The index: magic, version (u64), dtype code (u8), number of sequences
-    (u64) and of documents (u64), tokens of each sequence (i32)."""
+    """Map all tokens of the corpus, without reading them.
+
+    The index holds: magic, version (u64), dtype code (u8), number of sequences (u64) and of documents (u64), tokens of
+    each sequence (i32).
+    """
     try:
         with open(f"{prefix}.idx", "rb") as index:
             head = index.read(len(INDEX_MAGIC) + 17)

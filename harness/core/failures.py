@@ -1,8 +1,8 @@
-"""Names the end of a run in one place: a status, its evidence, and one line that names what to change.
+"""Names the end of a run in one place: a status, its evidence, and one line that tells what to change.
 
-Of an exception the innermost cause counts, and its message before its type: one type stands for several memories. A
-process without a record is named by what its parent saw. Out of memory takes evidence: an exception, a message, or the
-kernel's count of the processes that it killed.
+An exception's innermost cause counts, and its message before its type, because one type stands for several memories. If
+a process left no record, the end is named by what its parent saw. Out of memory takes evidence: an exception, a
+message, or the kernel's count of the processes that it killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEAR_THE_LIMIT = 0.95
 class Kind(NamedTuple):
     status: str
     resource: str  # device, host, pinned, shm, disk, import, time or ""
-    name: str  # evidence["class"]: the source of the evidence
+    name: str  # the source of the evidence: evidence["class"]
 
 
 # Messages, most telling first. Sources: PyTorch's allocators, CUDA's libraries, glibc and the kernel.
@@ -43,13 +43,13 @@ MESSAGES = (
      Kind("oom-host", "host", "allocator")),
     (r"No space left on device", Kind("does-not-fit", "disk", "file system")),
 )  # fmt: skip
-# The last lines of a native library that gives up and aborts.
+# Last lines of a native library that gives up and aborts.
 LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
 CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
-# A rank that could no longer reach another one.
+# Messages of a rank that could no longer reach another one.
 LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
-# The sizes in those messages, by their names in the evidence; the first that is found counts.
+# Patterns of the sizes in those messages, by their names in the evidence; the first match counts.
 SIZES = (
     ("asked_bytes", r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)"),
     ("in_use_bytes", r"(\d+) of \d+ (bytes) in use|([\d.]+) (\w+) is allocated by PyTorch"),
@@ -76,20 +76,23 @@ class Failure:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def changes(self, evidence: dict[str, Any]) -> dict[str, Any]:
-        """Fields for a record that has some evidence already."""
+        """Return the changed fields of a record that has some evidence already."""
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
 def of_exception(error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None) -> Failure:
-    """Name what training raised. `memory`: budgets.lift(), bytes at the time, for messages without any; `folder`: of
-    the method's file, whose line a crash names."""
+    """Name an exception of training.
+
+    `memory`: bytes at the time, from budgets.lift(), for messages without sizes. `folder`: the method's, whose failing
+    line a crash names.
+    """
     kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
     told = [(cause, kind) for cause, kind in kinds if kind is not None]
     if not told:
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
         reason = f"{_text(error)} at {phase}{line_in(folder, error)[:TEXT_LENGTH]}; its log has the traceback"
         return _ended("crash", "numeric" if is_numeric else "exception", reason)
-    # If nothing but a package is missing, the outermost error tells more: it may name the command that installs it.
+    # If only a package is missing, the outermost error tells more: it may name the command that installs the package.
     cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
     evidence: dict[str, Any] = {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
     if cause is not error:
@@ -98,13 +101,13 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
 
 
 def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
-    """A failure of this kind; bytes among its evidence are told in its line."""
+    """Make a failure of this kind; bytes among its evidence appear in its line."""
     named = {"class": kind.name, "resource": kind.resource, **evidence}
     return Failure(kind.status, _line(kind, phase, named, text), named)
 
 
 def _ended(status: str, name: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
-    """A failure that is of no memory."""
+    """Make a failure that concerns no memory."""
     return Failure(status, reason, {**evidence, "class": name, "resource": resource})
 
 
@@ -113,15 +116,15 @@ class End:
     """A worker's end as its parent saw it."""
 
     phase: str
-    code: int = 0  # of the process: negative is a signal
-    stopped: str = ""  # the parent's reason to end it: "deadline", "silence", "interrupt"
-    seconds: float = 0.0  # its limit of time
-    oom_kills: int = 0  # rise of its memory group's counter
-    owns_group: bool = False  # nothing but this worker was in that group
-    system_oom_kills: int = 0  # rise of the machine's counter
+    code: int = 0  # exit code of the process; negative: a signal
+    stopped: str = ""  # why the parent ended it: "deadline", "silence", "interrupt"
+    seconds: float = 0.0  # the limit of time
+    oom_kills: int = 0  # kills of the worker's memory group during the run
+    owns_group: bool = False  # True: only this worker was in that group
+    system_oom_kills: int = 0  # kills of the machine during the run
     host_peak_bytes: int = 0
     host_limit_bytes: int = 0
-    shm_free_bytes: int | None = None  # the least seen in /dev/shm
+    shm_free_bytes: int | None = None  # least value seen in /dev/shm
     log_tail: str = ""
 
 
@@ -147,18 +150,18 @@ def of_process(end: End) -> Failure:
     name = "signal" if number in set(signal.Signals) else "exit"
     told = f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
     advice = "its log has what it printed last"
-    if not end.code:  # a worker with a result ends so, and no crash does
+    if not end.code:  # a worker with a result exits with 0; a crash does not
         advice = f"look for sys.exit() and os._exit() in the method's file; {advice}"
     return _ended("crash", name, f"{told} at {end.phase}; {advice}", **seen)
 
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
-    """The same end, said of one of several ranks."""
+    """Return the same end, attributed to one of several ranks."""
     return Failure(failure.status, f"rank {rank} of {world_size}: {failure.reason}", {**failure.evidence, "rank": rank})
 
 
 def of_stop(end: End) -> Failure:
-    """Name an end made by the parent."""
+    """Name an end that the parent caused."""
     if end.stopped == "interrupt":
         return _ended("interrupted", "interrupt", f"interrupted at {end.phase}")
     if end.stopped == "silence":
@@ -170,8 +173,8 @@ def of_stop(end: End) -> Failure:
 
 
 def of_killed_child(end: End, reason: str, trace: str) -> Failure | None:
-    """Name a crash caused by the kernel's kill of one of the worker's processes; None if there was no kill. In a shared
-    group the count may have risen for others: there the message must mention a killed process."""
+    """Name a crash that followed when the kernel killed one of the worker's processes; None if it killed none. In a
+    shared group the kill may have hit another run: there the message must mention a killed process."""
     if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + trace)):
         return None
     text = f"the kernel killed a process of its; {reason}"
@@ -184,7 +187,8 @@ def _kernel_kill(end: End, text: str, /, **evidence: Any) -> Failure:
 
 
 def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
-    """The exception and its causes; False marks one that was merely being handled when another arose."""
+    """Yield the exception and its causes, innermost first; False marks an exception that was only being handled when
+    the next one arose."""
     found: dict[int, tuple[BaseException, bool]] = {}
 
     def visit(item: BaseException | None, is_explicit: bool) -> None:
@@ -198,7 +202,7 @@ def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
-    """The kind that this exception tells of, without its causes."""
+    """Return the kind of this exception, without its causes."""
     types = {cls.__name__ for cls in type(error).__mro__}
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -207,7 +211,7 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
     if isinstance(error, (Exception, MemoryError)) and not isinstance(error, Unavailable):
         for pattern, kind in MESSAGES:
             if re.search(pattern, text):
-                # CUDA says "out of memory" of both memories: with a twentieth of the device free, it was the host's.
+                # CUDA says "out of memory" of both memories: if a twentieth of the device is free, the host's ran out.
                 is_hosts = memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63)
                 return Kind("oom-host", "pinned", "ambiguous") if kind.name == "ambiguous" and is_hosts else kind
     if "OutOfMemoryError" in types:
@@ -220,7 +224,7 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
 
 
 def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
-    """Bytes asked for, in use and allowed, if the message or the process tells."""
+    """Return the bytes asked for, in use and allowed, if the message or the process tells them."""
     found: dict[str, int] = {}
     for name, pattern in SIZES if kind.resource in MEMORIES else ():
         if match := re.search(pattern, text, re.IGNORECASE):
@@ -233,7 +237,7 @@ def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
 
 
 def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
-    """Memory, phase, bytes, what to change, and the original words."""
+    """Compose the line: memory, phase, bytes, what to change, and the original message."""
     if kind.resource not in MEMORIES:
         return f"{text} (at {phase})"
     memory, advice = MEMORIES[kind.resource]
@@ -246,5 +250,5 @@ def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "  # its status says so already
+    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "  # the status says so already
     return f"{kind}{' '.join(str(error).split())}"[:TEXT_LENGTH]

@@ -25,7 +25,7 @@ from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INIT_STD = 0.02
-DRAWN_AT_ONCE = 2**18  # elements, a multiple of 16
+DRAWN_AT_ONCE = 2**18  # elements; a multiple of 16
 
 
 class Layer(nn.Module):
@@ -71,8 +71,8 @@ class Ends(nn.Module):
         return F.dropout(self.wte(inputs) + self.wpe(positions), self.dropout)
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Mean cross-entropy over all tokens, in fp32; the head is the token embedding. Its gradient comes times
-        `scale`."""
+        """Return the mean cross-entropy over all tokens, in fp32; the head is the token embedding. The gradient is
+        multiplied by `scale`."""
         hidden = self.lnf(x).flatten(0, 1)
         mean: Tensor = HeadLoss.apply(hidden, self.wte.weight, targets.flatten(), scale)  # type: ignore[no-untyped-call]
         return mean
@@ -80,10 +80,11 @@ class Ends(nn.Module):
 
 class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of a linear head, block by block: the logits of all tokens would be the largest tensor of most
-    models. A block's gradients are computed with its loss, so nothing is computed twice, and scaled before they are
-    rounded to fp16, where most would be zero.
+    models.
 
-    x: (N, D) hidden states of N tokens; weight: (V, D); targets: (N,).
+    A block's gradients are computed with its loss, so nothing is computed twice, and they are scaled before they are
+    rounded to fp16, because most would otherwise be rounded to zero. x: (N, D) hidden states of N tokens; weight: (V,
+    D); targets: (N,).
     """
 
     @staticmethod
@@ -97,22 +98,19 @@ class HeadLoss(torch.autograd.Function):
             total += loss
             dx[block] = dlogits @ weight
             dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
-            del dlogits  # before the next block's
+            del dlogits  # free it before the next block
         ctx.gradients = dx, dweight
         return total
 
     @staticmethod
     def backward(ctx: Any, *dloss: Tensor) -> Any:
-        (dx, dweight), ctx.gradients = ctx.gradients, None  # held by nothing else: autograd keeps them without a copy
+        (dx, dweight), ctx.gradients = ctx.gradients, None  # only autograd holds them, so it makes no copy
         return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int, scale: float) -> tuple[Tensor, Tensor]:
-    """These tokens' share of the mean over `num_tokens`, in fp32, and its gradient times `scale` in the dtype of the
-    logits, whose memory it takes if that is fp32.
-
-    logits: (N, V); targets: (N,).
-    """
+    """Return these tokens' share of the mean over `num_tokens`, in fp32, and its gradient times `scale` in the logits'
+    dtype. The gradient overwrites the logits if they are fp32. logits: (N, V); targets: (N,)."""
     dtype, wanted, logits = logits.dtype, targets.unsqueeze(1), logits.float()
     right, largest = logits.gather(1, wanted), logits.amax(1, keepdim=True)
     sums = logits.sub_(largest).exp_().sum(1, keepdim=True)
@@ -134,7 +132,7 @@ class GPT(nn.Module):
         return self.loss(self.ends.embed(inputs), targets, scale)
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """The loss of embedded tokens, (B, T, D); its gradient comes times `scale`."""
+        """Return the loss of embedded tokens, (B, T, D); its gradient is multiplied by `scale`."""
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return self.ends.loss(x, targets, scale)
@@ -155,12 +153,12 @@ def empty(workload: Workload, device: str) -> GPT:
 
 
 def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
-    """Give tensors, in place, the starting values of their names: a thread draws a tensor, several at once."""
+    """Fill tensors, in place, with the starting values of their names; each thread draws one tensor."""
 
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
         if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
-            _drawing(name, tensor.ndim, workload)(tensor)  # where it stays: no second copy, even for a moment
+            _drawing(name, tensor.ndim, workload)(tensor)  # drawn in place: no second copy, even for a moment
             return
         for start, drawn in drawn_blocks(name, tensor.shape, workload):
             tensor.view(-1)[start : start + len(drawn)].copy_(drawn)
@@ -172,23 +170,23 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
 def drawn_blocks(
     name: str, shape: torch.Size, workload: Workload, at_once: int = DRAWN_AT_ONCE
 ) -> Iterator[tuple[int, Tensor]]:
-    """The values of initial(), as (start, elements), in a reused block of memory: a host may have no room for a whole
+    """Yield the values of initial() as (start, elements), in a reused block of memory: a host may lack room for a whole
     embedding. `at_once`: elements of a block, a multiple of 16."""
     numel, draw = shape.numel(), _drawing(name, len(shape), workload)
     room = torch.empty(min(numel, 2 * at_once))
-    # The last block is the longer one: torch draws 16 numbers at once, the last 16 of a tensor anew.
+    # torch draws 16 numbers at once, and the last 16 of a tensor anew: so the last block is longer.
     for start in range(0, max(1, numel - at_once + 1), at_once):
         left = numel - start
         yield start, draw(room[: left if left < 2 * at_once else at_once])
 
 
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
-    """The fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters)."""
+    """Return the fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters)."""
     return _drawing(name, len(shape), workload)(torch.empty(shape))
 
 
 def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> Iterator[Tensor]:
-    """initial() of each name and shape, in order: while one is used, each core draws another."""
+    """Yield initial() of each name and shape, in order: while the caller uses one, each core draws another."""
     cores = len(os.sched_getaffinity(0))
     ahead: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(cores) as pool:
@@ -201,8 +199,10 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
 
 
 def _drawing(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Tensor]:
-    """A function that fills an fp32 tensor of the host with starting values; each call continues the sequence. N(0,
-    0.02); the two projections into the residual stream by 1/sqrt(2 L) of that; biases 0, norm weights 1."""
+    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence.
+
+    N(0, 0.02); for the two projections into the residual stream 1/sqrt(2 L) of that; biases 0, norm weights 1.
+    """
     if ndim == 1:
         value = 1.0 if name.endswith("weight") else 0.0
         return lambda tensor: tensor.fill_(value)
@@ -213,12 +213,12 @@ def _drawing(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Ten
 
 
 def is_decayed(shape: Sequence[int]) -> bool:
-    """True if weight decay applies to a parameter: to matrices, neither to biases nor to norms."""
+    """True if weight decay applies to the parameter: to matrices, but not to biases and norms."""
     return len(shape) > 1
 
 
 def adamw_groups(parameters: Iterable[nn.Parameter], shape_of: Callable[[Any], Any] = Tensor.size) -> list[dict]:
-    """The parameter groups of torch's AdamW, by weight decay."""
+    """Return the parameter groups of torch's AdamW, split by weight decay."""
     groups: dict[float, list] = {WEIGHT_DECAY: [], 0.0: []}
     for parameter in parameters:
         groups[WEIGHT_DECAY if is_decayed(shape_of(parameter)) else 0.0].append(parameter)
@@ -226,5 +226,5 @@ def adamw_groups(parameters: Iterable[nn.Parameter], shape_of: Callable[[Any], A
 
 
 def adamw(parameters: Iterable[nn.Parameter], **words: Any) -> torch.optim.AdamW:
-    """The optimizer of the published runs."""
+    """Return the optimizer of the published runs."""
     return torch.optim.AdamW(adamw_groups(parameters, **words), betas=BETAS, eps=EPSILON, fused=True)

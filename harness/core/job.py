@@ -32,18 +32,20 @@ LR_WARMUP_STEPS = 3200
 LR_DECAY_STEPS = 320_000
 # The dynamic loss scale of fp16 (methods/shared/loss_scale.py), by the numbers that DeepSpeed starts from.
 INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_WINDOW = 1000  # good steps in a row that double it
-# Options of methods that train several models, the same in all: how many, and with how many batch sizes.
+LOSS_SCALE_WINDOW = 1000  # steps in a row without overflow, after which the scale doubles
+# Options of methods that train several models: the number of models, and of batch sizes.
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
-NUM_RATES = 6  # learning rates of several models: the workload's, and halves of it
-# The loss is computed in blocks of tokens with so many logits (harness/core/gpt.py): 128 MiB in fp32.
+NUM_RATES = 6  # learning rates of several models: the workload's, and repeated halves of it
+# Logits of a block of tokens: the loss is computed block by block (harness/core/gpt.py), 128 MiB in fp32.
 NUM_LOGITS = 2**25
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A GPT, its optimizer and its data: what every method trains alike. Raises ValueError, one line that names the
-    allowed values, where the sizes make no model."""
+    """A GPT, its optimizer and its data: the training that all methods share.
+
+    Raises ValueError, one line that names the allowed values, if the sizes make no model.
+    """
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -54,12 +56,12 @@ class Workload:
     batch_size: int = 4
     micro_batches: int = 1  # equal parts of a batch, one after the other, whose gradients are summed
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
-    dtype: str = "fp32"  # or "bf16", "fp16": so are weights and gradients; master weights and moments are fp32
+    dtype: str = "fp32"  # dtype of weights and gradients: fp32, bf16 or fp16; master weights and moments are fp32
     dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
-    clip_norm: float = 1.0  # of the global gradient norm; 0 switches clipping off
+    clip_norm: float = 1.0  # limit of the global gradient norm; 0: no clipping
     learning_rate: float = 1.5e-4
     seed: int = 1234
-    corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None is the synthetic stream
+    corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
@@ -86,7 +88,7 @@ class Workload:
             raise ValueError(f"clip must be 0 (off) or a positive norm, not {self.clip_norm}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"the learning rate must be positive, not {self.learning_rate}")
-        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 are one workload: let them make one key
+        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 are one workload and must make one key
             object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
@@ -105,7 +107,7 @@ class Workload:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one weight, gradient or activation as computed with."""
+        """Bytes of one weight, gradient or activation in the dtype of the computation."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -128,45 +130,46 @@ class Workload:
 
     @property
     def head_flops_per_step(self) -> float:
-        """The head's share: logits and both of their gradients."""
+        """Floating-point operations of the head: logits and both of their gradients."""
         return 6.0 * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
 
     @property
     def boundary_bytes(self) -> int:
-        """The input of one layer for the whole batch, kept for its recompute."""
+        """Bytes of one layer's input for the whole batch, kept for its recompute."""
         return self.batch_size * self.seq_len * self.hidden_size * self.weight_bytes
 
     @property
     def head_bytes(self) -> int:
-        """Largest transient of a micro-batch's loss and its gradients: a block of logits in fp32, its gradient in the
-        dtype of the weights, and, after the first block, the gradient of the embedding."""
+        """Bytes of the largest transient of a micro-batch's loss and its gradients: a block of logits in fp32, its
+        gradient in the dtype of the weights, and, after the first block, the gradient of the embedding."""
         size, all_logits = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
         logits, embedding = min(NUM_LOGITS, all_logits), size * self.vocab_size * self.hidden_size
-        later = min(NUM_LOGITS, all_logits - logits)  # of the largest block after the first
+        later = min(NUM_LOGITS, all_logits - logits)  # the largest block after the first
         both = 4 if size == 4 else 4 + size
         rounded = max(both * logits, both * later + embedding if later else 0)
         return 3 * self.boundary_bytes // self.micro_batches + max(rounded, size * logits + embedding)
 
     @property
     def layer_bytes(self) -> int:
-        """Largest transient of a layer's recompute and backward pass on a micro-batch: its activations, the gradients
-        of the MLP's inner tensors, and one matrix's gradient on its way to the sum."""
+        """Bytes of the largest transient of a layer's recompute and backward pass on a micro-batch: its activations,
+        the gradients of the MLP's inner tensors, and one matrix's gradient on its way to the sum."""
         return 22 * self.boundary_bytes // self.micro_batches + self.weight_bytes * 4 * self.hidden_size**2
 
     @property
     def working_bytes(self) -> int:
-        """Largest transient of a step beside what is kept of every layer. Tested against memory rehearsals."""
-        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # of other micro-batches
+        """Bytes of the largest transient of a step, beside the data kept of every layer. Tested against memory
+        rehearsals."""
+        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # other micro-batches
         return max(self.head_bytes, self.layer_bytes + waiting)
 
     @property
     def waits_for_norm(self) -> bool:
-        """True if updates need the whole gradient first: to clip it, or, in fp16, to know that it is finite."""
+        """True if updates need the whole gradient first: to clip it or, in fp16, to know that it is finite."""
         return self.clip_norm > 0 or self.dtype == "fp16"
 
     def learning_rate_at(self, step: int) -> float:
-        """The published schedule; `step` counts from 1, those that fp16 skips, too. Iterations 10 and 50 give
-        4.687e-07 and 2.344e-06."""
+        """Learning rate of the published schedule; `step` counts from 1, steps that fp16 skips included. Iterations 10
+        and 50 give 4.687e-07 and 2.344e-06."""
         if step <= LR_WARMUP_STEPS:
             return self.learning_rate * step / LR_WARMUP_STEPS
         floor = min(MIN_LEARNING_RATE, self.learning_rate)
@@ -188,7 +191,7 @@ class Budget:
     host_bytes: int | None = None
     disk_bytes: int | None = None
     seconds: float | None = None
-    link_bytes_per_second: float | None = None  # between device and host, in each direction: simulated on sim only
+    link_bytes_per_second: float | None = None  # each direction between device and host; simulated, on sim only
     rates: Rates | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -200,7 +203,7 @@ class Budget:
                 object.__setattr__(self, name, float(value))  # as in Workload
 
     def share(self, num_ranks: int) -> Budget:
-        """The share of each of several ranks on one machine; a device is a rank's own."""
+        """Return the budget of one of several ranks on one machine; each rank has a device of its own."""
         return dataclasses.replace(self, host_bytes=self.host_bytes and self.host_bytes // num_ranks)
 
     @property
@@ -228,12 +231,12 @@ class Plan:
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
-    moved_bytes: int = 0  # per step, both directions
+    moved_bytes: int = 0  # per step, both directions together
     options: dict[str, Any] = field(default_factory=dict)
     step_seconds: float | None = None  # at least, by the machine's rates, and what binds
     binds: str = ""
-    updates_on_host: bool = True  # what the optimizer keeps on the host is updated there
-    stages: dict[str, int] = field(default_factory=dict)  # of a pipeline: each one's device bytes, the largest planned
+    updates_on_host: bool = True  # the host updates the parameters whose optimizer state it keeps
+    stages: dict[str, int] = field(default_factory=dict)  # device bytes of each pipeline stage; the largest is planned
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
@@ -301,7 +304,7 @@ class Job:
     device: str = "cpu"  # or "cuda", or "sim": a CPU with a second memory (harness/devices/sim.py)
     steps: int = 20
     warmup: int = 5
-    trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; as budget.seconds
+    trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; no part of identity
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -315,16 +318,16 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Processes that train together, by the option of methods that have it; each is a rank."""
+        """Number of processes that train together, each a rank, from the option of the methods that have it."""
         return self.options.get("world_size", 1)
 
     def workloads(self) -> list[Workload]:
-        """Of the models that the job asks for: one, unless OF_SEVERAL_MODELS say more."""
+        """Workloads of the job's models: one, unless an option of OF_SEVERAL_MODELS asks for more."""
         return several(self.workload, *(self.options.get(name, 1) for name in OF_SEVERAL_MODELS))
 
     def key(self, **context: str) -> str:
-        """Identity of this job in a context: the method's source, the machine's checked facts. Neither --timeout nor
-        --trace is part of it."""
+        """Return the identity of this job in a context: the method's source, the machine's checked facts. Neither
+        --timeout nor --trace is part of it."""
         untimed = dataclasses.replace(self, budget=dataclasses.replace(self.budget, seconds=None), trace=None)
         text = json.dumps([untimed.to_dict(), context], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -335,7 +338,7 @@ class Job:
         if self.trace is None:
             del data["trace"]
         if self.workload.micro_batches == 1:
-            del data["workload"]["micro_batches"]  # a job keeps the key that it had before there were any
+            del data["workload"]["micro_batches"]  # such jobs keep their key of before the option
         return data
 
     @staticmethod
@@ -344,7 +347,8 @@ class Job:
 
 
 def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Workloads of several models: learning rates times batch sizes, each half of the one before."""
+    """Return the workloads of several models: all pairs of learning rates and batch sizes; each is half of the one
+    before."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
     sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]
@@ -357,12 +361,12 @@ def check_count(name: str, value: int, most: int = MOST) -> None:
 
 
 def params_text(num_params: int) -> str:
-    """Parameters as a human reads them: 1.717 B, 16.3 M."""
+    """Format parameters: 1.717 B, 16.3 M."""
     return f"{num_params / 1e9:.3f} B" if num_params >= 1e8 else f"{num_params / 1e6:.3g} M"
 
 
 def gib(size: float) -> str:
-    """Bytes as a human reads them."""
+    """Format bytes."""
     for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= factor:
             return f"{size / factor:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The readable log in the published artifact's lines, so that scripts made for it read ours."""
+"""The readable log in the published artifact's lines, so that scripts made for the artifact read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from harness.core.job import Job
 
 INTERVAL = 10  # steps
-BUILD_LOG = "build_{}.txt"  # beside the runs' logs: what an engine's compiler said
+BUILD_LOG = "build_{}.txt"  # output of an engine's compiler, beside the runs' logs
 
 
 def header_lines(job: Job) -> list[str]:
@@ -22,23 +22,25 @@ def header_lines(job: Job) -> list[str]:
 
 
 def end_line(job: Job, status: str, phase: str, num_steps: int, reason: str) -> str:
-    """How the run ended, in a word of record.STATUSES, where, and after how many steps."""
+    """Tell how the run ended, as a record's status, where, and after how many steps."""
     told = f"ended as {status} at {phase}, after {num_steps} of {job.steps} steps"
     return f"{told}: {' '.join(reason.split())}" if reason else told
 
 
 def interval_steps(job: Job) -> int:
-    """A run of fewer steps than an interval is one."""
+    """Return the steps of a log's interval; a shorter run is one interval."""
     return min(INTERVAL, job.steps)
 
 
 def interval_lines(
     job: Job, measured: dict[str, Any], peaks: dict[str, int], dialect: str = "megatron"
 ) -> list[str]:  # fmt: skip
-    """The published metric lines for the interval that the last step closes; none inside an interval. Times and losses
-    are means over the interval, warm-up included, as published; Tera Flops count this harness's FLOPs, recompute
-    included. The dialect of a method's published logs: deepspeed has no gradient norm, and its speed is the mean of all
-    steps so far but the first two."""
+    """Return the published metric lines of the interval that the last step closes; none inside an interval.
+
+    Times and losses are means over the interval, warm-up included, as published; Tera Flops count this harness's FLOPs,
+    recompute included. The dialect deepspeed has no gradient norm, and its speed is the mean of all steps so far but
+    the first two.
+    """
     step, interval = len(measured["losses"]), interval_steps(job)
     if step % interval:
         return []
@@ -75,7 +77,7 @@ def interval_lines(
 
 
 def _since_the_third_step(batch_size: int, step_seconds: list[float]) -> str:
-    """The speed as DeepSpeed's timer prints it."""
+    """Return the speed as DeepSpeed's timer prints it."""
     counted = step_seconds[2:] or step_seconds
     now = time.time()
     clock = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))},{int(now % 1 * 1000):03d}"

@@ -26,23 +26,22 @@ if TYPE_CHECKING:
 
 
 class Unavailable(Exception):
-    """The method cannot run here; the text names the reason and the command that helps."""
+    """The method cannot run on this machine; the text names the reason and the command that helps."""
 
 
 class Step(NamedTuple):
-    """One step; of several models that take turns, the first one's. Tensors are scalars on the device, not
-    synchronized."""
+    """One step; if several models take turns, the first model's. Tensors are scalars on the device, not synchronized."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None  # global, before clipping
-    shares: list[float] | None = None  # of several models: each one's share of the devices' time so far
-    loss_scale: float | None = None  # in fp16
-    is_skipped: bool = False  # in fp16: a gradient was not finite
+    shares: list[float] | None = None  # of several models: each model's share of the devices' time so far
+    loss_scale: float | None = None  # set in fp16
+    is_skipped: bool = False  # True in fp16 if a gradient was not finite
 
 
 class TensorState(NamedTuple):
-    """A parameter after training: fp32 weight (the master's, in mixed precision), first and second moment, shaped
-    alike. Of the second moment the signs do not count."""
+    """A parameter after training: fp32 weight (the master's, in mixed precision), first and second moment, all of one
+    shape. The sign of the second moment is ignored."""
 
     name: str
     weight: torch.Tensor
@@ -51,13 +50,13 @@ class TensorState(NamedTuple):
 
 
 class OtherModel(NamedTuple):
-    """Of several models that took turns, one after the first."""
+    """Any model but the first of several that took turns."""
 
     changes: dict[str, Any]  # fields of its workload that differ from the first model's
-    losses: list[float]  # one for each of its own steps, as the norms
+    losses: list[float]  # one value for each of the model's own steps, as in norms
     grad_norms: list[float]
     tensors: Iterable[TensorState]
-    loss_scales: list[float] = []  # noqa: RUF012  of each step in fp16
+    loss_scales: list[float] = []  # noqa: RUF012 one for each step in fp16
     skipped_steps: list[int] = []  # noqa: RUF012
 
     @classmethod
@@ -71,47 +70,49 @@ class OtherModel(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a method leaves behind for the gate; of several models that took turns, the first one's tensors."""
+    """The results that a method returns for the gate; of several models, the first one's tensors."""
 
     tensors: Iterable[TensorState]
-    moved_bytes: int = 0  # between memories
-    schedule: dict[str, Any] = {}  # noqa: RUF012  of several models: `num_models`, and how the turns went
+    moved_bytes: int = 0  # between the two memories
+    schedule: dict[str, Any] = {}  # noqa: RUF012 of several models: `num_models`, and the order of turns
     others: Sequence[OtherModel] = ()
 
 
 Training = Generator[Step, None, Trained]
 
 
-RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # of optional ones None is an answer
+RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # optional functions may return None
 
 
 class Method(ABC):
-    """What every method offers: plan() and train(); the rest has a default. A method is a frozen dataclass, its fields
-    are its options.
+    """The base of every method: plan() and train() are required; the rest has a default.
 
-    A method that trains in several processes has an option world_size, 1 by default: then each runs train() under
-    torchrun's variables, on the whole batch of which it takes its part, yields the loss of all, and rank 0 returns the
-    whole tensors. Its plan is that of one rank. One that trains several models has the option num_models, 1 by default,
-    and may have num_batch_sizes: they are those of Job.workloads()."""
+    A method is a frozen dataclass, its fields are its options.
+
+    A method that trains in several processes has an option world_size, 1 by default. Each process then runs train()
+    under torchrun's variables on the whole batch, takes its own part of it, and yields the loss of all; rank 0 returns
+    the whole tensors. plan() counts one rank. A method that trains several models has the option num_models, 1 by
+    default, and may have num_batch_sizes: these models are Job.workloads().
+    """
 
     label: ClassVar[str]  # default: the name of its file
     color: ClassVar[str] = "#888888"  # in figures
     paper: ClassVar[str] = ""
-    bit_exact: ClassVar[bool] = False  # promises the reference's bits on CPU in fp32
-    bit_exact_in_half: ClassVar[bool] = False  # and there in bf16 and fp16
+    bit_exact: ClassVar[bool] = False  # True: promises the reference's bits on a CPU in fp32
+    bit_exact_in_half: ClassVar[bool] = False  # True: promises them on a CPU in bf16 and fp16, too
     is_exact: ClassVar[bool] = True  # False: trains differently by design
     is_reference: ClassVar[bool] = False  # True for exactly one method
-    can_rehearse: ClassVar[bool] = False  # train() runs on tensors without memory (harness/devices/memory_rehearsal.py)
-    accumulates: ClassVar[bool] = False  # trains on micro-batches
-    log_dialect: ClassVar[str] = "megatron"  # or deepspeed, of its published logs (harness/core/log_lines.py)
-    build_seconds: ClassVar[int] = 0  # of build(), about
-    verbs: ClassVar[str] = ""  # the module of the verbs that it brings: click commands in VERBS
-    clips: ClassVar[bool] = True  # False: it trains with --clip 0 alone
-    drops_alike: ClassVar[bool] = True  # False: with dropout it drops other elements than the reference
-    scales_loss: ClassVar[bool] = False  # trains in fp16, by the rule of methods/shared/loss_scale.py
+    can_rehearse: ClassVar[bool] = False  # True: runs on tensors without memory (harness/devices/memory_rehearsal.py)
+    accumulates: ClassVar[bool] = False  # True: trains on micro-batches
+    log_dialect: ClassVar[str] = "megatron"  # of its published logs: or deepspeed (harness/core/log_lines.py)
+    build_seconds: ClassVar[int] = 0  # rough duration of build()
+    verbs: ClassVar[str] = ""  # module with the verbs that it brings, click commands in VERBS
+    clips: ClassVar[bool] = True  # False: trains only with --clip 0
+    drops_alike: ClassVar[bool] = True  # False: drops other elements than the reference
+    scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
 
-    # Of "copies" and "updates" on the host, those that run beside the device's compute; a plan with step_seconds of its
-    # own knows better.
+    # The work on the host, "copies" or "updates", that runs beside the device's compute; a plan with step_seconds of
+    # its own overrides it.
     hides: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -126,33 +127,35 @@ class Method(ABC):
         """What training needs, by arithmetic. Raises ValueError for options that make no sense at this size."""
 
     def settled(self, plan: Plan) -> Self:
-        """The same with the options that a plan of it has chosen: train() chooses none."""
+        """Return this method with the options that its plan has chosen, so that train() chooses none."""
         return type(self)(**plan.options) if plan.options else self
 
     @abstractmethod
     def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
-        """Train with settled options on each (inputs, targets) batch, (B, T) token ids on the device; yield each step
-        before the next batch is taken, for its time ends there; return when every update is done. Batches may have a
-        length. Raises Unavailable, or torch's OutOfMemoryError."""
+        """Train with settled options on each (inputs, targets) batch, (B, T) token ids on the device.
+
+        Yield each step before taking the next batch, because the step's time ends at the yield; return when every
+        update is done. `batches` may have a length. Raises Unavailable, or torch's OutOfMemoryError.
+        """
 
     def missing(self, device: str) -> str | None:
-        """What it lacks to run on this device, and how to get it."""
+        """Return what the method lacks to run on this device, and how to get it."""
         return None
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        """The options with which the same code trains a model of fewer layers."""
+        """Return the options with which the same code trains a model of fewer layers."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def to_build(self) -> str | None:
-        """What build() would compile before a run, for people; None when all is there."""
+        """Return what build() would compile before a run, for people; None if nothing is missing."""
         return None
 
-    def build(self) -> None:  # noqa: B027  most have nothing to compile
-        """Compile it: called once, in a process of its own, never inside a run."""
+    def build(self) -> None:  # noqa: B027 most methods have nothing to compile
+        """Compile what the method needs: called once, in a process of its own, never inside a run."""
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        """The method's row in the fairness table: implementation, model, attention, optimizer, precision, recompute,
-        clipping."""
+        """Return the method's row in the fairness table: implementation, model, attention, optimizer, precision,
+        recompute, clipping."""
         return {"implementation": "its file"}
 
 
@@ -160,12 +163,12 @@ REGISTRY = FileRegistry("method", methods, lambda stem: stem.replace("_", "-"))
 
 
 def names(folders: tuple[Path, ...] = ()) -> list[str]:
-    """Every method's name, as the command line spells it: the file's, with hyphens."""
+    """Return every method's name, as the command line spells it: the file's, with hyphens."""
     return sorted(REGISTRY.files(folders))
 
 
 def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Methods whose files do not load, and why; the others still run."""
+    """Return the methods whose files do not load, with the reasons; the others still run."""
     found = {}
     for name in names(folders):
         try:
@@ -181,7 +184,7 @@ def loadable(folders: tuple[Path, ...]) -> dict[str, type[Method]]:
 
 
 def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
-    """The method's class. Raises ValueError that names the nearest method, or what the file lacks."""
+    """Return the method's class. Raises ValueError that names the nearest method, or what the file lacks."""
     files = REGISTRY.files(folders)
     if name not in files:
         raise ValueError(f"no method {name!r}: {did_you_mean(name, files)}choose one of {', '.join(sorted(files))}")
@@ -195,7 +198,7 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
 
 
 def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -> Method:
-    """The method with these options. Raises ValueError for an unknown method, option or value."""
+    """Return the method with these options. Raises ValueError for an unknown method, option or value."""
     cls = load(name, folders)
     allowed = option_names(cls)
     for option in options:
@@ -214,7 +217,7 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
 
 
 def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -> None:
-    """Raise ValueError where this method does not train this workload."""
+    """Raise ValueError if this method cannot train this workload."""
 
     def able(ability: str) -> str:
         return ", ".join(name for name, cls in loadable(folders).items() if getattr(cls, ability))
@@ -233,12 +236,12 @@ def option_names(cls: type[Method]) -> list[str]:
 
 
 def having(option: str, folders: tuple[Path, ...] = ()) -> list[str]:
-    """The names of the methods that have this option."""
+    """Return the names of the methods that have this option."""
     return [name for name, cls in loadable(folders).items() if option in option_names(cls)]
 
 
 def reference(folders: tuple[Path, ...] = ()) -> str:
-    """The name of the method that the others are judged by."""
+    """Return the name of the reference method."""
     marked = [name for name, cls in loadable(folders).items() if cls.is_reference]
     if len(marked) != 1:
         raise ValueError(f"expected one method with is_reference = True, got {len(marked)}: {', '.join(marked)}")
@@ -246,8 +249,8 @@ def reference(folders: tuple[Path, ...] = ()) -> str:
 
 
 def largest_depth(fits: Callable[[int], bool]) -> int:
-    """Layers of the deepest model that fits, by doubling and bisection; 0 if one layer does not fit. Assumes that
-    needs grow with depth."""
+    """Return the layers of the deepest model that fits, by doubling and bisection; 0 if one layer does not fit. Assumes
+    that needs grow with depth."""
     high = 1
     while fits(high):
         if high == MOST_LAYERS:
@@ -257,10 +260,10 @@ def largest_depth(fits: Callable[[int], bool]) -> int:
 
 
 def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
-    """Hash of the code that decides how this method trains."""
+    """Return the hash of the code that decides how this method trains."""
     return source.source_hash(REGISTRY.files(folders)[name])
 
 
 def listed(name: str, folders: tuple[Path, ...] = ()) -> source.Listed:
-    """What that hash is of."""
+    """Return the files and folders that source_hash() covers."""
     return source.Listed.of(REGISTRY.files(folders)[name])

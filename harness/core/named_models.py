@@ -18,7 +18,7 @@ EXAMPLE = "gpt2: {num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 1024
 
 @dataclass(frozen=True)
 class Model:
-    """An entry of models.yaml: fields of a Workload, and where they are from."""
+    """An entry of models.yaml: fields of a Workload, and their source."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     num_layers: int
@@ -30,11 +30,11 @@ class Model:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The fields of a Workload."""
+        """Return the fields of a Workload."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "about"}
 
     def __post_init__(self) -> None:
-        Workload(**self.sizes)  # raises ValueError where the sizes make no model
+        Workload(**self.sizes)  # raises ValueError if the sizes make no model
 
 
 def names(file: Path = FILE) -> list[str]:
@@ -42,5 +42,5 @@ def names(file: Path = FILE) -> list[str]:
 
 
 def load(name: str, file: Path = FILE) -> Model:
-    """The model of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
+    """Return the model of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
     return entry(Model, name, (file,), EXAMPLE)

@@ -1,4 +1,4 @@
-"""Compiles a shared library of this project once: its file's name is a hash of its sources and parts."""
+"""Compiles a shared library of this project once: its file name contains a hash of its sources and parts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COMPILERS = ("g++", "clang++", "c++")
 
 @functools.cache
 def find() -> str | None:
-    """The system's compiler of C++; None where there is none."""
+    """Return the system's C++ compiler; None if there is none."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def has_header(name: str) -> bool:
-    """True if a header lies where compilers look by default, or where the environment sends them."""
+    """True if the compiler finds this header in its default folders, or in those of the environment."""
     told = (os.environ.get(word, "") for word in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"))
     prefixes = ("/usr/local", "/usr", os.environ.get("CONDA_PREFIX", "/usr"))
     folders = [f"{prefix}/include" for prefix in prefixes] + [f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}"]
@@ -34,10 +34,11 @@ def has_header(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Library:
-    """A library in `folder`, of sources of which the first one is compiled; `parts` are what else it depends on."""
+    """A shared library in `folder`, compiled from the first of its sources; it also depends on the others and on
+    `parts`."""
 
-    what: str  # for people
-    seconds: int  # that compiling takes, about
+    what: str  # its name for people
+    seconds: int  # rough duration of compiling
     folder: Path
     sources: tuple[Path, ...]
     parts: tuple[str, ...] = ()
@@ -54,12 +55,12 @@ class Library:
         return self.path.exists()
 
     def to_build(self) -> str | None:
-        """What build() would compile, for people; None if it is there, or there is no compiler."""
+        """Return what build() would compile, for people; None if it exists, or there is no compiler."""
         return None if self.is_built or not find() else f"{self.what}, once, about {self.seconds} seconds"
 
     def build(self, *flags: str) -> None:
-        """Compile it; an interrupted or failed build leaves nothing behind for the next. Raises Unavailable without a
-        compiler, or if it fails."""
+        """Compile the library; an interrupted or failed build leaves nothing behind. Raises Unavailable without a
+        compiler, or if compiling fails."""
         compiler, path = find(), self.path
         if not compiler:
             raise Unavailable(f"{self.what} needs a C++ compiler ({', '.join(COMPILERS)}): apt-get install g++")

@@ -1,4 +1,4 @@
-"""The rates of a machine, as achieved, that bound a step. Standard library only.
+"""The achieved rates of a machine, which bound a step. Standard library only.
 
 Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
 machines.yaml. They decide what is planned, never what is measured, so they are no part of a job's identity. What they
@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.base.named_entries import did_you_mean
 
-# A fact of machines.yaml, the rate that it gives, and the factor to its unit.
+# For each fact of machines.yaml: the rate that it gives, and the factor to its unit.
 FACTS = (
     ("gpu_tflops", "device_flops_per_second", 1e12),
     ("forward_share", "forward_share", 1),
@@ -34,25 +34,25 @@ NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates as achieved, not as on a data sheet; infinite if not given."""
+    """Achieved rates, not those of a data sheet; a rate that is not given is infinite."""
 
-    device_flops_per_second: float  # of a step's compute, as Workload.flops_per_step counts
-    forward_share: float = 0.25  # of that compute's time, with every layer recomputed
-    device_bytes_per_second: float = math.inf  # of the device's Adam, bytes read and written
-    inbound_bytes_per_second: float = math.inf  # host to device, page-locked
+    device_flops_per_second: float  # compute of a step, counted as in Workload.flops_per_step
+    forward_share: float = 0.25  # the forward pass's share of compute time, with every layer recomputed
+    device_bytes_per_second: float = math.inf  # the device's Adam, bytes read and written
+    inbound_bytes_per_second: float = math.inf  # host to device, page-locked memory
     outbound_bytes_per_second: float = math.inf
-    duplex_share: float = 1.0  # of the sum of both, when both go at once
-    host_bytes_per_second: float = math.inf  # of the host's memory: Adam and copies together
-    host_adam_params_per_second: float = math.inf  # what the cores can do where memory does not bind
-    ahead_cost: float = 1.0  # of an update from one state into another, in updates in place
-    streamed_cost: float = 1.0  # of a streamed layer's update on the device, in a resident one's
+    duplex_share: float = 1.0  # rate of both directions at once, as a share of the sum of both alone
+    host_bytes_per_second: float = math.inf  # the host's memory, Adam and copies together
+    host_adam_params_per_second: float = math.inf  # limit of the cores alone, without that of memory
+    ahead_cost: float = 1.0  # time of an update from one state into another, relative to one in place
+    streamed_cost: float = 1.0  # time of a streamed layer's update on the device, relative to a resident one's
     disk_read_bytes_per_second: float = math.inf
     disk_write_bytes_per_second: float = math.inf
-    disk_duplex_share: float = 1.0  # of the sum of both, when both go at once
-    # Of the head, whose loss and gradients are computed at once, after the forward pass. Where it is known, the first
-    # two are the layers'; else those of all compute.
+    disk_duplex_share: float = 1.0  # rate of reading and writing at once, as a share of the sum of both alone
+    # Rates of the head, which computes its loss and gradients at once after the forward pass. If they are known, the
+    # first two rates are the layers' alone; else they cover all compute.
     head_flops_per_second: float | None = None
-    is_host: bool = False  # the device computes on the host's cores: updates and compute take turns
+    is_host: bool = False  # True: the device computes on the host's cores, so updates and compute take turns
 
     def __post_init__(self) -> None:
         for item in fields(self):
