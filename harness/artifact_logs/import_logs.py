@@ -76,7 +76,7 @@ def _find(asked: Iterable[Path]) -> list[Path]:
 
 
 def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
-    """Read all logs in the folder, asked for or not; return their records, and the reasons why other files are no logs."""
+    """Read all logs in the folder, asked for or not; return their records, and why other files are no logs."""
     records, complaints = {}, {}
     beside: set[Path] = set()
     with contextlib.suppress(OSError):  # a folder may be entered and not listed

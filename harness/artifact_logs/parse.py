@@ -118,7 +118,7 @@ class RawLog:
 
 
 def read(path: Path) -> RawLog:
-    """Read a log. Raises NotALog unless its name and some line are a training log's, and OSError if it cannot be read."""
+    """Read a log. Raises NotALog unless name and some line are a training log's, OSError if it cannot be read."""
     match = NAME.fullmatch(path.name)
     if match is None:
         raise NotALog("its name is not log_METHOD_l-N_hs-N_bs-N_ws-N_DATE.UNIX.txt")

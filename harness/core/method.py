@@ -30,7 +30,7 @@ class Unavailable(Exception):
 
 
 class Step(NamedTuple):
-    """One step; if several models take turns, the first model's. Tensors are scalars on the device, not synchronized."""
+    """One step; of several models that take turns, the first's. Tensors are scalars on the device, not synchronized."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None  # global, before clipping

@@ -1,8 +1,8 @@
 """Enforces the budgets of a run.
 
-The host's budget is the anonymous and shared memory of the worker, imports included. In the worker RLIMIT_DATA turns
-an excess into an exception. Around the worker a memory group of the kernel, if one may be made, is the hard wall: it
-also counts shared memory and the worker's children. A device that accounts for the host itself counts the same bytes
+The host's budget is the anonymous and shared memory of the worker, imports included. In the worker RLIMIT_DATA turns an
+excess into an exception. Around the worker a memory group of the kernel, if one may be made, is the hard wall: it also
+counts shared memory and the worker's children. A device that accounts for the host itself counts the same bytes
 differently: there the limit is a generous backstop.
 """
 
@@ -23,9 +23,9 @@ from harness.core.job import Budget, Job, Room, gib
 from harness.devices import cuda_budget, machine, sim
 
 MIB = 2**20
-LEAST_ROOM_BYTES = 64 * MIB  # beyond the imports
-AGENT_BYTES = 256 * MIB  # of torchrun's agent, which is inside the wall and trains nothing
-# The wall's distance from the budget: page tables, kernel stacks and code pages are charged to the group, too.
+LEAST_ROOM_BYTES = 64 * MIB  # torchrun's agent, which is inside the wall and trains nothing
+AGENT_BYTES = 256 * MIB  # torchrun's agent, which is inside the wall and trains nothing
+# Distance between wall and budget: page tables, kernel stacks and code pages are charged to the group, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
 
 
@@ -63,15 +63,15 @@ def check_device(budget_bytes: int | None) -> None:
 
 @functools.cache
 def baseline_bytes(device: str) -> int:
-    """Anonymous memory of a process with a worker's imports and no training, measured in one; 0 if the system does not
+    """Measure the anonymous memory of a process with a worker's imports and no training; 0 if the system does not
     tell."""
-    with contextlib.suppress(ValueError):  # a run without torch has a record that says so
+    with contextlib.suppress(ValueError):  # without torch the run's record tells so
         return ask("harness.devices.budgets", device)
     return 0
 
 
 def enforce(job: Job) -> dict[str, str]:
-    """In the worker: enforce the budgets, with every run's imports loaded; returns what enforces each."""
+    """Enforce the budgets in the worker, with every run's imports loaded; return what enforces each budget."""
     import torch  # noqa: F401
 
     found: dict[str, str] = {}
@@ -87,28 +87,28 @@ def enforce(job: Job) -> dict[str, str]:
 
 
 def lift(job: Job) -> dict[str, int]:
-    """End the limits after training. Returns bytes at that moment: of the host, its budget if RLIMIT_DATA enforced it,
+    """End the limits after training. Return bytes at that moment: of the host, its budget if RLIMIT_DATA enforced it,
     and of the device."""
     limit, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     if job.device == "sim" and sim.started:
-        sim.started.lift()  # training is over: budgets no longer bind, and peaks stay
+        sim.started.lift()  # training is over: budgets end, peaks stay
     sizes, found = process_bytes(), {}
     if "VmData" in sizes and job.device != "sim":
         found["host_bytes"] = sizes["RssAnon"]
         if limit != most and job.budget.host_bytes:
-            # As the limit counts: mapped memory is in use, touched or not.
+            # As RLIMIT_DATA counts: mapped memory is in use, touched or not.
             found["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
             found["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
     if job.device == "cuda" and torch is not None:
-        with contextlib.suppress(RuntimeError):  # the context itself may be gone
+        with contextlib.suppress(RuntimeError):  # CUDA's context itself may be gone
             found["device_free_bytes"], found["device_total_bytes"] = torch.cuda.mem_get_info()
     return found
 
 
 def wall_bytes(job: Job) -> int | None:
-    """The limit of the memory group around a worker; None if the host's budget is not the process's."""
+    """Return the limit of the worker's memory group; None if the process has no host budget."""
     if job.budget.host_bytes is None or job.device not in ("cpu", "cuda"):
         return None
     agent = AGENT_BYTES if job.world_size > 1 else 0
@@ -116,7 +116,8 @@ def wall_bytes(job: Job) -> int | None:
 
 
 def _limit_data(job: Job) -> str:
-    """Limit mappings to the budget less what is resident, beyond today's: untouched mappings cost nothing."""
+    """Limit mappings to the budget less the resident bytes, beyond today's mappings: untouched mappings cost
+    nothing."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
@@ -133,8 +134,10 @@ def _limit_data(job: Job) -> str:
 
 
 def _cap_device(budget_bytes: int | None) -> dict[str, str]:
-    """Cap the caching allocator at the budget less the context that its plan counted. The context measured here and the
-    allocator's settings, which change what fits, are on record."""
+    """Cap the caching allocator at the budget less the context that its plan counted.
+
+    The record gets the context measured here, and the allocator's settings, which change what fits.
+    """
     import torch
 
     before = machine.gpu_free_bytes()
@@ -157,8 +160,8 @@ def _cap_device(budget_bytes: int | None) -> dict[str, str]:
 
 
 def context_since(free_bytes: int | None) -> int | None:
-    """Bytes that this process has taken of the device outside torch's allocator, since so many were free; None if the
-    driver does not tell. Another process's changes count, too: measure alone."""
+    """Return the device bytes that this process has taken outside torch's allocator since the device had this
+    many free bytes; None if the driver does not tell. Another process's changes count, too: measure alone."""
     import torch
 
     torch.cuda.synchronize()
@@ -169,15 +172,16 @@ def context_since(free_bytes: int | None) -> int | None:
 
 
 def limit_of_the_call() -> str:
-    """What limits the memory of whatever this process starts, "" if nothing does: an end for want of memory is then its
-    result, and of no other call."""
+    """Name the limit that the caller sets on the memory of all its processes; "" if there is none. If memory then runs
+    out, that is the result of this call alone."""
     limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
     found = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
     return ", ".join(found)
 
 
 def process_bytes(pid: int | None = None) -> dict[str, int]:
-    """Bytes of a process, else of this one, by the kernel's names (RssAnon, VmData); empty if it does not tell."""
+    """Return the bytes of a process, by default this one, by the kernel's names (RssAnon, VmData); empty if the kernel
+    does not tell."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid or os.getpid()}/status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}
@@ -185,7 +189,8 @@ def process_bytes(pid: int | None = None) -> dict[str, int]:
 
 
 def main() -> None:
-    """For child_process.ask(): of a device, baseline_bytes(). The first optimizer imports half as much as torch."""
+    """Entry point for child_process.ask(): baseline_bytes() of a device. The first optimizer imports half as much as
+    torch."""
     import torch
 
     torch.optim.AdamW([torch.zeros(1, device=json.load(sys.stdin))], fused=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
-WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # v1: memory and swap; v2: swap alone
+WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # v1: memory and swap together; v2: swap alone
 KILLS = {1: "memory.oom_control", 2: "memory.events"}
 REMOVAL_SECONDS = 5.0
 _serial = itertools.count()
@@ -23,18 +23,18 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class Group:
-    """A folder of the tree, the tree's top as far as it can be seen, and the version of the interface."""
+    """A memory group: its folder, the topmost visible folder of the tree, and the version of the interface."""
 
     folder: Path
     top: Path
     version: int
 
     def lineage(self) -> list[Path]:
-        """This folder and those above it."""
+        """Return this folder and all visible folders above it."""
         return [self.folder, *(path for path in self.folder.parents if path.is_relative_to(self.top))]
 
     def limit_bytes(self) -> int | None:
-        """The least limit that holds here; None where there is none."""
+        """Return the least limit that holds for the group; None if there is none."""
         limits = [_read(folder / LIMIT[self.version]).strip() for folder in self.lineage()]
         return min((int(limit) for limit in limits if limit.isdigit()), default=None)  # or "max"
 
@@ -45,14 +45,14 @@ class Group:
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def lift(self) -> None:
-        """Let the group grow again."""
+        """Remove the limit, so that the group may grow again."""
         with contextlib.suppress(OSError):
             if self.version == 1:
                 (self.folder / WITH_SWAP[1]).write_text("-1")
             (self.folder / LIMIT[self.version]).write_text("-1" if self.version == 1 else "max")
 
     def remove(self) -> None:
-        """End what is left in the group, and the group."""
+        """Kill the processes left in the group, and remove the group."""
         deadline = time.monotonic() + REMOVAL_SECONDS
         while self.folder.exists() and time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError):
@@ -65,10 +65,10 @@ class Group:
 
 
 def current(process: Path = Path("/proc/self")) -> Group | None:
-    """The memory group of a process, by its entries `cgroup` and `mountinfo` in /proc; None without cgroups."""
+    """Return the memory group of a process, by its entries `cgroup` and `mountinfo` in /proc; None without cgroups."""
     groups = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
     mounts = [line.split() for line in _read(process / "mountinfo").splitlines()]
-    # A machine may have both trees: then memory is in the older one, which names it.
+    # A machine may have both versions: then memory belongs to v1, whose entry names it.
     own = [(1, path) for _, controllers, path in groups if "memory" in controllers.split(",")]
     own = own or [(2, path) for number, _, path in groups if number == "0"]
     for version, path in own:
@@ -83,19 +83,19 @@ def current(process: Path = Path("/proc/self")) -> Group | None:
 
 
 def make(limit_bytes: int) -> Group | None:
-    """A new group with a limit, swap included; None if none may be made. Removes groups of dead processes."""
+    """Make a new group with a limit, swap included; None if that is not allowed. Removes groups of dead processes."""
     here = current()
     if here is None:
         return None
     for parent in here.lineage():
         if here.version == 2 and "memory" not in _read(parent / "cgroup.subtree_control").split():
-            continue  # v2: a group with processes in it hands nothing down
+            continue  # v2: a group with processes in it cannot have children with limits
         _remove_groups_of_the_dead(parent)
         group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", here.top, here.version)
         try:
             group.folder.mkdir()
             (group.folder / LIMIT[here.version]).write_text(str(limit_bytes))
-            with contextlib.suppress(OSError):  # a kernel that does not count swap
+            with contextlib.suppress(OSError):  # this kernel does not count swap
                 (group.folder / WITH_SWAP[here.version]).write_text(str(limit_bytes if here.version == 1 else 0))
             return group
         except OSError:
@@ -106,14 +106,14 @@ def make(limit_bytes: int) -> Group | None:
 
 
 def oom_kills(counts: Path = Path("/proc/vmstat")) -> int:
-    """Processes of the whole machine, or of a group, that the kernel killed for want of memory; 0 if it does not
-    count."""
+    """Return the number of processes that the kernel killed for want of memory, in a group or on the whole machine; 0
+    if it does not count."""
     lines = _read(counts).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _read(file: Path) -> str:
-    """A file of the kernel's; empty where there is none."""
+    """Read a file of the kernel; empty if there is none."""
     with contextlib.suppress(OSError):
         return file.read_text()
     return ""
@@ -122,5 +122,5 @@ def _read(file: Path) -> str:
 def _remove_groups_of_the_dead(parent: Path) -> None:
     for folder in parent.glob("harness-*"):
         if not Path(f"/proc/{folder.name.split('-')[1]}").exists():
-            with contextlib.suppress(OSError):  # its worker is still on its way out: the next run removes it
+            with contextlib.suppress(OSError):  # its worker is still ending: the next run removes the group
                 folder.rmdir()

@@ -9,24 +9,24 @@ workspaces, segments rounded up, and fragments.
 
 from __future__ import annotations
 
-# Without a calibration; an upper estimate, not measured: kernels and libraries are loaded as they are first used.
+# Upper estimate without a calibration, not measured: kernels and libraries are loaded at their first use.
 CONTEXT_BYTES = 768 * 2**20
-# Not measured: the constant is for workspaces, one part of RESERVE_PARTS for rounding and fragments.
+# Not measured: the constant covers workspaces, one part in RESERVE_PARTS covers rounding and fragments.
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
 LEAST_TENSOR_BYTES = 256 * 2**20
 
 
 def allocator_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:
-    """The cap of torch's allocator."""
+    """Return the cap of torch's allocator."""
     return max(0, budget_bytes - context_bytes)
 
 
 def tensor_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:
-    """What a plan may fill; at least one byte, as every budget."""
+    """Return the bytes that a plan may fill; at least one byte, as in every budget."""
     room = allocator_bytes(budget_bytes, context_bytes) - RESERVE_BYTES
     return max(1, room * (RESERVE_PARTS - 1) // RESERVE_PARTS)
 
 
 def budget_bytes(tensor_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:
-    """The smallest budget in which a plan may fill so much."""
+    """Return the smallest budget in which a plan may fill this many bytes."""
     return context_bytes + RESERVE_BYTES + -(-tensor_bytes * RESERVE_PARTS // (RESERVE_PARTS - 1))

@@ -1,9 +1,9 @@
-"""Whose turn it is on a device: a timed run holds it alone, untimed ones share it among themselves.
+"""Device locks: a timed run holds its device alone, untimed runs share it among themselves.
 
-Three files for each device, in /tmp, whatever TMPDIR is: all callers share the device. The lock is taken alone or
+Each device has three files, in /tmp, whatever TMPDIR is: all callers share the device. The lock is taken alone or
 shared, and the worker inherits it: a device is free when its worker is gone, even if the parent went first. The queue
-is held by the one who waits for the lock, so that no stream of untimed runs keeps a timed one out. The list names the
-holders, for people, and counts who came: an untimed run that was alone all the time has seconds that count.
+is held by the process that waits for the lock, so that no stream of untimed runs keeps a timed one out. The list names
+the holders, for people, and counts arrivals: the seconds of an untimed run count if no other run arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from harness.core.record import LATEST
 from harness.devices import machine
 
 Report = Callable[[dict[str, Any]], None]
-MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # of a list, and of a job's name
+MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # holders in a list; characters of a job's name
 
 
 @dataclass
 class Turn:
-    """`descriptor` is the lock's, for a worker to inherit; `number` counts the turns on this device."""
+    """A run's turn on a device: `descriptor` is the lock's, for a worker to inherit; `number` counts the turns on this
+    device."""
 
     path: Path
     descriptor: int
@@ -45,7 +46,7 @@ class Turn:
 
 
 def folder() -> Path:
-    """Of the locks: $HARNESS_LOCKS, for several machines that share one system, else /tmp."""
+    """Return the folder of the locks: $HARNESS_LOCKS, if several machines share one system, else /tmp."""
     shared = Path(os.environ.get("HARNESS_LOCKS", "/tmp"))
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -54,8 +55,8 @@ def folder() -> Path:
 def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: float = 0.0) -> Iterator[Turn]:
     """Hold the job's device, alone if the job is timed; a waiting call reports which processes hold it.
 
-    A GPU is held alone by untimed runs, too: its memory is not divided between processes. So is a device whose file of
-    holders belongs to another user: nobody could tell who else was there.
+    An untimed run, too, holds a GPU alone, because the GPU's memory is not divided between processes. It also holds a
+    device alone if the list of holders belongs to another user, because nobody could tell who else was there.
     """
     path = _path(job)
     handle = _open(path)
@@ -71,20 +72,20 @@ def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: floa
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with _changed(path) as listed:
                 found.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if found.began_shared else []  # else of those who died
+                before = listed["holders"] if found.began_shared else []  # otherwise the list is of runs that died
                 listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
             if shares:
-                fcntl.flock(handle, fcntl.LOCK_SH)  # nobody comes between: who would must hold the queue
+                fcntl.flock(handle, fcntl.LOCK_SH)  # the queue is still held, so no other process comes between
         yield found
     finally:
         with _changed(path) as listed:
             listed["holders"] = [holder for holder in listed["holders"] if holder["number"] != found.number]
-        fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that inherited it
+        fcntl.flock(handle, fcntl.LOCK_UN)  # unlock for processes that inherited the lock, too
         os.close(handle)
 
 
 def wait_seconds(job: Job) -> float:
-    """How long those who hold the device will still do so, by their own estimates; 0 where it is free or not known."""
+    """Return the seconds until the device is free, by its holders' own estimates; 0 if it is free or unknown."""
     return max(map(_left, _holders(_path(job))), default=0.0)
 
 
@@ -93,7 +94,7 @@ def _left(sign: dict[str, Any]) -> float:
 
 
 def holder(path: Path) -> str:
-    """The processes that hold a lock, for people."""
+    """Name the processes that hold a lock, for people."""
     told = []
     for sign in _holders(path):
         since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
@@ -107,14 +108,14 @@ def _holders(path: Path) -> list[dict[str, Any]]:
 
 
 def _path(job: Job) -> Path:
-    """Each GPU has a lock; all devices that compute on the CPU share one."""
+    """Return the path of a device's lock: one for each GPU, one for all devices that compute on the CPU."""
     name = machine.gpu().get("gpu_uuid", "0") if job.device == "cuda" else "cpu"
     return folder() / f"harness-{name}.lock"
 
 
 @contextlib.contextmanager
 def _queued(path: Path, job: Job | None = None, report: Report | None = None) -> Iterator[None]:
-    """Be the one who waits for the device, or who writes its file."""
+    """Hold the queue: only its holder waits for the device or writes its list."""
     handle = _open(path.with_suffix(".queue"))
     try:
         if not _takes(handle, fcntl.LOCK_EX):
@@ -150,10 +151,10 @@ def _list(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _changed(path: Path) -> Iterator[dict[str, Any]]:
-    """The list of holders, written back when it is changed; another user's stays as it is."""
+    """Yield the list of holders and write back its changes; another user's list stays as it is."""
     handle = _open(_list(path))
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # never for long
+        fcntl.flock(handle, fcntl.LOCK_EX)  # this lock is never held for long
         listed = _read(path)
         yield listed
         with contextlib.suppress(OSError):
@@ -164,7 +165,7 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The list, which anyone on the machine may have written: empty where it has another form."""
+    """Read the list, which anyone on the machine may have written; empty if it has another form."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = read_json(_list(path))
         if all(map(_is_sign, found["holders"])) and len(found["holders"]) <= MOST_HOLDERS:
@@ -173,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_sign(sign: Any) -> bool:
-    """False for what _sign() does not make: the system takes no number of a process and no time beyond these."""
+    """True if _sign() could have made it: the system's process numbers and times have these bounds."""
     is_whole = isinstance(sign["number"], int) and isinstance(sign["pid"], int)
     is_named = isinstance(sign["job"], str) and len(sign["job"]) <= MOST_CHARACTERS
     times = 0 <= sign["since"] < LATEST and 0 <= sign["foreseen_seconds"] < LATEST
@@ -187,7 +188,7 @@ def _can_write(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open or create the file; another user's may only be readable, which suffices to lock it."""
+    """Open or create the file; another user's file may be read-only, which suffices to lock it."""
     for flags in (os.O_RDWR, os.O_RDONLY):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             return os.open(path, flags | os.O_NOFOLLOW)

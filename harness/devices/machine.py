@@ -22,8 +22,8 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.rates import Rates
 from harness.devices import cgroup, cuda_budget
 
-CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, by `doctor --calibrate`
-# Variables by which the same code computes otherwise, or at another speed, on the same cores.
+CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, written by `doctor --calibrate`
+# Environment variables that change the kernels or the speed of the same code on the same cores.
 KERNEL_VARIABLES = (
     "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES",
     "OMP_SCHEDULE", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_HW_SUBSET",
@@ -46,7 +46,7 @@ PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 @functools.cache
 def facts() -> dict[str, Any]:
-    """CPU, cores and memory that this process may use, GPU and driver."""
+    """Return CPU, cores and memory that this process may use, GPU and driver."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
@@ -58,8 +58,8 @@ def facts() -> dict[str, Any]:
 
 
 def affinity() -> dict[str, str]:
-    """The cores that this process may use, as {"affinity": "0,2-3"}; empty where it may use all. Two of them may share
-    a physical core, or be slower than others."""
+    """Return the cores that this process may use, as {"affinity": "0,2-3"}; empty if it may use all. Two of them may
+    share a physical core, or be slower than others."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if not cores or len(cores) == os.cpu_count():
         return {}
@@ -68,21 +68,21 @@ def affinity() -> dict[str, str]:
 
 
 def kernel_environment() -> dict[str, str]:
-    """The caller's variables that change kernels or threads, as {"environment": "OMP_NUM_THREADS=2"}; most callers set
-    none: then empty."""
+    """Return the caller's variables that change kernels or threads, as {"environment": "OMP_NUM_THREADS=2"}; empty if
+    none is set, as in most calls."""
     told = " ".join(f"{name}={os.environ[name]}" for name in KERNEL_VARIABLES if os.environ.get(name))
     return {"environment": told} if told else {}
 
 
 @functools.cache
 def software() -> dict[str, Any]:
-    """Versions, and the commit of this checkout, with a + if files differ from it."""
+    """Return versions, and the commit of this checkout, with a + if files differ from it."""
     found = {name: _version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found, "commit": _commit()}
 
 
 def checked() -> dict[str, str]:
-    """The facts that make two measurements comparable; part of a job's identity."""
+    """Return the facts that make two measurements comparable; they are part of a job's identity."""
     names = ("cpu", "cores", "gpu")
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
     found |= affinity() | kernel_environment()
@@ -91,7 +91,7 @@ def checked() -> dict[str, str]:
 
 
 def host_bytes() -> int:
-    """Memory that this process may use: the machine's, or the least limit of its memory groups."""
+    """Return the memory that this process may use: the machine's, or the least limit of its memory groups."""
     group = cgroup.current()
     limit = group.limit_bytes() if group else None
     return min(psutil.virtual_memory().total, limit or 2**63)
@@ -99,7 +99,7 @@ def host_bytes() -> int:
 
 @functools.cache
 def gpu() -> dict[str, Any]:
-    """Name, bytes, identity and driver of the first GPU this process may use; empty without one."""
+    """Return name, bytes, identity and driver of the first GPU that this process may use; empty without one."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -112,7 +112,7 @@ def gpu() -> dict[str, Any]:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, each by a name that CUDA_VISIBLE_DEVICES takes."""
+    """Return the GPUs that this process may use, each by a name that CUDA_VISIBLE_DEVICES takes."""
     import pynvml
 
     if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -124,7 +124,7 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_free_bytes() -> int | None:
-    """Free bytes of that GPU, without a context on it; None if the driver does not tell."""
+    """Return the free bytes of that GPU, without making a context on it; None if the driver does not tell."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -133,7 +133,7 @@ def gpu_free_bytes() -> int | None:
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """The machine's load and other processes on the GPU, as a job begins."""
+    """Return the machine's load and other processes on the GPU, as a job begins."""
     import pynvml
 
     found: dict[str, Any] = {"load_average": round(psutil.getloadavg()[0], 2)}
@@ -145,13 +145,14 @@ def surroundings(device: str) -> dict[str, Any]:
 
 
 def allocator_settings() -> str:
-    """Settings of torch's caching allocator in the environment, by the new name and the old."""
+    """Return the settings of torch's caching allocator in the environment, by the new variable and the old."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 
 
 def _gpu_handle() -> Any:
-    """NVML's handle of CUDA's device 0: CUDA_VISIBLE_DEVICES names it by its index, or by (the start of) its UUID."""
+    """Return NVML's handle of CUDA's device 0: CUDA_VISIBLE_DEVICES names it by its index, or by (the start of) its
+    UUID."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -164,11 +165,11 @@ def _gpu_handle() -> Any:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         if first and pynvml.nvmlDeviceGetUUID(handle).startswith(first):
             return handle
-    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)  # nothing is visible
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)  # no GPU is visible
 
 
 def _total_bytes(handle: Any) -> int:
-    """What CUDA calls the total: the driver's own part is none of it, where NVML tells them apart."""
+    """Return the total bytes as CUDA counts them: without the driver's own part, if NVML tells it apart."""
     import pynvml
 
     try:
@@ -179,7 +180,7 @@ def _total_bytes(handle: Any) -> int:
 
 
 def devices() -> list[str]:
-    """The device types that can be trained on, best first."""
+    """Return the device types that can be trained on, best first."""
     has_cuda = bool(gpu()) and not str(software()["torch"]).endswith("+cpu")
     return ["cuda", "cpu", "sim"] if has_cuda else ["cpu", "sim"]
 
@@ -203,7 +204,8 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
 
 
 def context_bytes() -> int:
-    """Device memory of a process outside torch's allocator, by this machine's calibrations; else an upper estimate."""
+    """Return the device memory of a process outside torch's allocator, by this machine's calibrations; else an upper
+    estimate."""
     measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in calibrations()]
     return max(measured, default=0) or cuda_budget.CONTEXT_BYTES
 
@@ -222,7 +224,7 @@ def rank_room(job: Job) -> Room:
 
 
 def rates(device: str, workload: Workload) -> Rates | None:
-    """The rates of this machine's calibration nearest to this workload, if any. A simulated device computes as the CPU
+    """Return the rates of the calibration nearest to this workload, if any. A simulated device computes as the CPU
     does."""
     kind = "cuda" if device == "cuda" else "cpu"
     found = [entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)]
@@ -232,7 +234,7 @@ def rates(device: str, workload: Workload) -> Rates | None:
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """The entries of CALIBRATION that have all rates, if the file is of this machine as it is."""
+    """Return the complete entries of CALIBRATION, if the file was written on this machine as it is now."""
     try:
         data = json.loads(CALIBRATION.read_text())
         names = {item.name for item in dataclasses.fields(Rates)}
@@ -243,7 +245,7 @@ def calibrations() -> list[dict[str, Any]]:
 
 
 def keep_calibration(entry: dict[str, Any]) -> None:
-    """Write an entry beside those of other devices, dtypes and sizes, in place of its own last one."""
+    """Write an entry in place of the last one of the same device, dtype and size."""
     names = ("device", "dtype", "forward_flops")
     others = [old for old in calibrations() if any(old[name] != entry[name] for name in names)]
     text = json.dumps({"machine": _calibrated_facts(), "entries": [*others, entry]}, indent=1)

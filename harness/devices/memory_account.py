@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class Booked(NamedTuple):
-    """A storage in a memory; the weak reference reports its end."""
+    """A storage booked in a memory; the weak reference reports when it dies."""
 
     memory: str
     num_bytes: int
@@ -53,10 +53,10 @@ class Tracker:
         self.peaks = {"device": 0, "host": 0}
         self._is_lifted = False
         self._booked: dict[int, Booked] = {}
-        # A storage may die at any time, also while the lock is held: its bytes wait here.
+        # A storage may die at any time, also while the lock is held: its bytes are queued here.
         self._dead: deque[Booked] = deque()
         self._lock = threading.Lock()
-        self.thread = threading.local()  # `inside` an operation; `to_host`: what it makes lies there
+        self.thread = threading.local()  # `inside` an operation; `to_host`: its results lie on the host
         self._entered = ExitStack()
 
     def __enter__(self) -> Tracker:
@@ -70,12 +70,15 @@ class Tracker:
         self._entered.close()
 
     def in_thread(self) -> AbstractContextManager:
-        """Book this thread's allocations, too: modes belong to a thread. Alone it books the host's, and changes nothing
-        in torch: a process in which a device is named sim can no longer meet others."""
+        """Book this thread's allocations, too, because modes belong to a thread.
+
+        Used without entering the tracker, this books host memory and changes nothing in torch. Entering names a device
+        sim, after which the process can no longer work with other devices.
+        """
         return _Booking(self)
 
     def stats(self) -> dict[str, int]:
-        """Bytes in use and their peaks. Page-locked memory counts as the host's."""
+        """Return the bytes in use and their peaks. Page-locked memory counts as the host's."""
         with self._lock:
             self._bury()
             used = {f"{memory}_allocated": num_bytes for memory, num_bytes in self.in_use.items()}
@@ -83,20 +86,20 @@ class Tracker:
             return used | peaks | {"pinned_allocated": 0, "pinned_peak": 0}
 
     def lift(self) -> None:
-        """Training is over: budgets no longer bind, and peaks stay."""
+        """End the budgets after training; peaks stay."""
         self._is_lifted = True
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call one operation and book what it made."""
+        """Call one operation and book the storages that it made."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0.5  # of a tensor without bytes
+            return 0.5  # a tensor without bytes has no number
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         asked = kwargs.get("device")
         to_device = asked is not None and asked.type == NAME
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
-        # A request for the CPU does not count: autograd makes it, too, for what it takes to be the CPU's tensors.
+        # A request for the CPU is ignored: autograd also makes it, for tensors that it takes to be the CPU's.
         to_host = getattr(self.thread, "to_host", False)
         on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
         self.thread.inside = True
@@ -110,14 +113,16 @@ class Tracker:
         return result
 
     def device_of(self, actual: Any, tensor: Tensor) -> torch.device:
-        """Where a tensor is, as told to everybody but to the operation that runs on it. `actual`: torch's property."""
+        """Return a tensor's device: sim for all callers but the operation that runs on it. `actual`: torch's
+        property."""
         device: torch.device = actual.__get__(tensor)
         if getattr(self.thread, "inside", False) or device.type == "meta":
             return device
         return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else device
 
     def _memory_of(self, key: int) -> str:
-        """The host for storages made before the tracker or outside of torch's allocator."""
+        """Return a storage's memory: the host's for storages made before the tracker or outside of torch's
+        allocator."""
         entry = self._booked.get(key)
         return entry.memory if entry else "host"
 
@@ -125,7 +130,7 @@ class Tracker:
         key, num_bytes = storage._cdata, storage.nbytes()
         before = self._booked.get(key)
         if before is None and key in inputs:
-            return  # a view of what is not ours
+            return  # a view of another allocator's storage
         memory = before.memory if before else memory
         num_bytes = -(-num_bytes // ROUNDING[memory]) * ROUNDING[memory]
         if before and before.num_bytes == num_bytes:
@@ -153,7 +158,7 @@ class Tracker:
             self.in_use[dead.memory] -= dead.num_bytes
 
     def _patches(self) -> Iterator[Any]:
-        """For what a mode does not see: a tensor's device, a resized storage, other threads."""
+        """Patch what a mode does not see: a tensor's device, a resized storage, other threads."""
         for cls in (Tensor, FakeTensor):
             yield mock.patch.object(cls, "device", property(partial(self.device_of, cls.device)))
         yield mock.patch.object(Tensor, "to", _to(self, Tensor.to))
@@ -179,7 +184,7 @@ class Tracker:
 
 
 class _Booking(TorchDispatchMode):
-    """One thread's view of a tracker."""
+    """The dispatch mode of one thread for a tracker."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -196,7 +201,7 @@ def name_device() -> None:
         module: Any = types.ModuleType(f"torch.{NAME}")
         module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
-        module.is_available = lambda: False  # to be an accelerator: streams, graphs
+        module.is_available = lambda: False  # a device that is "available" would need streams and graphs
         torch._register_device_module(NAME, module)
         STREAMS[NAME] = CpuStreams()
 
@@ -206,7 +211,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.tensor makes a tensor on the CPU, and a backend moves it. Of a list of FakeTensors it makes none."""
+    """Replace torch.tensor, which makes a tensor on the CPU and needs a backend to move it; it cannot make one from a
+    list of FakeTensors."""
 
     def made(data: Any, **kwargs: Any) -> Tensor:
         inner = data[0] if isinstance(data, list) and len(data) == 1 else data
@@ -214,7 +220,7 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.stack(inner)
         device, requires_grad = kwargs.pop("device", None), kwargs.pop("requires_grad", False)
         made_here = tensor(data, **kwargs)
-        if device is not None and torch.device(device).type != "cpu":  # the one device there is, whatever its name
+        if device is not None and torch.device(device).type != "cpu":  # any name of sim means its one device
             made_here = made_here.to(NAME)
         return made_here.requires_grad_(requires_grad)
 
@@ -222,7 +228,7 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Tensor.to for two memories: it copies if and only if they differ."""
+    """Replace Tensor.to for two memories: it copies if and only if they differ."""
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         wanted = args[0] if args else kwargs.get("device")
@@ -234,7 +240,7 @@ def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         options = {name: value for name, value in kwargs.items() if name != "device"}
         if goal == tensor.device.type:
             return to(tensor, CPU, *args[1:], **options)
-        # A device of no number would be asked for its current one, which only a backend could tell.
+        # torch would ask a device without a number for its current one, which only a backend can tell.
         there = CPU if goal == "cpu" else torch.device(NAME, 0)
         tracker.thread.to_host = goal == "cpu"
         try:

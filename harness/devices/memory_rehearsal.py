@@ -27,7 +27,7 @@ from harness.core.job import Job, Room, Workload
 from harness.core.method import Method, Unavailable, create
 from harness.devices.memory_account import NAME, Tracker
 
-STEPS = 2  # the second one has the optimizer's state from its start
+STEPS = 2  # the second step has the optimizer's state from its start
 
 
 class Prediction(NamedTuple):
@@ -59,14 +59,14 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
 
 @contextmanager
 def without_memory() -> Iterator[Tracker]:
-    """Tensors have no bytes, threads are calls in order, and the only rank exchanges nothing."""
+    """Make tensors without bytes, run threads as calls in order, and let the only rank exchange nothing."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         tracker = stack.enter_context(Tracker())
         for target, name, replacement in (
             (ThreadPoolExecutor, "submit", _submit),
             (nn.Module, "_apply", _apply),
-            # An optimizer takes many tensors at once if they are of these types, and that holds other buffers.
+            # An optimizer takes many tensors at once if they are of these types, and then needs other buffers.
             (import_module("torch.optim.optimizer"), "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
             (dist, "all_reduce", lambda *args, **kwargs: None),
             (dist, "all_gather_object", lambda gathered, item, **kwargs: gathered.__setitem__(0, item)),
@@ -85,7 +85,8 @@ def _submit(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, *
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """nn.Module._apply by new parameters: torch's swaps the tensors in place, which these do not allow."""
+    """Replace nn.Module._apply by one that makes new parameters: torch's swaps tensors in place, which FakeTensors do
+    not allow."""
     for child in module.children() if recurse else ():
         child._apply(function)
     with torch.no_grad():
@@ -98,7 +99,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 def main() -> None:
-    """For child_process.ask(): of a job and folders of methods, a Prediction or {unavailable}."""
+    """Entry point for child_process.ask(): of a job and folders of methods, a Prediction or {unavailable}."""
     arguments = json.load(sys.stdin)
     job = Job.from_dict(arguments["job"])
     method = create(job.method, job.options, tuple(map(Path, arguments["folders"])))

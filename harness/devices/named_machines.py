@@ -24,14 +24,14 @@ NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
-# Shares of a datasheet's rates that a step achieves, assumed. The published V100 runs had 0.70, 0.55 and 0.73.
+# Assumed shares of a datasheet's rates that a step achieves. The published V100 runs had 0.70, 0.55 and 0.73.
 ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
 ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """What a GPU's maker promises: dense peaks, its memory's rate, one direction of its link."""
+    """A GPU maker's datasheet: dense peaks, its memory's rate, one direction of its link."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     memory_gb_per_second: float
@@ -42,7 +42,7 @@ class Datasheet:
     fp16_tflops: float | None = None
 
     def peak_flops(self, dtype: str) -> float | None:
-        """None where the GPU has no arithmetic of this dtype."""
+        """Return the peak in this dtype; None if the GPU has no arithmetic of it."""
         peak = getattr(self, f"{dtype}_tflops", None)
         return peak and 1e12 * peak
 
@@ -56,8 +56,8 @@ class Datasheet:
 
 @dataclass(frozen=True)
 class Machine:
-    """An entry of machines.yaml: sizes with their units, facts, of which rates are made, and a datasheet, which gives
-    the rates that no fact does."""
+    """An entry of machines.yaml: sizes with their units, measured facts, and a datasheet for the rates that no fact
+    gives."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     about: str = ""
@@ -68,7 +68,7 @@ class Machine:
     datasheet: Datasheet | None = None
 
     def rates(self, dtype: str) -> Rates | None:
-        """For training in this dtype; facts are of their precision's."""
+        """Return the rates for training in this dtype; facts hold for their own precision."""
         facts = dict(self.facts or {})
         if self.datasheet is None:
             return of_facts(facts)
@@ -78,7 +78,7 @@ class Machine:
 
     @property
     def device_bytes(self) -> int | None:
-        """Of its GPU, beside the context."""
+        """Return the GPU's bytes beside the context."""
         return None if self.device_memory is None else size_bytes(str(self.device_memory))
 
     @property
@@ -115,7 +115,8 @@ class Machine:
 
 class Machines(Registry):
     def add(self, places: Iterable[Path]) -> None:
-        """Raises ValueError where an entry is wrong: tables, figures and reports ask every machine."""
+        """Add files of machines. Raises ValueError if an entry is wrong, because tables, figures and reports ask every
+        machine."""
         files = [file.absolute() for file in places]
         for file in files:
             if not file.exists():
@@ -130,33 +131,33 @@ REGISTRY = Machines("machine", FILE)
 
 
 def names(*files: Path) -> list[str]:
-    """Of these files, else of all that are known."""
+    """Return the names in these files, by default in all known files."""
     found = sorted(places(files or REGISTRY.places, EXAMPLE))
     for name in found:
-        if not NAME.fullmatch(name):  # files of figures are named by it
+        if not NAME.fullmatch(name):  # names appear in file names of figures
             raise ValueError(f"expected a name of letters, digits, ._- and spaces, got {name!r:.80}; try my-machine")
     return found
 
 
 def load(name: str, *files: Path) -> Machine:
-    """The machine of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
+    """Return the machine of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
     return entry(Machine, name, files or REGISTRY.places, EXAMPLE)
 
 
 def source(name: str) -> str:
-    """The entry and its file, as people read it."""
+    """Return the entry and its file, as people read it."""
     file = places(REGISTRY.places, EXAMPLE)[name]
     return f"{name} in {file.name if file == FILE else file}"
 
 
 def words(name: str) -> str:
-    """The options of a call that names it."""
+    """Return the options of a call that names the machine."""
     file = places(REGISTRY.places, EXAMPLE).get(name)
     return shlex.join(["--machine", name, *(["--machines", str(file)] if file in REGISTRY.added else [])])
 
 
 def size_bytes(text: str) -> int:
-    """Bytes of a size with its unit. Raises ValueError where it is none."""
+    """Return the bytes of a size with its unit. Raises ValueError if it is none."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,30})?)(KiB|MiB|GiB|TiB)", text)
     size = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if not size:

@@ -1,7 +1,7 @@
 """The device `sim`: a second memory on a CPU with enforced budgets, so that models larger than a device train, and
-fail, without one.
+fail, on machines without one.
 
-sim.cpp is the device, compiled once by the system's compiler into .venv/sim; the name of the file is a hash of the
+sim.cpp is the device, compiled once by the system's compiler into .venv/sim; its file name contains a hash of the
 source and of torch's version. Without a compiler memory_account.py counts the same bytes in Python. A process has one
 sim, started before anything is allocated; torch is imported then.
 """
@@ -24,12 +24,12 @@ from harness.devices import machine
 STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
 UNLIMITED = 2**63
 
-started: Any = None  # in this process: Compiled or Tracker
+started: Any = None  # this process's device: Compiled or Tracker
 
 
 @functools.cache
 def library() -> Library:
-    """The compiled device, built or not."""
+    """Return the compiled device's library, built or not."""
     sources = tuple(Path(__file__).with_name(name) for name in ("sim.cpp", "sim.h"))
     return Library("the device sim", 20, ROOT / ".venv" / "sim", sources, (str(machine.software()["torch"]),))
 
@@ -39,7 +39,7 @@ def is_built() -> bool:
 
 
 def to_build() -> str | None:
-    """What build() would compile, for people; None if it is there, or there is no compiler."""
+    """Return what build() would compile, for people; None if it exists, or there is no compiler."""
     return library().to_build()
 
 
@@ -52,7 +52,7 @@ def build() -> None:
 
 
 class Compiled:
-    """sim.cpp, started: `sim` is a device of this process's torch."""
+    """The device of sim.cpp, started: `sim` is a device of this process's torch."""
 
     def __init__(self, budget: Budget, pinned_bytes: int | None) -> None:
         import torch
@@ -65,15 +65,18 @@ class Compiled:
         torch._register_device_module("sim", _module(self))
 
     def stats(self) -> dict[str, int]:
-        """Bytes in use and their peaks, by memory: device, host (page-locked included), pinned."""
+        """Return the bytes in use and their peaks, by memory: device, host (page-locked included), pinned."""
         numbers = (ctypes.c_size_t * len(STATS))()
         self.library.sim_stats(numbers)
         return dict(zip(STATS, numbers, strict=True))
 
 
 def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
-    """Make `sim` a device of this process's torch; returns what enforces each budget. None is no limit, and a link that
-    takes no time. From here on torch's allocations count, and torch.OutOfMemoryError is raised beyond a budget."""
+    """Make `sim` a device of this process's torch; return what enforces each budget.
+
+    A budget of None is no limit; a link of None takes no time. From then on torch's allocations are counted, and an
+    excess raises torch.OutOfMemoryError.
+    """
     global started
     if is_built():
         started, by = Compiled(budget, pinned_bytes), "sim's allocators"
@@ -88,13 +91,13 @@ def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
 
 
 def peaks() -> dict[str, int]:
-    """A run's peaks by their names in a record; empty before the device is started."""
+    """Return a run's peaks by their names in a record; empty before the device is started."""
     names = {"device_allocated": "device_peak", "host_accounted": "host_peak", "host_pinned": "pinned_peak"}
     return {name: started.stats()[stat] for name, stat in names.items()} if started else {}
 
 
 def _module(sim: Compiled) -> types.ModuleType:
-    """torch.sim, with the functions that torch and the engines call."""
+    """Return torch.sim, a module with the functions that torch and the engines call."""
     import torch
 
     module: Any = types.ModuleType("torch.sim")
@@ -104,12 +107,12 @@ def _module(sim: Compiled) -> types.ModuleType:
     computes = torch._C._autograd.DeviceType.PrivateUse1.value
     module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=computes)
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
-    module.stream = lambda stream: stream  # a stream is its own context
+    module.stream = lambda stream: stream  # a stream is its own context manager
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.memory_allocated = lambda device=None: sim.stats()["device_allocated"]
     module.max_memory_allocated = lambda device=None: sim.stats()["device_peak"]
     module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info()
-    # Random numbers are the CPU's: nothing to seed, no precision of its own.
+    # Random numbers are the CPU's: there is nothing to seed, and no precision to set.
     module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
     module.get_amp_supported_dtype = list
     return module

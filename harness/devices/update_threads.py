@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Update:
-    """Work on `num_chunks` chunks, best begun after the event `landed`; the work itself waits for the event."""
+    """An update in `num_chunks` chunks. It is best begun after the event `landed`, for which the work itself waits."""
 
     def __init__(
         self, number: int, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]
@@ -32,7 +32,7 @@ class Workers:
         self._pool, self._num_threads = pool, num_threads
         self._lock = threading.Lock()
         self._asked = itertools.count()
-        self._waiting: list[Update] = []  # with chunks to take, by deadline
+        self._waiting: list[Update] = []  # updates with chunks left, by deadline
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Future[None]:
         """Call work(first, last) on chunks [first, last), each chunk once, on any thread; returns at once. Of landed
@@ -50,18 +50,19 @@ class Workers:
         with self._lock:
             if not self._waiting:
                 return
-            # If nothing has landed yet, the first one asked for will land first.
+            # If nothing has landed yet, the update asked for first will land first.
             landed = (update for update in self._waiting if update.landed.query())
             update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
             first, left = update.num_taken, update.num_chunks - update.num_taken
-            # Large shares first, for each costs a little; small ones last, so that all threads end together.
+            # Large shares come first, because each share costs a little; small ones come last, so that all threads end
+            # together.
             share = max(1, left // (2 * self._num_threads))
             update.num_taken += share
             if update.num_taken == update.num_chunks:
                 self._waiting.remove(update)
             is_more = bool(self._waiting)
         if is_more:
-            self._pool.submit(self._take)  # for the next thread, or for this one later
+            self._pool.submit(self._take)  # for another thread, or for this one later
         error: Exception | None = None
         try:
             update.work(first, first + share)
