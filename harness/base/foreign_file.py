@@ -56,7 +56,7 @@ def read_json(path: Path) -> Any:
 
 
 def parsed_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError if the text is not JSON, or has numbers or a depth that the harness never writes."""
+    """Parse JSON. Raises ValueError if it is not JSON, or has numbers or a depth that this project never writes."""
     try:
         data = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_no_number)
     except RecursionError:

@@ -47,7 +47,7 @@ def one_of(choices: Collection) -> AfterValidator:
 
 
 def one_of_those(there: Callable[[], Collection]) -> AfterValidator:
-    """Of what there is when a file is read: folders may be added."""
+    """Make a check against the choices that exist when a file is read, because folders may be added."""
 
     def check(value: Any) -> Any:
         if value not in (choices := there()):
@@ -67,7 +67,7 @@ def has_one_of(*names: str) -> Any:
 
 
 def _count(value: Any, or_else: str = "") -> int:
-    """Digits alone: int() takes 1_000 and +1, too."""
+    """Read a positive integer of digits alone: int() takes 1_000 and +1, too."""
     if not re.fullmatch("[1-9][0-9]{0,8}", str(value)):
         raise ValueError(f"expected a positive integer{or_else}, got {value!r:.80}")
     return int(value)
@@ -87,7 +87,7 @@ STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=STRICT)
 class Point:
-    """Selects a row of a case's table; a field that is None matches any value."""
+    """Selects a row of a case's table; a field of None matches any value."""
 
     method: Annotated[str, one_of_those(method.names)]
     num_layers: Count | None = None
@@ -112,7 +112,7 @@ Group = Annotated[tuple[Point, ...], AS_LIST]
 
 @dataclass(frozen=True, config=STRICT)
 class Order:
-    """Values fall from group to group; within a group no order is claimed."""
+    """A claim on order: values fall from group to group; within a group no order is claimed."""
 
     points: Annotated[
         tuple[Group, ...], expect("two or more points, highest first", lambda groups: len(groups) > 1 and all(groups))
@@ -157,8 +157,10 @@ class Plateau:
 
 @dataclass(frozen=True, config=STRICT)
 class Shape:
-    """Values along an axis grow as a power of it, fitted to at least four points; or they reach a plateau: at least
-    `num_points` points at the end, from the first of which no larger one gains more than `gain`."""
+    """A claim on the shape of values along an axis: a power law, fitted to at least four points, or a plateau.
+
+    A plateau is at least `num_points` last points; no larger point gains more than `gain` over the first of them.
+    """
 
     of: Point
     against: Annotated[str, one_of(AXES)]
@@ -210,7 +212,7 @@ class Claim:
     metric: Annotated[str, one_of(METRICS)]
     machines: Annotated[tuple[Annotated[str, one_of(MACHINES)], ...], expect("one machine or more", len)]
     expected: Expected
-    xfail: Text = ""  # the known reason why it does not hold
+    xfail: Text = ""  # the known reason why the claim does not hold
 
     @model_validator(mode="after")
     def _has_its_machine(self) -> Claim:
@@ -220,18 +222,19 @@ class Claim:
 
     @property
     def command(self) -> str:
-        """The command that would test it; a claim about the paper's machine alone needs that machine's sizes."""
+        """Return the command that would test the claim; a claim about the paper's machine alone needs that machine's
+        sizes."""
         if self.machines == (PAPER_MACHINE,):
             return f"./run.sh case {self.case} --profile paper --machine {PAPER_MACHINE}"
         return f"./run.sh case {self.case} --profile {'demo' if 'any' in self.machines else 'quick'}"
 
 
-COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # fields beside those of a kind
+COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # fields that every kind of claim has
 
 
 def load(*places: Path) -> list[Claim]:
-    """The claims of these files and folders, else of those added, else of this project. Raises ValueError, one line,
-    for an invalid file."""
+    """Return the claims of these files and folders, else the added claims, else this project's. Raises ValueError, one
+    line, for an invalid file."""
     claims: dict[str, Claim] = {}
     for path, claim in (pair for place in places or REGISTRY.added or [FOLDER] for pair in _of_place(place)):
         if claim.id in claims:

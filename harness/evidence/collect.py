@@ -1,8 +1,8 @@
-"""The verb `case`: run what is missing for one figure or all, write tables, draw figures.
+"""The verb `case`: runs what is missing for one figure or all, writes tables, draws figures.
 
-Before each run the missing runs are planned again from the records and the time left: an interrupted call loses
-nothing. When time is short, runs whose method more claims name come first, of these the quick ones. Times are rough:
-a process and its reference's, from the bytes and operations of the plan.
+Before each run the missing runs are planned again from the records and the time left, so an interrupted call loses
+nothing. When time is short, methods with the most claims go first, and of these the quick runs. Estimated times are
+rough: a run's and its reference's, from the bytes and operations of the plan.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ from harness.jobs.largest_depth import Probes, find
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep
 
-PROBES = 5  # of a search
+PROBES = 5  # runs that a search takes
 
 
 @dataclass
 class PlannedRun:
-    """A job with its repeats, or a search for the largest size, whose `job` has the depth that fits by plan."""
+    """A job with its repeats, or a search for the largest size, whose `job` has the planned depth."""
 
     cases: list[int]
     job: Job
     plan: Plan
     is_search: bool
     missing: int  # runs still to make
-    is_guess: bool = False  # at a size that a search will still find
-    num_claims: int = 0  # that name its method
-    probe_seconds: float = 0.0  # of its method's probe, with the first of its runs
-    is_taken: bool = True  # False: left out for time
+    is_guess: bool = False  # True: the size is one that a search will still find
+    num_claims: int = 0  # claims that name its method
+    probe_seconds: float = 0.0  # the probe of its method, made with the first of its runs
+    is_taken: bool = True  # False: left out for want of time
 
     @property
     def seconds(self) -> float:
-        """The missing runs, a reference for each model, which repeats share, and a probe of the method."""
+        """Seconds of the missing runs, with a reference for each model, which repeats share, and a probe of the
+        method."""
         job, run = self.job, run_seconds(self.job, self.plan)
         num_models = int(job.options.get("num_models", 1))
         references = self.missing if self.is_search else min(1, self.missing)
@@ -83,7 +84,7 @@ class Campaign:
         self.numbers, self.used, self.methods = numbers, used, methods or method.names()
         self.sweep = Sweep(results, report=report, probe=probe)
         self.told = claims.load()
-        self.tried: list[tuple[Job, bool]] = []  # attempts of this call; True: a search
+        self.tried: list[tuple[Job, bool]] = []  # this call's attempts; True: a search
         self.finished: list[Record] = []
 
     def run(self, seconds: float) -> None:
@@ -94,14 +95,17 @@ class Campaign:
             todo = [point for point in points if point.missing and point.is_taken and not point.is_guess]
             if not todo:
                 return
-            # Searches first, because sizes depend on them; then in turns, so that repeats are spread over time.
+            # Searches go first, because sizes depend on them; then all jobs take turns, so that repeats are spread over
+            # time.
             first = min(todo, key=lambda point: (not point.is_search, -point.missing))
             done = len(self.finished)
             self._advance(first, {"index": done + 1, "total": done + len(todo)})
 
     def points(self, seconds: float = math.inf) -> list[PlannedRun]:
-        """Every run of the cases, recorded or missing. Taken while there is time: most claims first, then the
-        quickest."""
+        """Return every run of the cases, recorded or missing.
+
+        While time lasts runs are taken: first those with most claims, of these the quickest.
+        """
         found: list[PlannedRun] = []
         for number in self.numbers:
             its = case.load(number)
@@ -257,8 +261,8 @@ def _write(
     number: int, used: Profile | None, records: list[Record], results: Path, out: Path, only: str | None, is_one: bool,
     where: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Write the table and the figure of a case, of a profile or of any records. Of several cases, one without records
-    is only reported."""
+    """Write the table and the figure of a case, of a profile or of any records. If one of several cases has no record,
+    that is only reported."""
     try:
         path = Path(f"{case_files.stem(number, used.name if used else any_runs.NAME, out)}.csv")
         if only != "draw":

@@ -16,10 +16,10 @@ from harness.figures import frame
 from harness.figures.point import RatioInterval, ratio, row_of
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
-SIMULATED = ("sim", "virtual")  # clocks of simulated devices
+SIMULATED = ("sim", "virtual")  # devices whose clock is simulated
 METRIC = "samples_per_second"
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
-# Two runs should agree in all of these beside the workload; if none do, the first is dropped first.
+# Two runs should agree in all of these and in the workload; if none agree in all, the first field is dropped first.
 SETTING = ["machine", "budget", "device"]
 Pair = tuple[list[Record], list[Record]]
 
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def run(a: str, b: str, results: Path, as_json: bool) -> bool:
-    """Print the comparisons of what two words name; False if any is impossible."""
+    """Print the comparisons of the records that two words name; False if any is impossible."""
     found, complaints = pairs(select(a, results), select(b, results))
     made = [compare(*pair) for pair in found]
     for one in made:
@@ -55,8 +55,8 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
 
 
 def select(text: str, results: Path) -> pd.DataFrame:
-    """The repeats named by a file, a folder, or METHOD[:name=value,...] among the results; ValueError if there are
-    none."""
+    """Return the repeats that a file, a folder or METHOD[:name=value,...] names among the results. Raises ValueError if
+    there are none."""
     path = Path(text)
     if path.is_file():
         return _repeats(frame.of([Record.read(path)]))
@@ -88,8 +88,8 @@ def select(text: str, results: Path) -> pd.DataFrame:
 
 
 def _repeats(found: pd.DataFrame) -> pd.DataFrame:
-    """A row for each point (name, workload and setting), the one that was run last at the end. Its `repeats` are the
-    records of its newest key; interrupted ones only if there are no others."""
+    """Return a row for each point (name, workload and setting), the one that was run last at the end. `repeats` are the
+    records of the point's newest key, interrupted ones only if there are no others."""
     jobs = [record.job for record in found[frame.RECORD]]
     told = found.assign(
         name=found["method"] + ":" + found[frame.RECORD].map(_options_text),
@@ -106,8 +106,10 @@ def _of_newest_key(newest_first: list[Record]) -> list[Record]:
 
 
 def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
-    """The repeats to compare: points of the same workload, setting and name, or the only point of each side; and a
-    complaint for each workload and setting that has neither."""
+    """Return the pairs to compare, and a complaint for each workload and setting without a pair.
+
+    A pair agrees in workload, setting and name, or each side has only one point.
+    """
     found: list[Pair] = []
     complaints: list[str] = []
     theirs_of = dict(list(b.groupby("workload", sort=False)))
@@ -129,7 +131,7 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
 
 
 def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """The points of each setting that both sides ran under; of a name under one setting the newest."""
+    """Return the points of each setting that both sides ran under, of each name and setting the newest."""
     for dropped in range(len(SETTING) + 1):
         keys = ["workload", *SETTING[dropped:]]
         ours, theirs = (
@@ -141,14 +143,14 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
 
 
 def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
-    """Those that have a throughput; if there are none, the one that was run last, whose end is the reason."""
+    """Return the points with a throughput; if there are none, the last run, whose end is the reason."""
     rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
     able = points[[row.valid and row.has_number for row in rows]]
     return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
 
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
-    """Compare repeats of A with repeats of B, both of one workload."""
+    """Compare repeats of A with repeats of B at one workload."""
     clocks = [records[-1].clock for records in (a, b)]
     if len({clock in SIMULATED for clock in clocks}) > 1:
         return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
@@ -169,7 +171,7 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
 
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
-    """What differs in job, machine, software and data, by dotted name."""
+    """Return the differences in job, machine, software and data, by dotted name."""
     data = a.to_dict(), b.to_dict()
     return _differing(*(_flat("", {name: each[name] for name in CONTEXT}) for each in data))
 
@@ -180,7 +182,7 @@ def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[
 
 
 def side(repeats: list[Record]) -> dict[str, Any]:
-    """One side and its measurement as data."""
+    """Return one side and its measurement as data."""
     made, newest = row_of(METRIC, repeats), repeats[-1]
     shown = made if made.valid else None
     return {
@@ -222,7 +224,7 @@ def _side_text(one: dict[str, Any]) -> str:
 
 
 def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
-    """The fields that differ between the two workloads that are nearest to each other."""
+    """Return the fields that differ between the two nearest workloads."""
     different = [_differing(vars(ours), vars(theirs)) for ours in a["workload"] for theirs in b["workload"]]
     told = ", ".join(f"{name} {ours} | {theirs}" for name, (ours, theirs) in min(different, key=len).items())
     nearest = ", of the two nearest" if len(different) > 1 else ""
@@ -230,7 +232,7 @@ def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
-    """A value, or a mapping's values by dotted name."""
+    """Flatten a mapping to values by dotted name."""
     if not isinstance(value, dict):
         return {name: value}
     inner = (_flat(f"{name}.{key}".lstrip("."), each) for key, each in value.items())

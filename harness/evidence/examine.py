@@ -1,4 +1,4 @@
-"""What the numbers of a claim's rows say by themselves: the claim holds, does not hold, or noise leaves it open."""
+"""Examines a claim by its rows' numbers alone: the claim holds, does not hold, or noise leaves it open."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Answer(NamedTuple):
 
 
 def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
-    """`rows` are those that the claim names, in its order, or the series of a shape; each has a number."""
+    """Examine a claim. `rows`: those that the claim names, in its order, or the series of a shape; each has a
+    number."""
     match expected:
         case Order():
             return _order(expected, rows)
@@ -34,7 +35,7 @@ def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
 
 
 def value_text(row: FigureRow) -> str:
-    """A row's value with the unit of its metric."""
+    """Format a row's value with the unit of its metric."""
     if row.value is None:
         return "none"
     if row.metric == "params":
@@ -53,7 +54,7 @@ def _decide(low: float, high: float, least: float, most: float) -> str:
 
 
 def _order(expected: Order, rows: list[FigureRow]) -> Answer:
-    """Each point against each of the next group; a broken pair decides before an open one."""
+    """Compare each point with each of the next group; a broken pair decides before an open one."""
     by_point = dict(zip(expected.named, rows, strict=True))
     numbers, notes = [], []
     for upper, lower in zip(expected.points, expected.points[1:], strict=False):
@@ -67,7 +68,7 @@ def _order(expected: Order, rows: list[FigureRow]) -> Answer:
 
 
 def _value(expected: Value, row: FigureRow) -> Answer:
-    """By its interval; without one by the value, because the tolerance is itself a margin."""
+    """Judge a value by its interval; without one by the value alone, because the tolerance is itself a margin."""
     low, high = (row.low, row.high) if row.has_interval else (row.value, row.value)
     assert low is not None and high is not None and row.value is not None
     least, most = (expected.value * (1 + sign * expected.tolerance) for sign in (-1, 1))
@@ -76,7 +77,7 @@ def _value(expected: Value, row: FigureRow) -> Answer:
 
 
 def _exponent(expected: Shape, rows: list[FigureRow]) -> Answer:
-    """Least squares on logarithms, with Student's interval from the residuals."""
+    """Fit the exponent by least squares on logarithms, with Student's interval from the residuals."""
     import numpy as np
     from scipy import stats
 
@@ -93,10 +94,11 @@ def _exponent(expected: Shape, rows: list[FigureRow]) -> Answer:
 
 
 def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer:
-    """By intervals where all rows have them; else by the values, because the allowed gain is itself a margin."""
+    """Judge a plateau by intervals if all rows have them; else by the values, because the allowed gain is itself a
+    margin."""
 
     def flat_from(bound: str) -> int:
-        """Index of the first row beyond which no row gains more than the plateau allows."""
+        """Return the index of the first row after which no row gains more than the plateau allows."""
         for index, row in enumerate(rows):
             if all(getattr(_gain(row, later), bound) <= 1 + plateau.gain for later in rows[index + 1 :]):
                 return index
@@ -117,5 +119,5 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer
 
 
 def _gain(row: FigureRow, later: FigureRow) -> RatioInterval:
-    """How many times better the later row is; a shorter time is better."""
+    """Return how many times better the later row is; a shorter time is better."""
     return ratio(row, later) if row.metric == "step_seconds" else ratio(later, row)

@@ -1,4 +1,4 @@
-"""What each method ran with, side by side, from the records: its implementation, kernels, precision, clipping, data."""
+"""The fairness table, from the records: each method's implementation, kernels, precision, clipping and data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "re
 
 
 def rows(records: list[Record]) -> list[dict[str, str]]:
-    """One row for each method, set of options and dtype: its newest record that trained."""
+    """Return one row for each method, set of options and dtype: the newest record that trained."""
     found, alike = frame.of(records), ["method", "options", "dtype"]
     trained = found[(found["status"] == "ok") & (found["origin"] == "run")]
     newest = trained.drop_duplicates(alike, keep="last").sort_values(alike)
@@ -30,15 +30,18 @@ def rows(records: list[Record]) -> list[dict[str, str]]:
 
 
 def _version(record: Record) -> str:
-    """The version of the package that implements the method, or else this project's commit."""
+    """Return the version of the package that implements the method, or else this project's commit."""
     implementation = record.description.get("implementation", "")
     package = next((name for name in ("deepspeed", "megatron-core", "torch") if name in implementation), "commit")
     return f"{package} {record.software.get(package)}"
 
 
 def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Each answer of each column with the methods that give it: no page has room for all columns beside each other.
-    Options are named only where they change a method's answer. Last which methods do not answer."""
+    """Return each column's answers with the methods that give them, because no page has room for all columns side by
+    side.
+
+    Options are named only if they change a method's answer. The last answer lists the methods without one.
+    """
     import pandas as pd
 
     table = pd.DataFrame(table_rows)
@@ -60,7 +63,7 @@ def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
-    """Each column as a heading, then its answers."""
+    """Return each column as a heading, followed by its answers."""
     found: list[str] = []
     for told in answers(table_rows):
         found += [told["what"]] * (told["what"] not in found)

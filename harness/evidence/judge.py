@@ -1,4 +1,4 @@
-"""Judge a claim by the rows of its case: first by the gate's verdict on their runs, then by their numbers."""
+"""Judges a claim by the rows of its case: first by the gate's verdicts on their runs, then by their numbers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from harness.figures.point import COUNTED, FigureRow
 PASS, FAIL, XFAIL, XPASS = "PASS", "FAIL", "XFAIL", "XPASS"
 NOT_TESTED, OTHER_MACHINE = "NOT TESTED", "N/A"
 BAD = (FAIL, XPASS)
-NOT_HERE = "several-gpus"  # of the machines of claims
+NOT_HERE = "several-gpus"  # a claim's machine that this one never is
 UNTRAINED = "rests on a run that did not train, says the gate"
-NO_RESULT = ("timeout", "unavailable", "interrupted")  # ends of a run that say nothing about a claim
+NO_RESULT = ("timeout", "unavailable", "interrupted")  # statuses that say nothing about a claim
 IsThere = Callable[[Claim, FigureRow], bool]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict; the measured values; its rows; the reason, or the command that would test the claim."""
+    """A verdict on a claim, with the measured values, the rows, and the reason or the command that would test the
+    claim."""
 
     claim: Claim
     verdict: str
     seen: str = ""
     note: str = ""
-    numbers: str = ""  # what the numbers say by themselves: hold, do not hold, NOT DISTINGUISHABLE
+    numbers: str = ""  # verdict of the numbers alone: hold, do not hold, NOT DISTINGUISHABLE
     profile: str = ""
     rests_on: tuple[FigureRow, ...] = ()
 
@@ -47,8 +48,11 @@ class Finding:
 
 
 def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> Finding:
-    """Judge by the first table, best profile first, whose rows suffice, were measured on a machine of the claim, and
-    are final; else by the first that suffices. `is_there`: the row was measured on a machine of the claim."""
+    """Judge a claim by the first sufficient table, best profile first.
+
+    Tables whose rows are final and were measured on a machine of the claim are preferred. `is_there`: the row was
+    measured on a machine of the claim.
+    """
     tables = {profile: [row for row in rows if row.metric == claim.metric] for profile, rows in tables.items()}
     found: dict[str, list[FigureRow]] = {}
     missing = ""
@@ -56,7 +60,7 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
         try:
             found[profile] = _choose(claim, rows)
         except LookupError as error:
-            missing = missing or (str(error) if rows else "")  # of a table without rows anything is missing
+            missing = missing or (str(error) if rows else "")  # a table without rows lacks everything
     judged = [_judge(claim, profile, rows) for profile, rows in found.items() if all(is_there(claim, r) for r in rows)]
     if judged:
         return next((finding for finding in judged if finding.verdict != NOT_TESTED), judged[0])
@@ -76,8 +80,8 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
 
 
 def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> list[FigureRow]:
-    """The rows of the first point of the claim of which no row trained. Another run of the case would not help: it
-    measures no other method at a size that did not train."""
+    """Return the rows of the claim's first point that has no trained row. Another run of the case would not help,
+    because it measures no other method at that size."""
     for rows in tables.values():
         for point in claim.expected.named:
             found = _matching(point, rows)
@@ -87,7 +91,7 @@ def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there:
 
 
 def _is_decided(row: FigureRow) -> bool:
-    """False where another run of the case could change the row. Imported logs are incomplete, not failed."""
+    """True unless another run of the case could change the row. Imported logs are incomplete, not failed."""
     return row.status not in NO_RESULT and row.is_judged and row.is_final and row.origin != "imported"
 
 
@@ -114,7 +118,7 @@ def _judge(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
 
 
 def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
-    """The rows that the claim names, in its order. Raises LookupError for a missing or ambiguous row."""
+    """Return the rows that the claim names, in its order. Raises LookupError for a missing or ambiguous row."""
     expected = claim.expected
     if isinstance(expected, Shape):
         return _series(expected, rows)
@@ -124,7 +128,8 @@ def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def _of_one_size(points: Sequence[Point], rows: list[FigureRow]) -> list[FigureRow]:
-    """The rows of the largest size that all points trained, else have: speeds of different sizes are not compared."""
+    """Return the rows of the largest size that all points trained, or at least have: speeds of different sizes are not
+    compared."""
     found = [_matching(point, rows) for point in points]
     sizes = [{(row.hidden_size, row.num_layers) for row in own} for own in found]
     trained = [{(row.hidden_size, row.num_layers) for row in own if row.valid and row.has_number} for own in found]
@@ -140,7 +145,7 @@ def _one(point: Point, rows: list[FigureRow]) -> FigureRow:
     found = _matching(point, rows)
     if not found:
         raise LookupError(f"no row of {point}")
-    if found[0].metric in COUNTED:  # the largest that ran; if none ran, the largest that was tried
+    if found[0].metric in COUNTED:  # the largest size that ran; if none ran, the largest tried
         return max(found, key=lambda row: (row.status == "ok", row.value or 0))
     if len(found) > 1:
         raise LookupError(f"{len(found)} rows of {point}: {shortened([label(row) for row in found])}")
@@ -164,7 +169,7 @@ def _matching(point: Point, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
-    """One row for each value on the axis, ascending."""
+    """Return one row for each value on the axis, ascending."""
     found = [row for row in _matching(shape.of, rows) if getattr(row, shape.against) is not None]
     found.sort(key=lambda row: getattr(row, shape.against))
     num_places = len({getattr(row, shape.against) for row in found})
@@ -177,8 +182,8 @@ def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def holds_there(claim: Claim, row: FigureRow, is_emulated: bool = False) -> bool:
-    """The row was measured on a machine of the claim. A run in the budgets of the paper's machine counts for sizes, not
-    for times."""
+    """True if the row was measured on a machine of the claim. A run in the budgets of the paper's machine counts for
+    sizes, not for times."""
     if "any" in claim.machines:
         return True
     if "gpu" in claim.machines and (row.clock == "cuda" or row.origin != "run"):

@@ -1,4 +1,4 @@
-"""The contract of a method, as checks that run: the tests put every method to them, `check-method` one file.
+"""The contract of a method, as checks that run: the tests apply them to every method, `check-method` to one file.
 
 A check returns what it saw, or raises Broken with what the contract asks for instead.
 """
@@ -23,19 +23,19 @@ from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
 
-# At this rate each step moves the weights by more than they are rounded.
+# At this rate each step moves the weights by more than their rounding.
 TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
-GRADIENT_TOLERANCE = 1e-3  # relative, of a first moment after the first wrong step in fp32
-SHOWN = 4  # tensors that are named
-STATE_BYTES = 12  # a parameter's, with AdamW, wherever they lie: its weight and both moments; gradients may come and go
+GRADIENT_TOLERANCE = 1e-3  # relative distance of a first moment in fp32 after the first wrong step
+SHOWN = 4  # most tensors that are named
+STATE_BYTES = 12  # of a parameter with AdamW, wherever they lie: weight and both moments; gradients come and go
 
 
 class Broken(Exception):
-    """The method does not keep its contract; the text says in what."""
+    """The method breaks its contract; the text tells which part."""
 
 
 class Subject(NamedTuple):
-    """A method by its name, where its file is, and a folder for what it trains."""
+    """A method by name, the folder of its file, and a folder for its trainings."""
 
     name: str
     folders: tuple[Path, ...]
@@ -100,10 +100,11 @@ BY_TRAINING: dict[str, Check] = {
 
 
 def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
-    """Of each check on a method's file: its name, if it passed, and what it saw. Logs of runs that ended badly stay."""
+    """Yield each check's name, whether the method's file passed it, and what the check saw. Logs of failed runs are
+    kept."""
     with _alone(file) as subject:
         for name, is_passed, told in _outcomes(subject):
-            for folder in subject.folders:  # of links: the file itself is what its author knows
+            for folder in subject.folders:  # links keep their place: its author knows the file by that path
                 told = told.replace(f"{folder}/", f"{file.resolve().parent}/")
             yield name, is_passed, told
 
@@ -125,7 +126,7 @@ def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[Subject]:
-    """The method of a file without the others of its folder; only those that methods import, _name.py, are there."""
+    """Copy a method's file without the folder's other methods; files that methods import, _name.py, are copied, too."""
     file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-")).resolve()
     name = file.stem.replace("_", "-")
     try:
@@ -149,7 +150,7 @@ def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
 
 
 def _trained(subject: Subject, dtype: str) -> Record:
-    """The record of twenty steps; of checks that share a folder of results the same one."""
+    """Return the record of twenty steps; checks that share a folder of results share the record."""
     clip_norm = TINY.clip_norm if method.load(subject.name, subject.folders).clips else 0.0
     job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype, clip_norm=clip_norm), steps=20, warmup=2)
     sweep = Sweep(subject.results, subject.folders, is_timed=False)
@@ -162,7 +163,7 @@ def _trained(subject: Subject, dtype: str) -> Record:
 
 
 def _judged(subject: Subject, record: Record) -> str:
-    """Training is the reference's, or is not, where the method itself says that it trains otherwise."""
+    """Check that training is the reference's, or differs if the method says so."""
     gate = record.gate
     if gate.passed != record.is_exact:
         is_of_a_gradient = gate.reason == "gradient" and record.job.workload.dtype == "fp32"
@@ -172,8 +173,8 @@ def _judged(subject: Subject, record: Record) -> str:
 
 
 def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
-    """Which tensors' gradients are off, in words, at the first step at which any is: a first moment is then the
-    reference's but for its share of that gradient. Empty where none stands out."""
+    """Name the tensors with wrong gradients at the first wrong step; empty if none stands out. After that step a first
+    moment is off by its share of the wrong gradient."""
     short = dataclasses.replace(job, steps=step, warmup=0)
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
     jobs = [resolve(each, subject.folders)[0] for each in (short, reference)]
@@ -182,7 +183,7 @@ def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
     )
     moments = {name: (ours.get(name, {}).get("exp_avg"), each.get("exp_avg")) for name, each in theirs.items()}
     ratios = {name: mine / other for name, (mine, other) in moments.items() if mine and other}
-    clip = statistics.median(ratios.values() or [1.0])  # one wrong norm scales all of them
+    clip = statistics.median(ratios.values() or [1.0])  # one wrong norm scales all tensors
     off = [name for name, ratio in ratios.items() if abs(ratio / clip - 1) > GRADIENT_TOLERANCE]
     if not off:
         return ""

@@ -1,4 +1,4 @@
-"""The verb `verify`: judge every claim by what was measured here, or by what the original published."""
+"""The verb `verify`: judges every claim by the records of this folder, or by the original's published numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ PAPER = named_machines.load(claims.PAPER_MACHINE)
 
 
 def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]]:
-    """The rows of a case by profile, the nearest to the claims first. Imported logs count only without runs of ours."""
+    """Return the rows of a case by profile, the nearest to the claims first. Imported logs count only if there are no
+    runs of ours."""
     runs = [record for record in records if record.origin == "run"]
     if not runs:
         return {IMPORTED: _imported(number, records)}
@@ -39,7 +40,7 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]
 
 
 def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
-    """Imported logs of the points that the original published in this case."""
+    """Return imported logs of the points that the original published in this case."""
     rows = []
     for point in case.published(number):
         there = (point.method, point.num_layers, point.hidden_size)
@@ -56,7 +57,7 @@ def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
 
 
 def findings(results: Path, against: str | None, machine: str | None, *places: Path) -> list[Finding]:
-    """A finding for each claim, in the order of the files. Raises ValueError for records of several machines."""
+    """Return a finding for each claim, in the order of the files. Raises ValueError for records of several machines."""
     told = claims.load(*places)
     if against == PUBLISHED:
         tables = {number: {PUBLISHED: case.published(number)} for number in {claim.case for claim in told}}
@@ -77,19 +78,19 @@ def findings(results: Path, against: str | None, machine: str | None, *places: P
         return judge.holds_there(claim, row, bool(row.keys) and emulated.issuperset(row.keys))
 
     tables = {number: rows_of(number, records) for number in {claim.case for claim in told}}
-    if machine:  # logs of the original name no machine: take the user's
+    if machine:  # logs of the original name no machine: assume the caller's
         for rows in (rows for profiles in tables.values() for rows in profiles.values()):
             rows[:] = [row if row.machine else dataclasses.replace(row, machine=machine) for row in rows]
     return [judge.judge(claim, tables[claim.case], is_there) for claim in told]
 
 
 def is_of_logs(found: Sequence[Finding]) -> bool:
-    """True where imported logs were judged."""
+    """True if imported logs were judged."""
     return any(finding.profile == IMPORTED for finding in found)
 
 
 def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
-    """The runs of the machine asked for, or of the only one, and all imported logs."""
+    """Return the runs of the machine asked for, or of the only one, and all imported logs."""
     there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
         raise ValueError(f"runs of {len(there)} machines are not judged together: --machine takes one of {there}")
@@ -138,7 +139,7 @@ def _cells(finding: Finding) -> list[str]:
 
 
 def _grounds(finding: Finding) -> str:
-    """The rows in a few words, and the note."""
+    """Describe the rows in a few words, with the note."""
     rows = finding.rests_on
     if not rows:
         return finding.note
@@ -148,7 +149,7 @@ def _grounds(finding: Finding) -> str:
 
 
 def closing_lines(found: list[Finding]) -> list[str]:
-    """The claims by verdict; those that rest on runs that did not train, by what their numbers alone would say."""
+    """Return the claims by verdict; for claims on runs that did not train, the verdict of their numbers alone."""
     untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
     groups: dict[str, list[str]] = {told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))}
     for one in found:

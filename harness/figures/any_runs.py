@@ -1,7 +1,7 @@
-"""A case's figure of whatever records a folder holds: runs made by hand, of any sizes, and imported logs.
+"""A case's figure of any records in a folder: runs made by hand, of any sizes, and imported logs.
 
-A figure has one machine, device, dtype, size of a step and budget. Where records differ in these, nothing is drawn: the
-error says what differs, and how to choose. Which of the rows a figure shows is the case's pick(rows).
+A figure has one machine, device, dtype, size of a step and budget. If records differ in these, nothing is drawn: the
+error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure shows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from harness.figures.point import FigureRow
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NAME = "folder"  # in place of a profile's
+NAME = "folder"  # stands in place of a profile's name
 OF_WORKLOAD = ("dtype", "hidden_size", "num_heads", "batch_size", "micro_batches", "seq_len", "vocab_size", "dropout")
-ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # within a figure
+ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # the same within a figure
 CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that --where takes
 
 
 def facts(found: DataFrame) -> DataFrame:
-    """What tells runs apart, as --where spells it. A cell is missing where an imported log does not tell it."""
+    """Return the facts that tell runs apart, as --where spells them. A cell is missing if an imported log does not tell
+    it."""
     unsaid = [record.evidence.get("unsaid", ()) for record in found[frame.RECORD]]
     windows = [record.job.options.get("window_size") for record in found[frame.RECORD]]
     told = found.assign(

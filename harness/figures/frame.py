@@ -1,5 +1,5 @@
 """Records as one pandas frame, a row each: figures of any runs, comparisons, the fairness table and the page's tables
-are views of it, and harness.load() gives it to notebooks and scripts."""
+are views of it; harness.load() gives it to notebooks and scripts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from harness.figures.point import machine_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RECORD = "record"  # the column that only this project reads
+RECORD = "record"  # a column that only this project reads
 BUDGETS = ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second")
-# Records whose job is the same are alike in these.
+# Records of the same job agree in these columns.
 JOB = [
     "method", *(field.name for field in dataclasses.fields(Workload)), "options", "device",
     *(f"budget_{name}" for name in BUDGETS), "steps", "warmup",
 ]  # fmt: skip
-SPEEDS = ("samples_per_second", "median_step_seconds")  # only where the gate passed
+SPEEDS = ("samples_per_second", "median_step_seconds")  # filled only if the gate passed
 # Columns in which values may be missing, even all of them.
 TYPES = {
     **dict.fromkeys((*SPEEDS, "first_step_seconds", "load_average", *(f"budget_{name}" for name in BUDGETS)), "float"),
@@ -34,8 +34,8 @@ TYPES = {
 
 
 def load(folder: Path | str) -> DataFrame:
-    """The records of a folder, oldest first. Warns of files that are no records. Raises ValueError where there is no
-    such folder."""
+    """Return the records of a folder, oldest first. Warns of files that are not records. Raises ValueError if there is
+    no such folder."""
     if not Path(folder).is_dir():
         raise ValueError(f"expected a folder of records, got {folder}; try results, which ./run.sh writes")
     records, complaints = read_all(Path(folder))
@@ -45,11 +45,11 @@ def load(folder: Path | str) -> DataFrame:
 
 
 def of(records: Iterable[Record]) -> DataFrame:
-    """A row for each record, in their order; its column `record` is the record itself."""
+    """Return a row for each record, in their order; the column `record` is the record itself."""
     import pandas
 
     rows = [_row(record) for record in records]
-    nothing = _row(Record(Job(method.reference(), Workload()), "", "ok"))  # the columns of no records
+    nothing = _row(Record(Job(method.reference(), Workload()), "", "ok"))  # for the columns alone
     return pandas.DataFrame(rows, columns=None if rows else list(nothing)).astype(TYPES)
 
 
@@ -68,7 +68,7 @@ def _row(record: Record) -> dict[str, Any]:
         "origin": record.origin,
         "machine": machine_of(record),
         "place": record.machine.get("on", ""),
-        "load_average": load_average if isinstance(load_average, float) else None,  # a record may say anything here
+        "load_average": load_average if isinstance(load_average, float) else None,  # a record may hold any value here
         "source": record.software.get("source", ""),
         "commit": record.software.get("commit", ""),
         "key": record.key,

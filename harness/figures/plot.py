@@ -1,8 +1,8 @@
-"""The paper's look: a panel of ours, one of the published numbers where there are any, and a caption with machine,
-clock and intervals.
+"""The paper's look: a panel of ours, one of the published numbers if there are any, and a caption with machine, clock
+and intervals.
 
 Filled: the run passed the gate; hollow: it did not; a cross: a size that failed; hatched: published. Both panels share
-a scale where widths and clock are the published ones. The same rows give the same bytes.
+a scale if widths and clock are the published ones. The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BAR_WIDTH = 0.4
 TICK_DEGREES = 20
 EDGE, CROSS = "#4A4A4A", "#B00020"
 FAILED = "failed"  # group of the crosses below lines
-DARK = 510  # red, green and blue together: what is less carries white ink
+DARK = 510  # sum of red, green and blue; darker colors carry white ink
 NOTE_COLUMNS = 190
 STYLE = Path(__file__).with_name("paper.mplstyle")
 CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
@@ -41,8 +41,10 @@ def figure(
     rows: Sequence[FigureRow], metric: str, draw: Callable[[Axes, list[FigureRow]], None], note: str,
     series: dict[str, str] | None = None, is_line: bool = False,
 ) -> Figure:  # fmt: skip
-    """Ours beside the published, if any; `draw` fills one panel with its rows. `series`: methods by their labels in the
-    legend ("": the method's own)."""
+    """Draw ours beside the published numbers, if there are any; `draw` fills one panel with its rows.
+
+    `series`: methods by their labels in the legend ("": the method's own).
+    """
     ours, published = ([row for row in rows if (row.origin == "published") is side] for side in (False, True))
     parts = [(ours, f"measured, {note}"), *([(published, "published")] if published else [])]
     with empty(*FIGURE_INCHES) as made:
@@ -64,7 +66,7 @@ def figure(
 
 @contextmanager
 def empty(width: float, height: float) -> Iterator[Figure]:
-    """A figure of this size; what is drawn inside the context has the paper's look."""
+    """Make a figure of this size; drawings inside the context have the paper's look."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -82,13 +84,13 @@ def small_print(made: Figure, text: str) -> None:
 
 
 def by_method(axes: Axes, rows: Sequence[FigureRow], names: Sequence[str]) -> None:
-    """A bar for each method, with the crosses of its sizes that failed."""
+    """Draw a bar for each method, with crosses for its sizes that failed."""
     bars(axes, [(method.load(name).label, [[row for row in rows if row.method == name]]) for name in names])
     tilt(axes)
 
 
 def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[FigureRow]]]]) -> None:
-    """Named groups of bars; a group has places, a place the rows that are drawn over each other there."""
+    """Draw named groups of bars; a group has places, and the rows of one place are drawn over each other."""
     rows = [row for _, group in groups for place in group for row in place]
     scale = scale_of(rows)[0]
     top = max((row.high or row.value or 0.0 for row in rows), default=0.0) / scale or 1.0
@@ -104,7 +106,8 @@ def succeeded(row: FigureRow) -> bool:
 
 
 def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: float) -> None:
-    """A bar, and crosses where a size failed. The bar's number stands above it, or inside it where there is a cross."""
+    """Draw a bar, and crosses for sizes that failed. The bar's number stands above it, or inside it if there is a
+    cross."""
     crosses, bars = ([row for row in stack if succeeded(row) is drawn] for drawn in (False, True))
     for row in crosses:
         height = row.value / scale if row.value else 0.03 * top
@@ -137,8 +140,8 @@ def _label(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
 
 
 def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> None:
-    """A line through the points with a number, beside those that are there; crosses at the foot, with the line's name,
-    for those that failed."""
+    """Draw a line through the points with a number, beside the lines already drawn; failed points are crosses at the
+    foot, with the line's name."""
     if not points:
         return
     good = [(x, row) for x, row in points if succeeded(row)]
@@ -157,13 +160,13 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
             others = [each for each in drawn if each.get_gid() == FAILED and each.get_xdata()[0] == x]
             foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             axes.plot([x], [0.1 * len(others)], "x", color=color, markeredgewidth=1.3, gid=FAILED, **foot)
-            side = "right" if x == max(x for x, _ in points) else "center"  # none runs out of the figure
+            side = "right" if x == max(x for x, _ in points) else "center"  # no label runs out of the figure
             _label(axes, x, 0.1 * len(others) + 0.025, label, fontsize=5.4, ha=side, **foot)
     _fit(axes)
 
 
 def _fit(axes: Axes) -> None:
-    """Ticks at all points, and room above the highest one for the legend."""
+    """Put ticks at all points, and leave room above the highest one for the legend."""
     lines: list[Any] = list(axes.lines)
     ticks = sorted({float(each.get_xdata()[0]) for each in lines if each.get_marker() in ("o", "s", "x")})
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
@@ -176,7 +179,7 @@ def _fit(axes: Axes) -> None:
 
 
 def _shown_scale(axes: Axes, rows: Sequence[FigureRow]) -> float:
-    """The divisor of the unit that the axis names: all lines of a panel have the same."""
+    """Return the divisor of the axis's unit, which all lines of a panel share."""
     named = [scale for scale, unit in SCALES[rows[0].metric] if axes.get_ylabel().endswith(f"({unit})")]
     return named[0] if named else scale_of(rows)[0]
 
@@ -188,7 +191,7 @@ def tilt(axes: Axes) -> None:
 
 
 def scale_of(rows: Sequence[FigureRow]) -> tuple[float, str]:
-    """The divisor and the unit in which these rows read best."""
+    """Return the divisor and the unit in which these rows read best."""
     if not rows:
         return 1.0, ""
     scales = SCALES[rows[0].metric]
@@ -202,12 +205,12 @@ def axis_text(name: str, rows: Sequence[FigureRow]) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits; all digits from 1000 on."""
+    """Format three significant digits; all digits from 1000 on."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str) -> str:
-    """Machine, clock, profile, window, number of runs and intervals, failed gates, and the published source."""
+    """Return machine, clock, profile, window, number of runs and intervals, failed gates, and the published source."""
     texts, ours = [], [row for row in ours if row.metric in SCALES]
     if ours:
         runs = sorted({row.num_runs for row in ours if succeeded(row)})
@@ -233,7 +236,7 @@ def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str
 
 
 def wrapped(texts: Sequence[str]) -> str:
-    """Lines of the small print."""
+    """Wrap the small print into lines."""
     return "\n".join(line for text in texts for line in textwrap.wrap(text, NOTE_COLUMNS, subsequent_indent="    "))
 
 
@@ -243,7 +246,7 @@ def _windows(rows: Sequence[FigureRow]) -> str:
 
 
 def save(made: Figure, stem: Path) -> list[Path]:
-    """PDF and PNG without a date or a version in them."""
+    """Save as PDF and PNG, without a date or a version in them."""
     looks: dict[str, Any] = {
         "pdf": {"metadata": {"CreationDate": None, "Producer": None, "Creator": None}},
         "png": {"metadata": {"Software": None}, "dpi": 200},
@@ -257,11 +260,11 @@ def save(made: Figure, stem: Path) -> list[Path]:
 
 
 def svg(made: Figure) -> str:
-    """The figure as text, for a page."""
+    """Return the figure as SVG, for a page."""
     import matplotlib
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # names of its parts, the same on every run
+    with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # names of SVG parts must be the same on every run
         made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
@@ -274,7 +277,7 @@ def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
 
 
 def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
-    """Colors, filled, hollow, hatched and crosses, as far as they occur."""
+    """Explain colors, filled, hollow, hatched and crosses, as far as they occur."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

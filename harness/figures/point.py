@@ -1,11 +1,9 @@
-"""One number of a table or figure, with its interval, what it measures, and whether its run passed the gate.
+"""One number of a table or figure, with its interval, its metric, and whether its run passed the gate.
 
 A row comes from the records of one job (its repeats), or is a published number. Figures, claims and reports read rows
-and nothing else.
-
-Two rows differ only if their ratio leaves its bounds. Processes are repeats; the steps of one process are not, because
-another program's load slows neighboring steps together. Below three processes on either side a margin replaces the
-interval: the median of a whole process is as uncertain as one step, whose scatter is known.
+and nothing else. Two rows differ only if their ratio leaves its bounds. Processes are repeats; the steps of one process
+are not, because another program's load slows neighboring steps together. Below three processes on either side a margin
+replaces the interval: the median of a whole process is as uncertain as one step, whose scatter is known.
 """
 
 from __future__ import annotations
@@ -20,12 +18,13 @@ from harness.core.record import Record
 
 FEWEST_FOR_INTERVAL = 3  # processes
 CONFIDENCE = 0.95
-LEAST_MARGIN = 0.05  # of a ratio, where a side has too few runs for an interval
-STANDARD_ERRORS = 2  # that a margin spans
+LEAST_MARGIN = 0.05  # of a ratio, if a side has too few runs for an interval
+STANDARD_ERRORS = 2  # width of a margin
 COUNTED = ("params",)  # metrics without noise: any difference counts
 Metric = Callable[[Record], float | None]
 
-# What a figure shows, read from one record. A largest size is its parameters; a search tells if a larger one failed.
+# The metrics of a figure, each read from one record. A largest size is its parameters; a search tells if a larger one
+# failed.
 METRICS: dict[str, Metric] = {
     "params": lambda record: float(record.job.workload.num_params),
     "samples_per_second": lambda run: (
@@ -37,8 +36,9 @@ METRICS: dict[str, Metric] = {
 
 @dataclass(frozen=True)
 class FigureRow:
-    """`value`: the median of `num_runs` processes in the metric's unit (parameters, samples/s, seconds); `low`, `high`:
-    the 95 % interval of their mean (Student's t), from three processes on; `valid`: all of them passed the gate."""
+    """A row of a figure. `value`: the median of `num_runs` processes in the metric's unit (parameters, samples/s,
+    seconds). `low`, `high`: the 95 % interval of their mean (Student's t), from three processes on. `valid`: all of
+    them passed the gate."""
 
     metric: str
     method: str
@@ -51,18 +51,18 @@ class FigureRow:
     num_runs: int = 1
     scatter: float | None = None  # relative standard deviation of the steps within a run, or of two runs
     valid: bool = False
-    reason: str = ""  # why not valid, or how the run ended
+    reason: str = ""  # why the row is not valid, or how the run ended
     status: str = "ok"
-    origin: str = "run"  # or imported, published, simulated
+    origin: str = "run"  # run, imported, published or simulated
     machine: str = ""
     clock: str = ""
-    keys: tuple[str, ...] = ()  # of the records behind it
-    is_final: bool = True  # False of a largest size whose search has not found the edge yet
-    is_judged: bool = True  # False of a run whose call was ended before the gate had its word
-    series: str = ""  # which of several bars or lines of a method, where there are several
-    group: str = ""  # what it stands at where that is no number: a model, a pair of sizes
-    x: float | None = None  # and where it is one
-    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # of each process; not in tables
+    keys: tuple[str, ...] = ()  # keys of the row's records
+    is_final: bool = True  # False: a largest size whose search has not found the edge yet
+    is_judged: bool = True  # False: the call of the run was ended before the gate
+    series: str = ""  # names one of several bars or lines of a method
+    group: str = ""  # position on an axis of names: a model, a pair of sizes
+    x: float | None = None  # position on an axis of numbers
+    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one for each process; not in tables
 
     @property
     def has_number(self) -> bool:
@@ -74,7 +74,7 @@ class FigureRow:
 
 
 def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
-    """The row of one job's repeats."""
+    """Return the row of one job's repeats."""
     last = repeats[-1]
     values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
     low, high = interval(values)
@@ -91,8 +91,8 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
 
 
 def machine_of(record: Record) -> str:
-    """The GPU, or else the CPU, the number of cores, and the variables that change kernels or threads: records of
-    different names never mix."""
+    """Return the GPU, or else the CPU, the number of cores, and the variables that change kernels or threads: records
+    that differ in this never mix."""
     name = str(record.machine.get("gpu") or record.machine.get("cpu") or "")
     cores = record.machine.get("cores")
     parts = (name, f"{cores} cores" if name and cores else "", record.machine.get("environment"))
@@ -100,8 +100,12 @@ def machine_of(record: Record) -> str:
 
 
 def scatter(repeats: Sequence[Record]) -> float | None:
-    """Relative standard deviation of the steps of the worst run, or of the runs; None where each timed one step. From
-    the interquartile range, robust to outliers: 1.349 standard deviations of a normal distribution."""
+    """Return the relative standard deviation of the steps of the worst run, or of the runs; None if each run timed one
+    step.
+
+    It comes from the interquartile range, which is robust to outliers: 1.349 standard deviations of a normal
+    distribution.
+    """
     found = []
     for record in repeats:
         if len(record.timed_seconds) > 1 and min(record.timed_seconds) > 0:
@@ -114,7 +118,7 @@ def scatter(repeats: Sequence[Record]) -> float | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Student's t interval of the mean; none below three values."""
+    """Return Student's t interval of the mean; none below three values."""
     if len(values) < FEWEST_FOR_INTERVAL:
         return None, None
     from scipy import stats
@@ -143,7 +147,7 @@ class RatioInterval:
 
 
 def ratio(over: FigureRow, under: FigureRow) -> RatioInterval:
-    """The ratio of the medians, in Welch's interval on logarithms. Both rows must have numbers."""
+    """Return the ratio of the medians, in Welch's interval on logarithms. Both rows must have numbers."""
     assert over.value is not None and under.value is not None
     value = over.value / under.value
     if over.metric in COUNTED:
@@ -160,7 +164,7 @@ def ratio(over: FigureRow, under: FigureRow) -> RatioInterval:
 
 
 def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
-    """Bounds of the ratio of means; the error of a logarithm is the relative error (delta method)."""
+    """Return bounds of the ratio of means; the error of a logarithm is the relative error (delta method)."""
     from scipy import stats
 
     means = statistics.fmean(over), statistics.fmean(under)
@@ -168,7 +172,7 @@ def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]
     if len({*over}) == len({*under}) == 1:
         return center, center
     relative = ([value / mean for value in values] for values, mean in zip((over, under), means, strict=True))
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of values that are nearly alike
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # on values that are nearly alike
         found = stats.ttest_ind(*relative, equal_var=False).confidence_interval(CONFIDENCE)
     factor = math.exp((found.high - found.low) / 2)
     return center / factor, center * factor

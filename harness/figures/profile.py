@@ -26,7 +26,8 @@ ROOM = 0.9  # of a budget: what a plan with free choices may fill, as plans leav
 
 @dataclass(frozen=True)
 class Profile:
-    """What the runs of a case share. `workload` is at depth 1; `window` is of cases about something else."""
+    """The settings that the runs of a case share. `workload` has depth 1; `window` holds in cases about other
+    options."""
 
     name: str
     workload: Workload
@@ -53,7 +54,7 @@ class Profile:
         return dataclasses.replace(room, device_bytes=cuda_budget.tensor_bytes(room.device_bytes))
 
     def depth(self, published: int) -> int:
-        """A published depth on this profile's scale, at least 2 layers."""
+        """Return a published depth on this profile's scale, at least 2 layers."""
         if published <= PUBLISHED_COMMON:
             return max(2, round(published * self.common / PUBLISHED_COMMON))
         stretch = (self.deepest - self.common) / (PUBLISHED_DEEPEST - PUBLISHED_COMMON)
@@ -72,7 +73,7 @@ class Profile:
         return Job(name, workload, {**settled, **options}, self.budget, self.device, self.steps, self.warmup)
 
     def probe(self, name: str, num_layers: int = 1) -> Job:
-        """A run of a search for the largest size, which chooses the options."""
+        """Return a run of a search for the largest size, which chooses the options."""
         workload = self.workload.at_depth(num_layers)
         return Job(name, workload, {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"])
 
@@ -90,7 +91,7 @@ class Profile:
         return (job.workload.at_depth(1), job.budget, job.device) == mine and (job.steps, job.warmup) in steps
 
     def check_machine(self) -> None:
-        """Raises ValueError if this machine lacks the device, or memory for the budgets."""
+        """Raise ValueError if this machine lacks the device, or memory for the budgets."""
         if self.device == "cuda" and machine.devices()[0] != "cuda":
             raise ValueError(f"profile {self.name} needs a GPU and a torch that uses it: try --profile demo or fit")
         there = Budget(machine.gpu().get("gpu_bytes") if self.device == "cuda" else None, machine.host_bytes())
@@ -105,10 +106,12 @@ class Profile:
 
 
 def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any]) -> Profile:
-    """The named profile with the memories of the machine `on` (machines.yaml), else those in `facts`
-    (harness/devices/machine.py, or a record's): paper has the published widths, quick a quarter of them, fit the
-    published ones at the depths planned for this machine, or without a GPU a sixteenth of them, on sim. `methods`:
-    those of all cases. Raises ValueError for a wrong name or machine, or where a GPU is missing."""
+    """Make the named profile with the memories of the machine `on` (machines.yaml), else of the machine in `facts`
+    (harness/devices/machine.py, or a record's). Raises ValueError for a wrong name or machine, or if a GPU is missing.
+
+    paper has the published widths, quick a quarter of them, fit the published ones at the depths planned for this
+    machine, or without a GPU a sixteenth of them, on sim. `methods`: those of all cases.
+    """
     if name not in NAMES:
         raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
     if name == "demo" and on is not None:
@@ -126,8 +129,8 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
 
 
 def _demo() -> Profile:
-    """Minutes on two cores: few layers fill the memories, and the link is slow enough for copies to show; without a
-    compiler the link takes no time."""
+    """Make a profile of minutes on two cores: few layers fill the memories, and the link is slow enough for copies to
+    show; without a compiler the link takes no time."""
     workload = Workload(num_layers=1, hidden_size=128, seq_len=64, vocab_size=512)
     link = 256 * 2**20 if sim.is_built() or sim.to_build() else None
     budget = Budget(device_bytes=12 * 2**20, host_bytes=24 * 2**20, link_bytes_per_second=link)
@@ -135,7 +138,7 @@ def _demo() -> Profile:
 
 
 def _fitted(found: Profile, methods: Iterable[str]) -> Profile:
-    """At the depths planned for its memories."""
+    """Set the depths to those planned for the profile's memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
     at_home = sum(state_bytes(found.workload, host=True).values())  # of each parameter of a layer that is streamed
     streamed = int(ROOM * (found.budget.host_bytes or 0) / (at_home * found.workload.layer_params))
@@ -166,6 +169,6 @@ def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, B
 
 
 def call(number: int | str, profile: str) -> str:
-    """The command of a case in a profile; fit_v100-vm is fit on that machine."""
+    """Return the command of a case in a profile; fit_v100-vm is fit on that machine."""
     kind, _, on = profile.partition("_")
     return f"./run.sh case {number} --profile {kind}" + (f" {named_machines.words(on)}" if on else "")
