@@ -1,11 +1,11 @@
-"""Which memories plans fill, and where each number is from: a line for people."""
+"""Describes the memories that plans fill, and the source of each number: a line for people."""
 
 from __future__ import annotations
 
 from harness.core.job import GIB, Budget, Room, gib
 from harness.devices import named_machines
 
-ASSUMED_HOST_BYTES = 64 * GIB  # of a named machine whose entry has no host_memory
+ASSUMED_HOST_BYTES = 64 * GIB  # assumed of a named machine whose entry has no host_memory
 
 
 def host_bytes(name: str, asked: Budget) -> int:
@@ -20,7 +20,7 @@ def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
 
 
 def device_of(name: str) -> str:
-    """Where the device memory of a named machine is from."""
+    """Tell the source of a named machine's device memory."""
     size = named_machines.load(name).device_memory
     return f"{named_machines.source(name)}: {size}, less a reserve" if size else f"{named_machines.source(name)}: none"
 

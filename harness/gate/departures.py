@@ -1,8 +1,8 @@
-"""Where a training departs from the reference's: first in its losses, then in its gradient norms, at last in its
+"""Finds where a training departs from the reference's: first in its losses, then in its gradient norms, last in its
 tensors.
 
-Pure functions of records, and of what honest rounding may amount to (limits.py). A method that promises bit-equality is
-held to it on a CPU, at the published rate as in the probe.
+Pure functions of records, and of what honest rounding may amount to (limits.py). A method that promises bit-equality
+must keep it on a CPU, at the published rate and in the probe.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from harness.gate.limits import (
 )
 from harness.gate.probe import Trial
 
-# How far a tensor moved, relative to the reference's.
+# Limits of a tensor's distance moved, relative to the reference's.
 SIZE_TOLERANCE = 0.1
-# Share of a tensor's elements that changed, relative to the reference's.
+# Least share of a tensor's changed elements, relative to the reference's.
 CHANGED_TOLERANCE = 0.1
-ROUNDED_AWAY = 1e-3  # of a difference of two squares in fp32, relative to the larger one's root
+ROUNDED_AWAY = 1e-3  # error of a difference of two squares in fp32, relative to the larger one's root
 TELLING = 100.0  # a norm off by more than this times the loss: the gradient is wrong, not the weights
 FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
 GRADIENT = "the gradients, or the norm of them, are not the reference's"
@@ -41,17 +41,17 @@ UPDATE = "the first update, or when it takes effect, is not the reference's"
 LATER = "the update of step {} or the batch of step {} is not the reference's"
 UP_TO = "an update up to that of step {}, or the batch of step {}, is not the reference's"
 AS_FAINT = "; so little shows that it may be the forward pass, too"
-TENSORS = {  # by what of a tensor is compared: the reason and the text
+TENSORS = {  # Compared facts of a tensor: for each the reason and the text.
     "way": ("weights", "ends {:.1e} of its way from the reference's"),
     "exp_avg": ("gradient-scale", "has a first moment {:.1e} off the reference's"),
     "exp_avg_sq": ("gradient-scale", "has a second moment {:.1e} off the reference's"),
 }
-OUTSTANDING = 3.0  # a group of tensors this many times as far off as the others is named
+OUTSTANDING = 3.0  # a group of tensors is named if it is this many times as far off as the others
 
 
 class Departure(NamedTuple):
-    """A reason for programs, what was seen and what it means for people, and the step from which on, if it shows before
-    the end."""
+    """A difference from the reference: a reason for programs, a text for people, and the first step of the fault, if it
+    shows before the end."""
 
     reason: str
     seen: str
@@ -64,34 +64,35 @@ class Departure(NamedTuple):
 
 
 def of_run(record: Record, reference: Record) -> Departure | None:
-    """Of a run at the published rate. None says nothing of bits."""
+    """Find the departure of a run at the published rate, bits aside."""
     must_be_exact = evidence.promises_bits(record)
     limits = published(record, reference)
     if must_be_exact:
         limits = limits._replace(losses=[0.0] * len(limits.losses))
     found = in_steps(record, reference, limits)
     if found and found.reason in ("update", "later"):
-        # What shows late at the published rate, beyond a tolerance, may have begun at any step before.
+        # A fault that shows late at the published rate, beyond a tolerance, may have begun at any step before.
         found = _partial_update(record, reference) or (found if must_be_exact else Departure("loss", found.seen))
     found = found or _partial_update(record, reference) or _update_size(record, reference)
     return found or in_tensors(record, reference, limits) or _grown_keys(record)
 
 
 def drops_nothing(record: Record, reference: Record, undropped: Record) -> bool:
-    """Whether a run with dropout is, within rounding, the reference without, where the two references differ by more
-    than rounding."""
+    """True if a run with dropout equals, within rounding, the reference without dropout, while the two references
+    differ by more than rounding."""
     rounding = published(record, undropped)
     shows = departure(reference, undropped, rounding.times(DROPOUT_ALLOWED))
     return shows is not None and not departure(record, undropped, rounding)
 
 
 def beyond_dropout(record: Record, reference: Record, undropped: Record) -> Departure | None:
-    """Of a run that drops other elements, beyond what dropout itself changes."""
+    """Find the departure of a run that drops other elements, beyond what dropout itself changes."""
     return departure(record, reference, floor(reference, [undropped]).alike().times(DROPOUT_ALLOWED))
 
 
 def of_trial(trial: Trial) -> Departure | None:
-    """Of a probe that trained: a flaw of its own, other tensors or scales, else what rounding does not allow."""
+    """Find the departure of a probe that trained: a flaw of its own, other tensors or scales, or more than rounding
+    allows."""
     record, reference = trial.record, trial.reference
     if flaw := evidence.flaw(record):
         return Departure(flaw.reason, flaw.text)
@@ -103,7 +104,7 @@ def of_trial(trial: Trial) -> Departure | None:
 
 
 def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
-    """How the method trained otherwise than rounding allows, or, where it promises so, not to the last bit."""
+    """Find the departure beyond what rounding allows or, if the method promises bit-equality, any difference."""
     record, reference, others, wide = trial
     if evidence.is_same(record, reference):
         return None
@@ -120,7 +121,7 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
 
 
 def first_loss_beyond(record: Record, other: Record) -> str:
-    """The first loss beyond the tolerance of another method's, in words; empty if there is none."""
+    """Describe the first loss beyond the tolerance of another method's; empty if there is none."""
     tolerance = LOSS_TOLERANCE[evidence.kernels(record)]
     for step, ours, theirs, difference in evidence.loss_differences(record, other):
         if not difference <= tolerance:
@@ -130,13 +131,16 @@ def first_loss_beyond(record: Record, other: Record) -> str:
 
 
 def departure(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """The first there is."""
+    """Return the first departure."""
     return in_steps(record, reference, limits) or in_tensors(record, reference, limits)
 
 
 def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """The first step whose loss or, where that agrees, gradient norm is beyond its limit. A step's loss comes before
-    its gradient, and that before its update: the first departure tells what went wrong."""
+    """Return the first step whose loss or gradient norm is beyond its limit.
+
+    A step's loss comes before its gradient, and the gradient before the update: so the first departure tells what went
+    wrong.
+    """
     num = comparable_steps(record, reference)
     losses = differences(record.losses[:num], reference.losses)
     norms = differences(record.grad_norms[:num], reference.grad_norms)
@@ -152,7 +156,7 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
             ours, theirs = record.grad_norms[at], reference.grad_norms[at]
             told = _told("gradient norm", step, ours, theirs, norms[at], limits.told.format(limits.norms[at]))
             is_faint = norms[at] <= limits.faint * limits.norms[at]
-            # Wrong weights that do not show in the loss do not change the gradient much.
+            # Wrong weights that do not show in the loss hardly change the gradient.
             if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
                 cause = GRADIENT + AS_FAINT * is_faint
                 return Departure("gradient", f"{told}, where the loss still agrees", cause, step)
@@ -169,7 +173,7 @@ def _of_update(step: int, told: str, is_faint: bool) -> Departure:
 
 
 def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """The final tensor, or the median of them, that is beyond its limit."""
+    """Return the final tensor, or the median of all, that is beyond its limit."""
     if comparable_steps(record, reference) < len(reference.losses):
         return None
     for part, (reason, text) in TENSORS.items():
@@ -189,7 +193,7 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
 
 
 def _partial_update(record: Record, reference: Record) -> Departure | None:
-    """A tensor of which too few elements changed."""
+    """Return a tensor of which too few elements changed."""
     ratios = evidence.ratios(record, reference, "changed")
     if ratios and not ratios[worst := min(ratios, key=lambda name: ratios[name])] >= 1 - CHANGED_TOLERANCE:
         ours, theirs = (each.tensors[worst]["changed"] for each in (record, reference))
@@ -200,7 +204,7 @@ def _partial_update(record: Record, reference: Record) -> Departure | None:
 
 
 def _update_size(record: Record, reference: Record) -> Departure | None:
-    """A tensor that moved another way, or, less, all of them."""
+    """Return a tensor whose distance moved is off, or all tensors if all are off by less."""
     ratios = evidence.ratios(record, reference, "moved")
     if not ratios:
         return None
@@ -211,9 +215,12 @@ def _update_size(record: Record, reference: Record) -> Departure | None:
 
 
 def _grown_keys(record: Record) -> Departure | None:
-    """A bias of keys, which no gradient moves but by rounding, beyond what AdamW makes of any gradient: a step of an
-    element is at most the learning rate times (1 - beta1) / sqrt(1 - beta2). It starts at 0. Source: Kingma and Ba
-    2015, section 2.1."""
+    """Return a bias of keys that moved farther than AdamW moves any gradient. Only rounding makes gradients of such a
+    bias.
+
+    It starts at 0. AdamW moves an element in a step by at most the learning rate times (1 - beta1) / sqrt(1 - beta2).
+    Source: Kingma and Ba 2015, section 2.1.
+    """
     load = record.job.workload
     rates = sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
     allowed = math.sqrt(load.hidden_size) * rates * (1 - BETAS[0]) / math.sqrt(1 - BETAS[1])
@@ -227,7 +234,8 @@ def _grown_keys(record: Record) -> Departure | None:
 
 
 def outstanding(record: Record, reference: Record) -> str:
-    """Where the tensors are farther off than elsewhere: a layer, biases, norms, matrices; empty if nowhere."""
+    """Name the group of tensors that is farther off than the others: a layer, biases, norms, matrices; empty if there
+    is none."""
     found = evidence.distances(record, reference)
     groups: dict[str, list[str]] = {}
     for name in found:

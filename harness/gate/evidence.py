@@ -1,7 +1,7 @@
-"""What records hold of a training, and what is missing or wrong in one: arithmetic on one record or on two.
+"""Reads what records tell of a training, and finds what is missing or wrong in one: arithmetic on one record or two.
 
-Losses and gradient norms are compared step by step, tensors by what inspect_training.py left of them: the share of
-elements that changed, the distance moved, a sketch of where they ended, and the sizes of both moments.
+Losses and gradient norms are compared step by step, tensors by the facts of inspect_training.py: the share of elements
+that changed, the distance moved, a sketch of the final values, and the sizes of both moments.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any, Literal, NamedTuple
 from harness.core.job import Job
 from harness.core.record import Record
 
-LEAST = 1e-7  # relative: what one rounding of fp32 amounts to
-# Relative to a tensor itself, what a few elements that round the other way amount to: a norm's weights, near 1, move by
-# a few units in the last place at the published learning rate.
+LEAST = 1e-7  # relative: one rounding of fp32
+# Allowance for a few elements that round the other way, relative to a tensor's own size: a norm's weights, near 1, move
+# by a few units in the last place at the published learning rate.
 ROUNDING = 2**-24 / 4
-SUMMED = 1e-6  # relative, of a norm where all bits are the same: engines agree to 1.2e-7
-# Half the distance from 1 to the float above it: a shorter step up rounds to none, and a step of AdamW is a part of its
-# rate, often less than half, so that one down does, too.
+SUMMED = 1e-6  # relative, of a norm if all bits are the same: engines agree to 1.2e-7
+# Half the distance from 1 to the float above it. A shorter step up rounds to none. AdamW's step is often less than half
+# its rate, so a step down rounds to none, too.
 SMALLEST_STEP = 2**-24
 Moment = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: dict[str, Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
 
 
 class Flaw(NamedTuple):
-    """What a record itself shows to be wrong: a reason for programs, a text for people, and more for programs."""
+    """A fault that a record shows by itself: a reason for programs, a text for people, and further values for
+    programs."""
 
     reason: str
     text: str
@@ -37,13 +38,14 @@ class Flaw(NamedTuple):
 
 
 def flaw(record: Record) -> Flaw | None:
-    """The first there is: all steps ran, all numbers are finite, every tensor changed."""
+    """Return the first flaw of a record. Without one all steps ran, all numbers are finite, and every tensor
+    changed."""
     for step, loss in enumerate(record.losses, start=1):
         if loss is not None and not math.isfinite(loss):
             return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
     if len(record.losses) != record.job.steps:
         return Flaw("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
-    # In fp16 a scale that is wrong shows there: the comparison names it.
+    # In fp16 a wrong scale shows in the loss scales: the comparison names it.
     if record.origin == "run" and record.job.workload.dtype != "fp16":
         for step, norm in enumerate(record.grad_norms, start=1):
             if norm is not None and not math.isfinite(norm):
@@ -64,7 +66,7 @@ def flaw(record: Record) -> Flaw | None:
     unchanged = [
         name
         for name, tensor in record.tensors.items()
-        # A step of AdamW is no longer than its rate, which may be less than a weight near 1 can show.
+        # AdamW's step is at most its rate, which may be less than a weight near 1 can show.
         if not tensor["changed"] and not (last_rate < SMALLEST_STEP and tensor.get("exp_avg"))
     ]
     if unchanged:
@@ -74,14 +76,15 @@ def flaw(record: Record) -> Flaw | None:
 
 
 def untrained(record: Record, told: str = "") -> str:
-    """Why a record that others are compared with shows no training, `told` added to how it ended; empty if it does."""
+    """Return why a record that others are compared with shows no training, with `told` added to how it ended; empty if
+    it does."""
     if record.status != "ok":
         return f"ended as {record.status}{told}"
     return found.text if (found := flaw(record)) else ""
 
 
 def unasked(record: Record) -> Flaw | None:
-    """Models beside the first that are not those which the job asks for: a record's rate counts them all."""
+    """Return a flaw if the further models are not those that the job asks for: a record's rate counts all models."""
     asked, trained = record.job.options.get("num_models", 1), 1 + len(record.others)
     if trained != asked:
         return Flaw("models", f"{trained} models were trained, the job asks for {asked}")
@@ -94,7 +97,8 @@ def unasked(record: Record) -> Flaw | None:
 
 
 def elsewhere(record: Record) -> Flaw | None:
-    """A training that was not done here: by code or source without a name, by a checkpoint, or beside the device."""
+    """Return a flaw if something else than this run trained: code that its identity lacks, other source before a
+    checkpoint, or memory beside the device's."""
     if unlisted := record.software.get("unlisted"):
         told = f"it executed {some(unlisted)}, which its identity lacks"
         return Flaw("unlisted-code", f"{told}; import it by its name in the method's file")
@@ -111,28 +115,30 @@ def elsewhere(record: Record) -> Flaw | None:
 
 
 def least_device_bytes(job: Job) -> int:
-    """What any training on the device holds there at once: the tokens, which the worker puts there, and one sample's
-    product with the largest matrix of a layer, with its input and output. Ranks may share the product. Less is possible
-    only where a matrix or a sample is cut."""
+    """Return the least device memory of any training: the tokens, which the worker puts there, and one sample's product
+    with the largest matrix of a layer, with its input and output.
+
+    Ranks may share the product. A method needs less only if it cuts a matrix or a sample.
+    """
     load = job.workload
-    tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # batches, inputs and targets of int64
+    tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # batches of inputs and targets, int64
     product = load.weight_bytes * (4 * load.hidden_size**2 + 5 * load.seq_len * load.hidden_size)
     return tokens + product // job.world_size
 
 
 def kernels(record: Record) -> tuple[str, str]:
-    """Device and dtype whose rounding to expect: sim computes with the CPU's kernels."""
+    """Return the device and dtype whose rounding to expect: sim computes with the CPU's kernels."""
     device = "cpu" if record.job.device == "sim" else record.job.device
     return device, record.job.workload.dtype
 
 
 def promises_bits(record: Record) -> bool:
-    """Whether the method is held to the reference's bits: it promises them on a CPU alone."""
+    """True if the method must keep the reference's bits: it promises them on a CPU alone."""
     return record.bit_exact and kernels(record)[0] == "cpu"
 
 
 def is_same(record: Record, reference: Record) -> bool:
-    """Bit by bit, in every loss and every final weight; a gradient norm's own sum may round."""
+    """True if every loss and every final weight is bit-equal; a gradient norm's own sum may round."""
     found = zip(differences(record.grad_norms, reference.grad_norms), reference.grad_norms, strict=False)
     norms = [each for each, theirs in found if theirs is not None and math.isfinite(theirs)]  # fp16 skips the others
     return (
@@ -146,7 +152,8 @@ def is_same(record: Record, reference: Record) -> bool:
 
 
 def comparable_steps(record: Record, reference: Record) -> int:
-    """Of fp16 those before the first whose loss scale differs: from there on other steps are skipped."""
+    """Return the number of steps to compare: in fp16 those before the first whose loss scale differs, because other
+    steps are skipped from there on."""
     if "fp16" not in (record.job.workload.dtype, reference.job.workload.dtype):
         return min(len(record.losses), len(reference.losses))
     pairs = zip(record.loss_scales, reference.loss_scales, strict=False)
@@ -156,7 +163,8 @@ def comparable_steps(record: Record, reference: Record) -> int:
 
 
 def other_scales(record: Record, reference: Record) -> str:
-    """The first difference in loss scales, or in the steps skipped for gradients that are not finite; empty if none."""
+    """Describe the first difference in loss scales, or in the steps skipped for non-finite gradients; empty if there is
+    none."""
     if record.skipped_steps != reference.skipped_steps:
         names = ([*map(str, each.skipped_steps)] for each in (record, reference))
         ours, theirs = (f"steps {some(found)}" if found else "no step" for found in names)
@@ -167,20 +175,20 @@ def other_scales(record: Record, reference: Record) -> str:
 
 
 def loss_differences(record: Record, other: Record) -> list[tuple[int, float, float, float]]:
-    """Of the steps that both have: number, both losses, and their relative difference."""
+    """Return number, both losses and their relative difference of the steps that both have."""
     pairs = enumerate(zip(record.losses, other.losses, strict=False), start=1)
     return [(step, a, b, abs(a - b) / abs(b)) for step, (a, b) in pairs if a is not None and b is not None]
 
 
 def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Relative, of each step; 0 where a log has no value."""
+    """Return the relative difference of each step; 0 if a log has no value."""
     pairs = zip(ours, theirs, strict=False)
     return [0.0 if a is None or b is None or a == b else abs(a - b) / (abs(b) or LEAST) for a, b in pairs]
 
 
 def distances(record: Record, reference: Record) -> dict[str, float]:
-    """Of each tensor: between its change and the reference's, relative to how far that moved, by their sketches, beyond
-    what single elements' rounding amounts to."""
+    """Return the distance between each tensor's change and the reference's, relative to the reference's change. It is
+    estimated by their sketches, less an allowance for single elements' rounding."""
     found = {}
     for name, theirs in reference.tensors.items():
         ours = record.tensors.get(name, theirs)
@@ -192,7 +200,8 @@ def distances(record: Record, reference: Record) -> dict[str, float]:
 
 
 def moment_differences(record: Record, reference: Record, moment: Moment) -> dict[str, float]:
-    """Relative, of each tensor's, by their sizes; where the method returns none at all, empty."""
+    """Return the relative difference of each tensor's moments, by their sizes; empty if the method returns none at
+    all."""
     if not has_moments(record, moment):
         return {}
     found = {}
@@ -208,7 +217,7 @@ def has_moments(record: Record, moment: Moment) -> bool:
     return any(tensor.get(moment) is not None for tensor in record.tensors.values())
 
 
-# What of a tensor is compared, relative to the reference's.
+# The compared facts of a tensor, relative to the reference's.
 COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
     "way": distances,
     "exp_avg": partial(moment_differences, moment="exp_avg"),
@@ -217,7 +226,7 @@ COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
 
 
 def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
-    """Of each tensor's share changed or distance moved to the reference's."""
+    """Return for each tensor the ratio of its share changed or distance moved to the reference's."""
     pairs = {
         name: (record.tensors[name].get(key), theirs.get(key))
         for name, theirs in reference.tensors.items()

@@ -1,4 +1,4 @@
-"""Evidence of a training, small enough for a record: its kernels, and what became of each tensor."""
+"""Gathers the evidence of a training, small enough for a record: its kernels, and the changes of each tensor."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from harness.core.job import Job, Workload
 from harness.core.method import TensorState
 
 SKETCH_BUCKETS = 8
-SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows: no structure of a tensor has that period
-BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # elements that are looked at at once
-KEYS_IN = ".qkv.bias"  # the end of the name of a tensor whose middle third belongs to the keys
-TELLING = ("attention", "adam")  # ops that have several kernels
+SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows, so that no structure of a tensor has their period
+BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # elements of one pass
+KEYS_IN = ".qkv.bias"  # end of the name of a tensor whose middle third belongs to the keys
+TELLING = ("attention", "adam")  # names of ops that have several kernels
 
 
 class Kernels(TorchDispatchMode):
-    """Kernels of the telling ops that torch dispatches while this is entered; not those of an engine's own library,
-    such as DeepSpeed's Adam."""
+    """Notes the kernels of the ops in TELLING that torch dispatches in this context; an engine's own library, such as
+    DeepSpeed's Adam, does not pass here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Kernels(TorchDispatchMode):
 
 
 def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
-    """Each tensor against its seeded start: share of elements changed, distance moved, sizes of both moments."""
+    """Compare each tensor with its seeded start: share of elements changed, distance moved, sizes of both moments."""
     cores = len(os.sched_getaffinity(0))
     torch.get_num_threads()  # before the threads overwrite it, as in harness/devices/streams.py
-    room = threading.Semaphore(cores + 1)  # some tensors are made on demand: one a core, and the next
+    room = threading.Semaphore(cores + 1)  # tensors may be made on demand: one for each core, and the next
     found: dict[str, Future] = {}
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for state in tensors:
@@ -55,7 +55,7 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
 
 
 def look(state: TensorState, workload: Workload) -> dict[str, Any]:
-    """A tensor in one pass, in blocks that stay in the cache: as many cores as there are go at their full speed."""
+    """Read a tensor in one pass, in blocks that stay in the cache, by all cores."""
     weight, digest, parts = state.weight.detach().reshape(-1), hashlib.sha256(), list[torch.Tensor]()
     changed, moved, size = 0, 0.0, 0.0
     for start, drawn in drawn_blocks(state.name, state.weight.shape, workload, BLOCK):
@@ -87,8 +87,8 @@ def moment_size(name: str, moment: torch.Tensor | None) -> float | None:
 
 
 def without_noise(name: str, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    """The elements from `start` on of a tensor, in place, without those whose gradient is nothing but rounding: a bias
-    of all keys adds the same to every score of a query, which the softmax takes out."""
+    """Zero, in place, the elements whose gradient is nothing but rounding, in a tensor's part from `start` on. A bias
+    of all keys adds the same to every score of a query, and the softmax cancels it."""
     if name.endswith(KEYS_IN):
         part[max(0, numel // 3 - start) : max(0, numel // 3 * 2 - start)] = 0
     return part
@@ -99,16 +99,17 @@ def norm(values: torch.Tensor) -> float:
 
 
 def sketch(parts: list[torch.Tensor]) -> list[float]:
-    """A count sketch of a flat tensor, by its sums(): sums of its elements with seeded signs, in a few buckets.
+    """Return a count sketch of a flat tensor, from its sums(): sums of its elements with seeded signs, in a few
+    buckets.
 
-    The distance of two sketches estimates the distance of the tensors, so that two records can be compared without
-    either run's weights. Source: Charikar et al. 2002.
+    The distance of two sketches estimates the distance of the tensors, so two records can be compared without either
+    run's weights. Source: Charikar et al. 2002.
     """
     return [float(f"{value:.7g}") for value in torch.stack(parts).sum(0).tolist()]
 
 
 def sums(change: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The sketch of every SKETCH_ROWS rows of a flat tensor."""
+    """Yield the sketch of every SKETCH_ROWS rows of a flat tensor."""
     for block in change.split(SKETCH_ROWS * SKETCH_BUCKETS):
         short = -block.numel() % SKETCH_BUCKETS
         rows = (torch.nn.functional.pad(block, (0, short)) if short else block).view(-1, SKETCH_BUCKETS)

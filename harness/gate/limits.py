@@ -1,9 +1,10 @@
-"""How far an honest training may be from the reference: by constants at the published learning rate, measured there and
-then beside a probe.
+"""How far an honest training may be from the reference: by constants at the published rate, by measured floors in a
+probe.
 
-At the published rate rounding amounts to what the tolerances below say, by device and dtype. A probe trains at a rate
-at which rounding grows: how far the reference by other roundings is from itself is the floor, and what is honest is
-within a few times that. What drops other elements than the reference is held to what dropout changes.
+The tolerances below bound rounding at the published rate, by device and dtype. A probe trains at a rate at which
+rounding grows: its floor is the distance between the reference and the reference by other roundings, and an honest
+training stays within a few times the floor. A method that drops other elements than the reference is held to the change
+that dropout causes.
 """
 
 from __future__ import annotations
@@ -24,54 +25,57 @@ LOSS_TOLERANCE = {
     ("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cpu", "fp16"): 5e-4,
     ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2, ("cuda", "fp16"): 1e-3,
 }  # fmt: skip
-# The same of a gradient norm: 2e-7, 1e-3 and 2e-4 were seen at 4 layers x 64, engines differ by 5e-7 in fp32.
+# Largest relative difference of a gradient norm: 2e-7, 1e-3 and 2e-4 were seen at 4 layers x 64, engines differ by 5e-7
+# in fp32.
 NORM_TOLERANCE = {
     ("cpu", "fp32"): 1e-4, ("cpu", "bf16"): 5e-2, ("cpu", "fp16"): 1e-2,
     ("cuda", "fp32"): 1e-3, ("cuda", "bf16"): 1e-1, ("cuda", "fp16"): 2e-2,
 }  # fmt: skip
-# How large a tensor's first moment is; the second, a square, may differ twice as much. In bf16 the gradient of a norm's
-# bias before attention is a sum that nearly cancels: a ratio of 0.88 was seen where losses agree to 4e-5.
+# Largest relative difference of the size of a tensor's first moment; the second, a square, may differ twice as much. In
+# bf16 the gradient of a norm's bias before attention is a sum that nearly cancels: a ratio of 0.88 was seen in a run
+# whose losses agree to 4e-5.
 MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3, "fp16": 0.1}
-# The same over the median tensor: cancellation concerns few of them.
+# Limit of the median tensor's moment: only few tensors have sums that nearly cancel.
 MEDIAN_TOLERANCE = 0.05
-# Distance between a tensor's change and the reference's, relative to how far the reference's moved. In half precision
-# the direction of a step where the gradient is rounding noise is noise, too. A CPU in fp32 shows 1e-3 and less.
+# Largest distance between a tensor's change and the reference's, relative to the reference's change. In half precision
+# the direction of a step is noise if its gradient is rounding noise. A CPU in fp32 shows 1e-3 and less.
 DISTANCE_TOLERANCE = {
     ("cpu", "fp32"): 2e-3, ("cpu", "bf16"): 0.3, ("cpu", "fp16"): 0.3,
     ("cuda", "fp32"): 5e-2, ("cuda", "bf16"): 0.3, ("cuda", "fp16"): 0.3,
 }  # fmt: skip
-# The same over the median tensor: rounding noise moves few tensors, a stale or missing update all of them.
+# Limit of the median tensor's distance: rounding noise moves few tensors, a stale or missing update all of them.
 MEDIAN_DISTANCE_TOLERANCE = 0.05
-# These two hold from so many steps on. The first steps of AdamW go the full rate in the sign of a gradient, be it
-# noise: what 20 steps average out, one shows.
+# Least number of steps for these two limits. The first steps of AdamW go the full rate in the sign of a gradient, even
+# if the gradient is noise: 20 steps average this out, one does not.
 SETTLED_STEPS = 20
 # A method that drops other elements may differ from the reference by this times what dropout changes in the reference.
 # Compare the largest tensor distance with the largest that dropout causes: one tensor alone may by chance be near. The
 # honest runs by which this was chosen needed 1.6 to 3.6 times (results/LOG.md), those of bench/dropout_rule.py 0.8 to
 # 2.9.
 DROPOUT_ALLOWED = 6.0
-# Of a probe, times the floor, in any dtype. 324 honest runs of three sizes reached 6.2, planted faults begin at 68 in
-# fp32 (results/LOG.md); bench/gate_power.py tries it on others.
+# Limit of a probe, as a multiple of the floor, in any dtype. 324 honest runs of three sizes reached 6.2, planted faults
+# begin at 68 in fp32 (results/LOG.md); bench/gate_power.py tries it on others.
 ALLOWED = 20.0
-NAMING = 2.0  # times the floor: the first difference beyond this names the fault of a probe that failed
+NAMING = 2.0  # multiple of the floor: the first difference beyond it names the fault of a failed probe
 FAINT = 20.0  # times NAMING: below this the step named may be late, because slow faults begin earlier (results/LOG.md)
-FIRST = 5  # steps that share a floor: in any one of them two roundings may agree by chance
-# Times the number of elements to the 1.5, relative: one sum in fp32 of normally distributed squares, as the reference's
-# norm on a CPU, is off by a twentieth of this, of squares that differ more by more (results/LOG.md).
+FIRST = 5  # first steps that share a floor: at a single one of them two roundings may agree by chance
+# Relative error of a norm, as a multiple of the number of elements to the power 1.5. One fp32 sum of normally
+# distributed squares, as in the reference's norm on a CPU, is off by a twentieth of this; squares that differ more are
+# off by more (results/LOG.md).
 NORM_ROUNDING = 2e-13
-# Relative, of a second moment: an engine that rounds beta2 to fp32 before it takes that from 1.
+# Relative error of a second moment in an engine that rounds beta2 to fp32 before subtracting it from 1.
 BETA_ROUNDING = 2**-25 / (1 - BETAS[1])
 
 
 class Limits(NamedTuple):
-    """Relative differences, by step and by tensor, of which the median's is one more."""
+    """Largest relative differences, by step and by tensor; that of the median tensor has a limit of its own."""
 
     losses: Sequence[float]
     norms: Sequence[float]
-    tensors: dict[str, dict[str, float]]  # by what of a tensor is compared, and its name
+    tensors: dict[str, dict[str, float]]  # by compared fact of a tensor, then by name
     medians: dict[str, float]
     told: str = "{:.1e} allowed"
-    faint: float = 0.0  # times a limit: what is first seen within that may have grown from below the limit
+    faint: float = 0.0  # multiple of a limit: a difference first seen within it may have grown from below the limit
 
     def times(self, factor: float) -> Limits:
         return Limits(
@@ -81,7 +85,7 @@ class Limits(NamedTuple):
         )  # fmt: skip
 
     def of_norms_summed_by(self, reference: Record) -> Limits:
-        """No less for a norm than what its own sum rounds."""
+        """Widen the limit of each gradient norm to at least the rounding of the norm's own sum."""
         workload = reference.job.workload
         largest = workload.hidden_size * max(workload.vocab_size, 4 * workload.hidden_size)
         least = 0.0 if reference.job.device == "cuda" else NORM_ROUNDING * largest**1.5
@@ -95,13 +99,13 @@ class Limits(NamedTuple):
         )
 
     def alike(self) -> Limits:
-        """With the largest of any tensor for every one."""
+        """Give every tensor the largest limit of any."""
         largest = {part: max(own.values(), default=0.0) for part, own in self.tensors.items()}
         return self._replace(tensors={part: dict.fromkeys(own, largest[part]) for part, own in self.tensors.items()})
 
 
 def published(record: Record, reference: Record) -> Limits:
-    """What rounding may amount to at the published rate, by device and dtype."""
+    """Return the limits at the published rate, by device and dtype."""
     where = evidence.kernels(record)
     steps, names = len(reference.losses), list(reference.tensors)
     unsettled = max(1.0, math.sqrt(SETTLED_STEPS / steps))
@@ -115,9 +119,12 @@ def published(record: Record, reference: Record) -> Limits:
 
 
 def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = ()) -> Limits:
-    """How far other records of the same training, right by construction, are from the reference's: what rounding
-    amounts to, the largest of any. `wide`: in a wider dtype, of which only losses and norms count. A tensor's floor is
-    the median tensor's at least, any one is LEAST at least."""
+    """Return the floor: the largest distance of the `others` from the reference. They are records of the same training
+    with other roundings.
+
+    `wide`: in a wider dtype; only losses and norms count. A tensor's floor is at least the median tensor's, every floor
+    is at least LEAST.
+    """
     shared = [(other, evidence.comparable_steps(other, reference)) for other in (*others, *wide)]
     num = len(reference.losses)
     losses = [evidence.differences(other.losses[:steps], reference.losses) for other, steps in shared]
@@ -131,7 +138,7 @@ def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = 
 
 
 def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
-    """Step by step the largest difference of any series so far, the first steps taken together."""
+    """Return step by step the largest difference of any series so far; the first steps count as one."""
     ends = [max(FIRST, step) for step in range(1, num + 1)]
     return [max([LEAST, *(value for each in series for value in each[:end])]) for end in ends]
 

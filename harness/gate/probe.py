@@ -1,16 +1,17 @@
 """The gate's probe: the same job at a rate that trains, beside the reference and what honest rounding amounts to.
 
-At the published rate twenty steps of the warm-up hardly move a weight: much that is wrong does not show. The probe's
-rate is 0.5, under the same schedule: 1.6e-4 at the first step, 3.1e-3 at the twentieth. The method trains this, the
-reference does, and the reference trains it by several other roundings: how far these are from it is what honest
-rounding amounts to here. One of them alone may by chance end near the reference in some tensor, all of them do not. In
-half precision the distance to the reference in fp32 counts, too, and the same is done in fp32, where rounding hides
-nothing.
+At the published rate twenty steps of the warm-up hardly move a weight, so many faults do not show. The probe's rate is
+0.5, under the same schedule: 1.6e-4 at the first step, 3.1e-3 at the twentieth. The method trains at this rate, and so
+does the reference, once plainly and once by each of several other roundings. The distance of these from the plain
+reference is the honest rounding. A single one may end near the reference in some tensor by chance, all of them do not.
+In half precision the distance to the reference in fp32 counts, too, and the same is done in fp32, in which rounding
+hides nothing.
 
 These trainings are jobs like any other, recorded in a folder of their own beside the records. A probe is about a
 method's code, not a size: it has the job's options, placement, micro-batches and dtype, at few layers unless more are
 asked for, and at a width, sequence and vocabulary of its own. So many sizes share it, and it is made once for a
-method's source, its options, dtype, device and software. A method that trains the job's width alone is probed at that.
+method's source, its options, dtype, device and software. A method that trains only at the job's width is probed at that
+width.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from harness.gate.evidence import is_same
 
 LEARNING_RATE = 0.5
 LAYERS, STEPS = 4, 20
-MOST_STEPS = 60  # for which the limits of a probe are known to hold
-# Of methods/shared/roundings.py: what the reference is trained by for the floor.
+MOST_STEPS = 60  # largest number of steps for which the limits of a probe are known to hold
+# Roundings of methods/shared/roundings.py that the reference trains by for the floor.
 ROUNDINGS = (
     "single-samples", "samples-reversed", "split-products", "ulp-of-norms", "plain-attention", "head-in-blocks",
 )  # fmt: skip
 FOLDER = "probes"  # in the folder of results
-METHODS = ROOT / "methods" / "probe"  # a folder of methods that nothing else finds
-# The most that a probe has, where bench/gate_power.py sees all planted faults. A head keeps at least 8 columns: kernels
-# of GPUs take multiples of that.
+METHODS = ROOT / "methods" / "probe"  # methods for the probe alone
+# The largest sizes of a probe; at these bench/gate_power.py sees all planted faults. A head keeps at least 8 columns,
+# because GPU kernels take multiples of 8.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
 
 
 class Extent(NamedTuple):
-    """How much the probe trains: steps, and layers, if the job has as many. A method may need more layers."""
+    """The size of a probe: steps, and layers, if the job has as many. A method may need more layers."""
 
     layers: int = LAYERS
     steps: int = STEPS
 
     def __bool__(self) -> bool:
-        """Without layers there is no probe."""
+        """True if there is a probe: it has layers."""
         return self.layers > 0
 
     def or_more(self, other: Extent) -> Extent:
@@ -58,8 +59,8 @@ ALL_LAYERS = MOST_LAYERS
 
 
 class Trial(NamedTuple):
-    """The probe in one dtype. `others`: the reference by ROUNDINGS; `wide`: the reference in fp32, if that is another
-    dtype. Neither is needed where the method's bits are the reference's."""
+    """The records of a probe in one dtype. `others`: the reference by ROUNDINGS; `wide`: the reference in fp32, if that
+    is another dtype. Neither is needed if the method's bits are the reference's."""
 
     record: Record
     reference: Record
@@ -76,8 +77,8 @@ class Trial(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Trials, the one in fp32 first, and what could not be tested, for people. `refused`: why the method does not train
-    at the probe's rate what it trained at another."""
+    """The trials of a probe, the one in fp32 first, and what could not be tested, for people. `refused`: why the method
+    does not train, at the probe's rate, what it trained at another."""
 
     trials: tuple[Trial, ...] = ()
     untested: str = ""
@@ -85,7 +86,7 @@ class Probe(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """How jobs are made and run: `measure` gives a job's record, `reference_of` its reference's job, `fits` the most
+    """How jobs are made and run. `measure` returns a job's record, `reference_of` its reference's job, `fits` the most
     layers at which that fits, `why_not` what is wrong with a job, if anything."""
 
     measure: Callable[[Job], Record]
@@ -96,14 +97,14 @@ class Runs(NamedTuple):
 
 
 class NoTrial(NamedTuple):
-    """Why there is no trial. One of the whole size is the run itself, at another rate."""
+    """There is no trial; the text tells why. A trial of the whole size is the run itself, at another rate."""
 
     why: str
     is_of_the_size_that_trained: bool
 
 
 def train_probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
-    """The probe of one of a job's models. In half precision it is done in fp32, too, unless all bits are right."""
+    """Train the probe of one of a job's models. In half precision it is repeated in fp32, unless all bits are right."""
     found = _trial(job, job.workload.dtype, number, extent, runs)
     trials, untested = ([found], "") if isinstance(found, Trial) else ([], found.why)
     refused = found.why if isinstance(found, NoTrial) and found.is_of_the_size_that_trained else ""
@@ -117,7 +118,7 @@ def train_probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
 
 
 def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
-    """The records of a trial: at a probe's size, or at the job's where the method does not train at that."""
+    """Return the records of a trial, at a probe's size or, if the method does not train at that, at the job's."""
     whole = workload(job.workload, dtype)
     small = capped(whole)
     found = _trial_of(small, job, number, extent, runs)
@@ -127,7 +128,7 @@ def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Tri
 
 
 def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
-    """The records of a trial, or why there is none."""
+    """Return the records of a trial at this size. Raises NoTrial with the reason if there is none."""
     probed = dataclasses.replace(job, workload=load, steps=extent.steps, warmup=0, trace=None)
     small, depth, why = _deep_enough(dataclasses.replace(probed, budget=_budget(job, extent)), extent, runs)
     if why:
@@ -145,7 +146,8 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
 
 
 def _budget(job: Job, extent: Extent) -> Budget:
-    """The job's, without a slow link, which says nothing about training, and with as much time for each step."""
+    """Return the job's budget without a slow link, which does not change training, and with as much time for each
+    step."""
     budget = dataclasses.replace(job.budget, link_bytes_per_second=None) if job.device == "sim" else job.budget
     if budget.seconds and job.steps < extent.steps:
         return dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))
@@ -153,7 +155,8 @@ def _budget(job: Job, extent: Extent) -> Budget:
 
 
 def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
-    """The job at the probe's layers, or at the fewest more that the method trains; their number; why at none."""
+    """Return the job at the probe's layers, or at the fewest more that the method trains, with their number; or the
+    reason why no number works."""
     most = min(job.workload.num_layers, runs.fits(runs.reference_of(job)))
     depth, why = min(most, extent.layers), "the reference does not fit at any depth"
     while depth >= 1:
@@ -161,7 +164,7 @@ def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
             small = runs.twin_of(job, depth)
             if not (why := runs.why_not(small) or ""):
                 return small, depth, ""
-        except ValueError as error:  # so few layers are no model of this method
+        except ValueError as error:  # the method has no model of so few layers
             why = str(error)
         if depth == most:
             break
@@ -170,19 +173,20 @@ def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
 
 
 def rounding(reference: Job) -> Job:
-    """Of the reference by other roundings."""
+    """Return the job that trains the reference by other roundings."""
     return dataclasses.replace(reference, method="rounded", options={"names": ",".join(ROUNDINGS)})
 
 
 def workload(load: Workload, dtype: str) -> Workload:
-    """At the probe's rate. Without dropout, which no two methods draw alike, and with two samples at least, whose order
-    rounds."""
+    """Return the workload at the probe's rate. It has no dropout, because no two methods draw alike, and at least two
+    samples, because their order rounds."""
     batch_size = max(2, load.batch_size)
     return dataclasses.replace(load, learning_rate=LEARNING_RATE, dropout=0.0, batch_size=batch_size, dtype=dtype)
 
 
 def capped(load: Workload) -> Workload:
-    """At a probe's width, sequence and vocabulary, on tokens of the synthetic stream, which has words of any number."""
+    """Return the workload at a probe's width, sequence and vocabulary, on the synthetic stream, which has tokens for
+    any vocabulary."""
     head_size = min(load.hidden_size // load.num_heads, max(HEAD_SIZE, HIDDEN_SIZE // load.num_heads))
     return dataclasses.replace(
         load, hidden_size=head_size * load.num_heads, seq_len=min(load.seq_len, TOKENS),

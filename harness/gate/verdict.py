@@ -21,9 +21,9 @@ from harness.gate.evidence import MOMENTS, Flaw
 from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
 from harness.gate.probe import NONE, Probe, Trial
 
-SMALLEST_DECAY = 2**-25  # of rate times decay: what is less is lost when it is subtracted from 1
+SMALLEST_DECAY = 2**-25  # of rate times decay: a smaller product is lost when it is subtracted from 1
 UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
-# Reasons that are as certain as a probe's: they name what is missing.
+# Reasons that are as certain as a probe's, because they name what is missing.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
 SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
 
@@ -32,12 +32,12 @@ def judge(
     record: Record, reference: Record | None = None, twins: tuple[Record, Record] | None = None,
     peers: Sequence[Record] = (), undropped: Record | None = None,
 ) -> Gate:  # fmt: skip
-    """The verdict on a run by itself, and what it rests on; with_probe() adds a probe's.
+    """Return the verdict on a run by itself, and its evidence; with_probe() adds a probe's.
 
     `reference` is the same workload trained by the reference, or the record itself. If the reference does not fit,
     `twins` are this method and the reference at the largest depth that fits, and `peers` are other methods' records of
-    this very workload. `undropped` is the reference without dropout, where the method drops other elements: what
-    dropout changes there is the measure of how far the two may differ.
+    this very workload. `undropped` is the reference without dropout, if the method drops other elements: the change
+    that dropout causes in the reference measures how far the two may differ.
     """
     if record.status != "ok":
         return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
@@ -55,12 +55,12 @@ def judge(
 
 
 def unasked(record: Record) -> Gate | None:
-    """The verdict on a run whose models are not those that its job asks for, before any of them is judged."""
+    """Return the verdict on a run whose models are not those that its job asks for, before any of them is judged."""
     return _of_flaw(flaw) if (flaw := evidence.unasked(record)) else None
 
 
 def together(verdicts: list[Gate]) -> Gate:
-    """The verdict on several models that took turns: the worst one's, with its number."""
+    """Return one verdict on several models that took turns: the worst one's, with the model's number."""
     if len(verdicts) == 1:
         return verdicts[0]
     number, worst = max(enumerate(verdicts, start=1), key=lambda item: SEVERITY.index(item[1].verdict))
@@ -97,7 +97,7 @@ def _compare(record: Record, reference: Record, undropped: Record | None) -> Gat
 
 
 def _within_dropout(record: Record, reference: Record, undropped: Record, rests: dict[str, Any]) -> Gate:
-    """By what dropout itself changes: other elements dropped may change no more than a few times that."""
+    """Judge by what dropout itself changes: other dropped elements may change no more than a few times that."""
     if why := evidence.untrained(undropped):
         return Gate("untested", "no-reference", f"the reference without dropout did not train: {why}", rests)
     if departures.drops_nothing(record, reference, undropped):
@@ -127,7 +127,8 @@ def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequen
 
 
 def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
-    """The verdict on a run by its probe, too: what it found, or that it found nothing, and what was not tested."""
+    """Return the verdict on a run with its probe's: what the probe found, or that it found nothing, and what was not
+    tested."""
     if verdict.verdict == "untested":
         return verdict
     rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
@@ -147,7 +148,7 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
             untested.append(ended)
             continue
         if (found := departures.of_trial(trial)) and verdict.reason not in CERTAIN:
-            itself = verdict.text.removesuffix(f": {found.cause}")  # which is said once
+            itself = verdict.text.removesuffix(f": {found.cause}")  # the text says it once
             also = "" if verdict.passed else f"; the run itself: {itself}"
             return _failed(found.reason, _told(trial, found) + also, {**rests, "step": found.step})
         num = evidence.comparable_steps(trial.record, trial.reference)
@@ -165,7 +166,8 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
 
 
 def _smaller(probed: Workload, whole: Workload) -> str:
-    """How much of the run's model a probe trained; empty where all: what begins beyond that, it cannot see."""
+    """Tell how much of the run's model a probe trained; empty if all. The probe cannot see a fault that begins beyond
+    that."""
     sizes = {"layers": "num_layers", "columns": "hidden_size", "tokens": "seq_len", "words": "vocab_size"}
     pairs = {told: (getattr(probed, name), getattr(whole, name)) for told, name in sizes.items()}
     parts = [f"{part} of {of} {told}" for told, (part, of) in pairs.items() if part < of]
@@ -173,7 +175,7 @@ def _smaller(probed: Workload, whole: Workload) -> str:
 
 
 def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
-    """What a method returns of its training, and what was not tested for want of it."""
+    """Tell what a method returns of its training, and what therefore was not tested."""
     records = (record, *(trial.record for trial in probe.trials))
     has_norms = all(len(each.grad_norms) == len(each.losses) for each in records)
     has = {name: evidence.has_moments(record, moment) for name, moment in MOMENTS.items()}
@@ -184,7 +186,7 @@ def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
 
 
 def _untrained_reference(trial: Trial) -> str:
-    """Why there is nothing to compare a trial with; empty if there is."""
+    """Tell why there is nothing to compare a trial with; empty if there is."""
     for other in (trial.reference, *trial.others, *trial.wide):
         if why := evidence.untrained(other, f": {other.reason}"):
             return f"the reference's probe in {trial.dtype} did not train: {why}"
@@ -192,14 +194,14 @@ def _untrained_reference(trial: Trial) -> str:
 
 
 def _told(trial: Trial, found: departures.Departure) -> str:
-    """The departure in words, and where the tensors are farthest off."""
+    """Describe the departure, and where the tensors are farthest off."""
     place = departures.outstanding(trial.record, trial.reference)
     where = f"; farthest off: {place}" if place and found.reason in ("update", "later", "weights") else ""
     return f"{found.text}{where} (probe in {trial.dtype})"
 
 
 def _steps(record: Record) -> str:
-    """The number of steps, and of those that fp16 skipped, if any."""
+    """Tell the number of steps, and of steps that fp16 skipped, if any."""
     skipped = f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
     return f"{record.job.steps} steps{skipped}"
 

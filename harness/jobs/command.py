@@ -9,12 +9,12 @@ from typing import Any
 from harness.core.job import Job, Workload
 from harness.devices import machine
 
-SHORT = {"window_size": "-w", "placement": "--placement", "disk": "--disk"}  # options with words of their own
+SHORT = {"window_size": "-w", "placement": "--placement", "disk": "--disk"}  # options with a short spelling
 
 
 def command(job: Job, is_short: bool = False) -> str:
-    """The call that makes this job, with its options: the inverse of make_jobs(). The short one leaves out what is the
-    default here."""
+    """Return the call that makes this job, with its options: the inverse of make_jobs(). A short call leaves out
+    defaults."""
     defaults, load, budget = Workload(), job.workload, job.budget
     names = {"num_layers": "-l", "hidden_size": "-h", "batch_size": "-b"}
     others = {"num_heads": "--heads", "seq_len": "--seq", "vocab_size": "--vocab", "dtype": "--dtype",

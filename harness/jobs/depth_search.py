@@ -1,11 +1,11 @@
-"""The largest depth that trains: bracket it, halve the bracket, confirm both sides of the edge. Runs nothing itself.
+"""Finds the largest depth that trains: bracket it, halve the bracket, confirm both sides of the edge. Runs nothing
+itself.
 
 Needs grow with depth, so there is an edge. From a guess the search steps by 3 % of it, doubling, until the edge is
 between two probes, then halves. Two small runs may refine the guess first (then steps start at one layer): their bytes
-beyond the plan are extrapolated, by memory and phase.
-
-Real edges may be blurred (a depth that both passed and failed) or out of order (a failure below a pass). Then the
-answer is an interval: all that was tried up to its lower end passed, all from its upper end on failed.
+beyond the plan are extrapolated, by memory and phase. Real edges may be blurred (a depth that both passed and failed)
+or out of order (a failure below a pass). Then the answer is an interval: every trial up to its lower end passed, every
+trial from its upper end on failed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-GALLOP = 0.03  # of the guess; 5 trials on average where the guess is 10 % off, tests/test_search.py
-REFINED_FROM = 8  # layers; a smaller guess is searched sooner than refined
+GALLOP = 0.03  # first step, as a share of the guess; 5 trials on average for a guess 10 % off, tests/test_search.py
+REFINED_FROM = 8  # layers; a smaller guess is found sooner than refined
 MAX_TRIALS = 40
 
 
 class Outcome(NamedTuple):
-    """How one probe ended."""
+    """The end of one probe."""
 
     passed: bool
-    memory: str = ""  # that did not suffice
-    stop: str = ""  # an end that has nothing to do with size: the search stops
+    memory: str = ""  # the memory that did not suffice
+    stop: str = ""  # an end that does not depend on size: the search stops
     evidence: Any = None
 
 
@@ -40,7 +40,7 @@ class Answer:
     least: int = 1
     most: int = 2**20
     trials: list[Trial] = field(default_factory=list)
-    stopped: str = ""  # the reason of a search without an answer
+    stopped: str = ""  # why the search stopped without an answer
 
     @property
     def passing(self) -> list[int]:
@@ -60,26 +60,26 @@ class Answer:
 
     @property
     def largest(self) -> int:
-        """The largest depth that passed with no failure at it or below; `least` - 1 if there is none."""
+        """Return the largest depth that passed with no failure at it or below; `least` - 1 if there is none."""
         return max((depth for depth in self.passing if depth < self.first_failing), default=self.least - 1)
 
     @property
     def failed_above(self) -> int | None:
-        """The smallest depth that failed with no pass at it or above."""
+        """Return the smallest depth that failed with no pass at it or above."""
         return min((depth for depth in self.failing if depth > self.last_passing), default=None)
 
     @property
     def is_unlimited(self) -> bool:
-        """The largest depth allowed passed, and nothing failed."""
+        """True if the largest depth allowed passed, and nothing failed."""
         return not self.failing and self.last_passing == self.most
 
     @property
     def is_sharp(self) -> bool:
-        """A single layer separates passes from failures."""
+        """True if a single layer separates passes from failures."""
         return not self.stopped and self.failed_above == self.largest + 1
 
     def mixed(self) -> list[int]:
-        """Depths that contradict a sharp edge: failures at or below a pass, passes at or above a failure."""
+        """Return depths that contradict a sharp edge: failures at or below a pass, passes at or above a failure."""
         passed = {depth for depth in self.passing if depth >= self.first_failing}
         return sorted(passed | {depth for depth in self.failing if depth <= self.last_passing})
 
@@ -91,7 +91,7 @@ def search(
     """Find the largest depth from `least` to `most` that trains.
 
     `repeats` probes decide each side of the edge; several also look one layer beyond it. `refine` makes a better guess
-    after two small runs. Stops early, with a reason, if a probe ends for another reason than size, or after
+    after two small runs. The search stops early, with a reason, if a probe ends for another reason than size, or after
     `max_trials`.
     """
     answer = Answer(least, most)
@@ -123,16 +123,16 @@ def _try(answer: Answer, probe: Callable[[int], Outcome], depth: int) -> None:
 
 
 def _next(answer: Answer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
-    """The depth to try next, None if all is known, and the stride after it."""
+    """Return the next depth to try and the stride after it; None if all is known."""
     below, first = answer.largest, answer.first_failing
     last, above = answer.last_passing, answer.failed_above
     if guess not in (*answer.passing, *answer.failing) and last < guess < first:
         return guess, stride
-    if first - below > 1 and below < answer.least:  # nothing passed below the first failure: down
+    if first - below > 1 and below < answer.least:  # nothing passed below the first failure: go down
         return max(answer.least, first - stride), 2 * stride
-    if above is None and last < answer.most:  # nothing failed above the last pass: up
+    if above is None and last < answer.most:  # nothing failed above the last pass: go up
         return min(answer.most, last + stride), 2 * stride
-    if first - below > 1 and first <= answer.most:  # from a guess that failed down by strides, as up
+    if first - below > 1 and first <= answer.most:  # from a failed guess go down by strides, as up
         return max((below + first) // 2, first - stride), 2 * stride
     if above is not None and above - last > 1:
         return (last + above) // 2, stride
@@ -140,12 +140,12 @@ def _next(answer: Answer, guess: int, stride: int, repeats: int) -> tuple[int | 
         if depth is not None and answer.least <= depth and known.count(depth) < repeats:
             return depth, stride
     if repeats > 1 and above is not None and above < answer.most and above + 1 not in answer.failing:
-        return above + 1, stride  # is what failed an exception, with more that passes above?
+        return above + 1, stride  # look above what failed: it may be an exception, with passes above
     return None, stride
 
 
 def extrapolate(points: Iterable[tuple[int, dict[str, int]]], num_layers: int) -> int:
-    """The maximum over phases at this depth, each phase on the line through its first and last point.
+    """Return the bytes at this depth: the maximum over phases, each on the line through its first and last point.
 
     points: depth and bytes by phase. Memory is piecewise affine in depth; the leading phase may change.
     """
