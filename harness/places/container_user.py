@@ -23,19 +23,20 @@ from harness.core import log_lines
 from harness.core.method import Unavailable
 from harness.core.record import Record
 
-USER = 1000  # of docker/Dockerfile, user and group
+USER = 1000  # user and group of docker/Dockerfile
 PREFIX = ".exchange-"
-CODE = ("*.yaml", "harness/**/*", "methods/**/*")  # what a job reads of this checkout
+CODE = ("*.yaml", "harness/**/*", "methods/**/*")  # files of this checkout that a job reads
 MOST_NAMES = 8
 
 
 def ids() -> tuple[int, int]:
-    """The user and group of a container."""
+    """Return the user and group of a container."""
     return (os.getuid(), os.getgid()) if os.getuid() else (USER, USER)
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder that a container writes to, if it is missing. Raises Unavailable where its user may not write."""
+    """Make a folder that a container writes to, if it is missing. Raises Unavailable if the container's user may not
+    write."""
     if not folder.exists():
         folder.mkdir(parents=True)
         if not os.getuid():
@@ -48,7 +49,7 @@ def make_writable(folder: Path) -> None:
 
 
 def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
-    """Raises Unavailable where the container's user may not read the path, or what it holds of these patterns."""
+    """Raise Unavailable if the container's user may not read the path, or its files of these patterns."""
     if os.getuid() or not path.exists():
         return
     for found in (path, *(found for pattern in patterns for found in path.glob(pattern))):
@@ -61,20 +62,23 @@ def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
 
 
 def _may(path: Path, bits: int) -> bool:
-    """By the mode, for USER; the folders above do not count, for a container is shown the path itself."""
+    """True if the mode allows it to USER. Folders above the path do not count, because a container is shown the path
+    itself."""
     status = path.stat()
     shift = 6 if status.st_uid == USER else 3 if status.st_gid == USER else 0
     return status.st_mode >> shift & bits == bits
 
 
 class Exchange:
-    """The exchange folder of one job. The lock on the log tells other calls that this one still cares for it. Raises
-    Unavailable where files of the results cannot be given to USER, BlockingIOError where another call has the lock."""
+    """The exchange folder of one job. The lock on the log tells other calls that the job's own call is alive.
+
+    Raises Unavailable if files of the results cannot be given to USER, BlockingIOError if another call has the lock.
+    """
 
     def __init__(self, stem: Path) -> None:
         self.stem, self.outer = stem, stem.with_name(f"{PREFIX}{stem.name}")
         self.folder = self.outer / "results"
-        self.refused, self.left = "", list[str]()  # why the record was not taken; names of other files of the job
+        self.refused, self.left = "", list[str]()  # why the record was not taken; names of the job's other files
         self.path = Path(f"{stem}.txt")
         self.path.touch()
         self.log = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -101,13 +105,13 @@ class Exchange:
         os.close(self.log)
 
     def close(self, key: str | None) -> None:
-        """Take the record with this key, remove the folder, and have the log back."""
+        """Take the record with this key, remove the folder, and take the log back."""
         try:
             if self.folder.exists():
                 self._take(key)
         finally:
-            subprocess.run(["rm", "-rf", "--", self.outer])  # of any depth
-            # Before the owner: a job may have given its log the right to be run as its owner.
+            subprocess.run(["rm", "-rf", "--", self.outer])  # a folder of any depth
+            # Mode first, owner second: a job may have set its log's set-uid bit.
             os.fchmod(self.log, 0o644 & ~_umask())
             os.fchown(self.log, os.getuid(), os.getgid())
             self.release()
@@ -135,17 +139,17 @@ class Exchange:
             text = error.strerror if isinstance(error, OSError) else error
             self.refused = f"the record that its container left was not taken: {text}"
         with os.scandir(self.folder) as entries:
-            # The engine, as root, made the places where it showed other files.
+            # The engine, as root, made the places of the files that it showed there.
             others = (each for each in entries if each.stat(follow_symlinks=False).st_uid == USER)
             others = (each for each in others if each.name not in (record, log, *builds) and each.name[0] != ".")
             self.left += [f"{each.name!a:.80}" for each in islice(others, MOST_NAMES)]
 
 
 def left(results: Path) -> Iterator[Exchange]:
-    """The exchange folders of calls that are gone. Whoever takes one closes or releases it."""
+    """Return the exchange folders of calls that are gone. The caller closes or releases each."""
     for outer in results.glob(f"{PREFIX}*") if not os.getuid() else ():
         status = outer.lstat()
-        if status.st_uid or not stat.S_ISDIR(status.st_mode):  # not root's: nothing of ours
+        if status.st_uid or not stat.S_ISDIR(status.st_mode):  # not root's, so not made by this harness
             continue
         try:
             yield Exchange(outer.with_name(outer.name.removeprefix(PREFIX)))

@@ -33,21 +33,21 @@ from harness.places.container_user import CODE, Exchange
 from harness.places.place import ORDERED, KeyedJobs, Report, order, place_record, write_end
 from harness.run.launch import GRACE_SECONDS, Events
 
-PYTHON = "/harness/.venv/bin/python"  # docker/Dockerfile
-WATCHER_BYTES = 96 * 2**20  # the worker's parent is in the container, too: 60 MiB, rounded up
-START_SECONDS = 120.0  # from the container's start, and from its worker's end, beyond the time of the job
+PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
+WATCHER_BYTES = 96 * 2**20  # the worker's parent in the container: 60 MiB, rounded up
+START_SECONDS = 120.0  # allowed beyond the job's time, from the container's start, and from its worker's end
 POLL_SECONDS = 0.5
-STDOUT, ENDED = 1, -1  # streams of an attached container: the engine's number, and ours for the end of all
+STDOUT, ENDED = 1, -1  # streams of an attached container: the engine's number, and this module's for the end of all
 WRITTEN, READ = ("disk", "checkpoint"), ("resume",)  # options of methods that name folders
-SCRATCH = "/tmp"  # the only folder of the image's that a job may write to, and in memory
-CLOSED = Path("/root")  # in the image, where the path of something shown may lead through it
+SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it lies in memory
+CLOSED = Path("/root")  # a folder of the image through which the paths of shown files may lead
 MOST_PROCESSES = 4096
 LABEL, STEM, KEY = "harness.results", "harness.stem", "harness.key"
 NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
 
 
 def default_image(device: str) -> str:
-    """Its tag is a hash of its pins: other pins make another image."""
+    """Return the image's name; its tag is a hash of the pinned packages, so other pins make another image."""
     key = hashlib.sha256()
     names = (ROOT / name for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml"))
     for path in (*names, *sorted((ROOT / "requirements").glob("*.txt"))):
@@ -57,7 +57,7 @@ def default_image(device: str) -> str:
 
 @functools.cache
 def engine() -> Any:
-    """The client of the engine that DOCKER_HOST, or else the system, names. Raises Unavailable if none answers."""
+    """Connect to the engine that DOCKER_HOST, or else the system, names. Raises Unavailable if none answers."""
     from docker.client import from_env
     from docker.errors import DockerException
 
@@ -90,7 +90,8 @@ class Docker:
         return [self._launch(job, key, results.resolve(), folders, report) for job, key in jobs]
 
     def _launch(self, job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Report) -> Path:
-        """A first KeyboardInterrupt lets the worker finish its record, a second ends the container; both are raised."""
+        """Run the job. A first KeyboardInterrupt lets the worker finish its record, a second ends the container; both
+        are raised again."""
         with turn(job, report):
             stem = new_stem(results, job)
             self._take_left(results, report)
@@ -112,7 +113,7 @@ class Docker:
         return path
 
     def _take_left(self, results: Path, report: Report) -> None:
-        """What calls that were killed have left: containers that ended after them, and where root called, records."""
+        """Clean up after calls that were killed: containers that outlived them and, if root called, their records."""
         from docker.errors import APIError
 
         found = self.client.containers.list(all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True)
@@ -134,7 +135,7 @@ class Docker:
                 container.remove()
 
     def _told(self, image: str) -> dict[str, str]:
-        """The place, for a record."""
+        """Describe the place, for a record."""
         return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
 
     def _settings(
@@ -165,7 +166,7 @@ class Docker:
         }  # fmt: skip
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
-        """The record with the engine's state of the container; without a record by the worker's parent, a new one."""
+        """Add the engine's state of the container to the record; if the worker's parent left none, make one."""
         state = running.end()
         if exchange:
             exchange.close(key)
@@ -189,9 +190,11 @@ class Docker:
 
 
 def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
-    """The folders and files that a container of this job sees: the path here, the path there, True where it only reads.
-    In the place of .venv it sees what was compiled in this image for its user; the other paths are the same. Makes
-    what is missing; raises Unavailable where the container's user lacks a right."""
+    """Return the folders and files that a container of this job sees: path here, path there, True if read-only.
+
+    Paths are the same on both sides but for .venv, in whose place lies what was compiled in this image for its user.
+    Missing folders are made. Raises Unavailable if the container's user lacks a right.
+    """
     corpus = job.workload.corpus
     named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
     written = {named[name] for name in WRITTEN if name in named}
@@ -216,7 +219,7 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
 
 
 def memory_limit(job: Job) -> int | None:
-    """The container's limit, swap included: the worker's wall, and room for its parent."""
+    """Return the container's limit, swap included: the worker's wall, and room for its parent."""
     wall = budgets.wall_bytes(job)
     return wall + WATCHER_BYTES if wall else None
 
@@ -240,7 +243,7 @@ class Running:
             raise Unavailable(told(error)) from error
 
     def follow(self, order: dict[str, Any]) -> None:
-        """Send the order and take in events until the container has ended."""
+        """Send the order and read events until the container has ended."""
         self.socket._sock.sendall((json.dumps(order) + "\n").encode())
         frames: queue.Queue[tuple[int, bytes]] = queue.Queue()
         threading.Thread(target=self._read, args=(frames,), daemon=True).start()
@@ -279,7 +282,7 @@ class Running:
     def kill(self, number: signal.Signals) -> None:
         from docker.errors import APIError
 
-        with contextlib.suppress(APIError):  # it has ended meanwhile
+        with contextlib.suppress(APIError):  # the container has ended meanwhile
             self.container.kill(number.name)
 
     def end(self) -> dict[str, Any]:
@@ -305,7 +308,7 @@ class Running:
 
 
 def told(error: Any) -> str:
-    """An engine's error in one line, with a remedy if one is known."""
+    """Return an engine's error in one line, with a remedy if one is known."""
     text = " ".join(str(error.explanation or error).split())
     if "could not select device driver" in text:
         return f"the engine hands out no GPU: install the NVIDIA container toolkit and restart it ({text})"

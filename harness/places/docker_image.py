@@ -18,7 +18,7 @@ from harness.core.method import Unavailable
 from harness.places import container_user
 from harness.places.docker import Docker, default_image, engine, told
 
-COLOR = re.compile(r"\x1b\[\d+m")  # in which the engine shows what a step prints to its standard error
+COLOR = re.compile(r"\x1b\[\d+m")  # the engine colors what a step prints to its standard error
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's build.")
 name_option = click.option(
     "--image", "name", metavar="NAME", help="Its name; default: of its pins, as --on docker asks."
@@ -67,7 +67,7 @@ def build(device: str, name: str | None, base: str | None, wheelhouse: Path | No
 
 
 def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
-    """Write what `docker build -f docker/Dockerfile .` sends: the checkout by .dockerignore; and the wheels."""
+    """Write what `docker build -f docker/Dockerfile .` would send: the checkout by .dockerignore, and the wheels."""
     from docker.utils.build import exclude_paths
 
     patterns = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and line[0] != "#"]
@@ -132,7 +132,7 @@ def shell(device: str, name: str | None) -> None:
 
 
 def patient() -> Any:
-    """The engine's client, without a limit of time: a minute is short for an image of gigabytes to be packed."""
+    """Return the engine's client without a time limit: it takes minutes to pack an image of gigabytes."""
     client = engine()
     client.api.timeout = None
     return client

@@ -1,7 +1,7 @@
-"""One job elsewhere, in a container or on a cluster's node: the order made here, its execution there, its end.
+"""Runs one job elsewhere, in a container or on a cluster's node: the order made here, its execution there, its end.
 
-There launch.py runs as it does here and writes the record into the same folder. An order is plain data; the orderer
-makes the stem of record and log, so that it can write a record for an end that left none.
+On the other side launch.py runs as it does here and writes the record into the same folder. An order is plain data. The
+caller makes the stem of record and log, so that it can write a record if the order left none.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from harness.devices import machine
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
-# These decide a job's speed and the order of its sums: the same there as here.
+# Variables that decide a job's speed and the order of its sums; the place gets the caller's values.
 FORWARDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *machine.KERNEL_VARIABLES)
 KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
-ORDERED = "ordered"  # the phase of an order whose worker has not reported yet
+ORDERED = "ordered"  # phase of an order whose worker has not reported yet
 
 
 class Place(Protocol):
-    """Where jobs run, if not here."""
+    """A place that runs jobs, other than this process's machine."""
 
-    is_parallel: bool  # give it several jobs at once
+    is_parallel: bool  # True: give it several jobs at once
 
     def context(self) -> dict[str, str]:
-        """Facts of the place that results depend on; part of a job's identity, over machine.checked()."""
+        """Return facts of the place that results depend on; they are part of a job's identity and override
+        machine.checked()."""
         ...
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """Run the jobs; returns the paths of their records, in order."""
+        """Run the jobs; return the paths of their records, in order."""
         ...
 
 
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """A job as perform() takes it."""
-    # A library that is loaded before others lies here, and maybe not there.
+    """Make the order that perform() takes."""
+    # A preloaded library lies on this machine, and maybe not on the other.
     environment = {name: os.environ[name] for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"}
     where = {"stem": str(stem), "folders": list(map(str, folders))}
     return {"job": job.to_dict(), "key": key, **where, "environment": environment}
 
 
 def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
-    """There: compile what is missing, run the job, write its record."""
+    """Run an order at the place: compile what is missing, run the job, write its record."""
     job, stem, folders = Job.from_dict(order["job"]), Path(order["stem"]), tuple(map(Path, order["folders"]))
     os.environ.update(order["environment"])
     if job.device not in machine.devices():
@@ -63,7 +64,7 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
 
 
 def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
-    """Write the record and the closing line of an order that left none; `seen` are known fields of the record."""
+    """Write the record and the log's closing line of an order that left none; `seen` are known fields of the record."""
     path = Path(f"{stem}.json")
     fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
     record = Record(job, key, **end.changes({}), **fields)
@@ -74,9 +75,9 @@ def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[
 
 
 def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None) -> Path:
-    """Add to a record the place, its evidence on the end and, where the place knows better, the end's name."""
+    """Add the place to a record, its evidence on the end and, if the place knows better, the end's name."""
     record = Record.read(path)
-    software = {**record.software, "commit": machine.software()["commit"]}  # the source is that of here
+    software = {**record.software, "commit": machine.software()["commit"]}  # the sources are this checkout's
     changes: dict[str, Any] = end.changes(record.evidence) if end else {"evidence": record.evidence}
     changes |= {"machine": {**record.machine, **place}, "evidence": {**changes["evidence"], **evidence}}
     dataclasses.replace(record, software=software, **changes).write(path)
@@ -84,8 +85,11 @@ def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], en
 
 
 def main() -> None:
-    """The order comes on standard input, which stays open: it closes when the process that ordered is gone, and the run
-    ends as interrupted. Events go to standard output, one JSON object a line."""
+    """Entry point at the place.
+
+    The order comes on standard input, which stays open: it closes when the calling process is gone, and the run ends as
+    interrupted. Events go to standard output, one JSON object a line.
+    """
     order = json.loads(sys.stdin.readline())
     when_closed(0, interrupt_here)
     try:

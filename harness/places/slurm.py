@@ -1,4 +1,4 @@
-"""Jobs on a Slurm cluster: submit all that are missing, wait for them, name each end by Slurm's state.
+"""Runs jobs on a Slurm cluster: submits all missing jobs, waits for them, names each end by Slurm's state.
 
 On the node launch.py runs as it does here and writes the record into the same folder, which all nodes must see. If the
 ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges the records.
@@ -37,13 +37,13 @@ from harness.places.slurm_node import node_stem, perform_on_node
 from harness.run.ranks import followed, of_nodes
 
 POLL_SECONDS = 1.0
-START_SECONDS = 600.0  # that Slurm gives a job beyond its own time: imports, and a compiler
-LATE_SECONDS = 15.0  # by which a record may come after its job's state, through a network's file system
+START_SECONDS = 600.0  # that Slurm adds to a job's own time: imports, and a compiler
+LATE_SECONDS = 15.0  # a record may come this much after its job's state, through a network's file system
 CANCEL_SECONDS = 60.0
-OOM_KILL = "oom-kill event"  # slurmstepd's words
-BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}  # to Slurm
-PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # what an option's text may be made of
-# What sbatch calls an option by another name than --slurm does.
+OOM_KILL = "oom-kill event"  # slurmstepd's message
+BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}  # Slurm knows
+PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # characters of an option's text
+# Options of --slurm whose name for sbatch differs.
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
 
@@ -57,10 +57,10 @@ class Options:
     account: int | str | None = None
     qos: int | str | None = None
     time: int | str | None = None
-    gpus: int | str | None = None  # of each node
-    cpus: int | None = None  # of each task
+    gpus: int | str | None = None  # for each node
+    cpus: int | None = None  # for each task
     nodes: PositiveInt | None = None
-    requeue: Literal["yes", "no"] | None = None  # what the cluster took away starts again
+    requeue: Literal["yes", "no"] | None = None  # restart a job that the cluster preempted
     container_image: str | None = None
 
 
@@ -77,7 +77,7 @@ class State(NamedTuple):
 
 
 def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
-    """The options given by --slurm, as NAME=VALUE or in a YAML file. Raises ValueError where one is wrong."""
+    """Read the options of --slurm, as NAME=VALUE or in a YAML file. Raises ValueError if one is wrong."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -101,7 +101,7 @@ def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def is_bundle(image: str) -> bool:
-    """True for the folder of an OCI container, which Slurm runs itself; other names are for the plugin pyxis."""
+    """True for the folder of an OCI container, which Slurm runs itself; the plugin pyxis handles other names."""
     return (Path(image) / "config.json").is_file()
 
 
@@ -131,15 +131,15 @@ class Slurm:
             check_containers(self.image)
 
     def context(self) -> dict[str, str]:
-        """The partition's name instead of the facts of the machine that submits."""
+        """Return the partition's name, which replaces the facts of the submitting machine."""
         nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
         nodes |= {"image": str(self.image)} if self.image else {}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
         return here | {f"slurm_{name}": value for name, value in nodes.items()}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """KeyboardInterrupt cancels the submitted jobs, lets them finish their records, and is raised again."""
-        # A folder of an earlier call could hold the result of an earlier job of the same number.
+        """Run the jobs. KeyboardInterrupt cancels them, lets them finish their records, and is raised again."""
+        # An earlier call's folder could hold the result of an earlier job of the same number.
         logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
         stems = [new_stem(results.resolve(), job) for job, _ in jobs]
         ids: list[str] = []
@@ -173,13 +173,13 @@ class Slurm:
             found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
         found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
         found |= {"srun_args": self._container(job, results, folders)}
-        if found["nodes"] > 1:  # whole nodes: two jobs could wait for each other's nodes forever
+        if found["nodes"] > 1:  # whole nodes: two jobs could otherwise wait for each other's nodes forever
             found |= {"exclusive": True, "srun_args": ["--kill-on-bad-exit=1", *found["srun_args"]]}
         limit = memory_limit(job)
         return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
 
     def _num_nodes(self, job: Job) -> int:
-        """Nodes that the ranks of a job are spread over, at most one a rank."""
+        """Return the number of nodes for the job's ranks, at most one for each rank."""
         asked = min(self.options.get("nodes", 1), job.world_size)
         if job.world_size % asked:
             raise ValueError(f"{job.world_size} ranks do not spread evenly over {asked} nodes: --ranks, --slurm nodes")
@@ -188,7 +188,7 @@ class Slurm:
     def _container(self, job: Job, results: Path, folders: tuple[Path, ...]) -> list[str]:
         if not self.image:
             return []
-        if is_bundle(self.image):  # whose own configuration says what it sees
+        if is_bundle(self.image):  # a bundle's own configuration decides what it sees
             return [f"--container={Path(self.image).resolve()}"]
         shown = folders_shown(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
         mounts = ",".join(f"{here}:{there}{':ro' * is_fixed}" for here, there, is_fixed in shown)
@@ -211,7 +211,7 @@ class Slurm:
             raise ValueError(f"Slurm takes no job with {self.options or 'no options'}: {text}; see --slurm") from error
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
-        """Wait until all have ended; report each change of their states."""
+        """Wait until all jobs have ended; report each change of state."""
         told, deadline = "", time.monotonic() + seconds
         while True:
             names = [state.name for state in states_of(ids).values()]
@@ -254,7 +254,7 @@ class Slurm:
 
 
 def named(state: State, phase: str, limit_bytes: int) -> failures.Failure:
-    """The end of a job, by its state under Slurm."""
+    """Name the end of a job by its state under Slurm."""
     code, _, number = state.exit_code.partition(":")
     if state.name == "OUT_OF_MEMORY":
         end = failures.End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes)
@@ -271,7 +271,8 @@ def named(state: State, phase: str, limit_bytes: int) -> failures.Failure:
 
 
 def states_of(ids: list[str]) -> dict[str, State]:
-    """From sacct, read as submitit does; without accounting, from scontrol, which forgets a job after some minutes."""
+    """Read the jobs' states from sacct, as submitit does; without accounting from scontrol, which forgets a job after
+    some minutes."""
     from submitit.slurm.slurm import SlurmInfoWatcher
 
     forgotten, told = State(), {}

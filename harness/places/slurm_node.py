@@ -17,8 +17,8 @@ from harness.places.place import perform
 
 
 def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
-    """perform() on each node; Slurm's SIGTERM lets the worker finish its record. Raises RuntimeError where one of
-    several nodes failed: srun then ends the others."""
+    """Run perform() on this node; Slurm's SIGTERM lets the worker finish its record. Raises RuntimeError if this is one
+    of several nodes and failed: srun then ends the others."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine.facts.cache_clear()
     if order["num_nodes"] > 1:
@@ -31,16 +31,16 @@ def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def node_stem(folder: Path, stem: Path, index: int) -> Path:
-    """The stem of the record of a node beyond the first."""
+    """Return the stem of the record of a node beyond the first."""
     return folder / f"{stem.name}-node{index}"
 
 
 def _meet(order: dict[str, Any]) -> Path:
-    """Set torchrun's variables, by which the agents of all nodes meet; returns the stem of this node's record."""
+    """Set torchrun's variables, by which the agents of all nodes meet; return the stem of this node's record."""
     from submitit.helpers import TorchDistributedEnvironment
 
-    nodes = TorchDistributedEnvironment()  # one task a node: its rank is the node's
-    # srun runs on the first node, and says by which address the others reach it.
+    nodes = TorchDistributedEnvironment()  # each node has one task, so a task's rank is the node's
+    # srun runs on the first node, and tells the address by which the others reach that node.
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or nodes.master_addr
     os.environ |= {
         "PET_NNODES": str(nodes.world_size), "PET_NODE_RANK": str(nodes.rank),

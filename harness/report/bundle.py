@@ -1,6 +1,6 @@
-"""One archive of everything measured: records, logs, figures and report, with a manifest of sha256.
+"""Packs everything measured into one archive: records, logs, figures and report, with a manifest of sha256.
 
-Names of hosts, users and folders are removed first; figures and report are then made of the cleaned records. The same
+Names of hosts, users and folders are removed first; figures and report are then made from the cleaned records. The same
 results give the same bytes. Every verb that takes --results reads the unpacked folder.
 """
 
@@ -33,14 +33,14 @@ from harness.report.redact import Names
 from harness.run import timeline
 
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
-LISTABLE = re.compile(r"[\w .,+=@~-]+")  # names of files
-NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # of a file in the archive
+LISTABLE = re.compile(r"[\w .,+=@~-]+")  # names of files that a manifest can list
+NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # of archived files
 TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
 
 def write(results: Path, out: Path | None = None, names: Names | None = None) -> Path:
-    """Write the archive without `names`, else those of this machine. Raises ValueError if there is no record,
-    OSError where it cannot be written."""
+    """Write the archive without `names`, by default those of this machine. Raises ValueError if there is no record,
+    OSError if the archive cannot be written."""
     archive = out or results / f"{FOLDER}.tar.gz"
     check_replaceable(archive)
     with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
@@ -59,7 +59,7 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
 
 
 def known_words(records: Iterable[Record]) -> set[str]:
-    """Words with a meaning in records, which stay even where a host or user has that name."""
+    """Return words with a meaning in records, which stay even if a host or user has that name."""
     machines = named_machines.names()
     found = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}
     found |= {f"{name}_{on}" for name in scaled.NAMES for on in machines}
@@ -78,7 +78,7 @@ def _keys(value: Any) -> Iterable[str]:
 
 
 def _fill(stage: Path, results: Path, names: Names) -> None:
-    """Write records and logs without names; then, of these, figures and a report for each machine."""
+    """Write records and logs without names; then make figures and a report from them, for each machine."""
     found, complaints = page.recorded(results)
     for complaint in complaints:
         print(f"left out: {complaint}", file=sys.stderr)
@@ -111,7 +111,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
 
 
 def _listable(paths: Iterable[Path]) -> Iterator[Path]:
-    """Those whose names take one line of the manifest."""
+    """Return the paths whose names fit one line of the manifest."""
     for path in paths:
         if LISTABLE.fullmatch(path.name):
             yield path
@@ -131,7 +131,7 @@ def _put_text(path: Path, copy: Path, names: Names) -> None:
 
 
 def _put_trace(path: Path, stage: Path, names: Names) -> None:
-    """Copy a timeline without the names in its description; its spans have none."""
+    """Copy a timeline without the names in its description; its spans contain none."""
     try:
         told = timeline.read(path)
     except ValueError as error:
@@ -142,7 +142,7 @@ def _put_trace(path: Path, stage: Path, names: Names) -> None:
 
 
 def _packed(stage: Path, paths: Iterable[Path]) -> bytes:
-    """A gzipped tar without times, owners or order of a file system."""
+    """Return a gzipped tar without times, owners or the file system's order."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as zipped,

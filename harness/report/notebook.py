@@ -1,5 +1,8 @@
-"""What the notebook calls, and how it is made: `python -m harness.report.notebook` writes notebooks/*.ipynb of
-notebooks/*.py (jupytext's percent format), without outputs."""
+"""The functions that the notebook calls, and its generator.
+
+`python -m harness.report.notebook` writes notebooks/*.ipynb from notebooks/*.py (jupytext's percent format), without
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from harness.report import tables
 from harness.run import scratch
 
 FOLDER = ROOT / "notebooks"
-DRAWN = ("figures", "report", "traces", "probes")  # beside the records
+DRAWN = ("figures", "report", "traces", "probes")  # folders beside the records
 
 
 def show_case(number: int, profile: str | None, machine: str | None, results: Path) -> None:
@@ -32,7 +35,7 @@ def show_case(number: int, profile: str | None, machine: str | None, results: Pa
 
 
 def show_neighbors() -> None:
-    """Who else is on the GPU, or that there is none."""
+    """Show the GPU's other processes, or that there are none."""
     gpu = machine.gpu()
     if not gpu:
         print(f"no GPU here: runs are on the CPU or on sim, load average {machine.surroundings('cpu')['load_average']}")
@@ -44,7 +47,7 @@ def show_neighbors() -> None:
 
 
 def show_minutes(profile: str | None, machine: str | None, results: Path) -> None:
-    """A line a case: what its runs still take, at a rough rate."""
+    """Show a line for each case: the time that its missing runs take, at a rough rate."""
     used = case.profile_of(profile, machine)
     for number in case.numbers():
         print(f"case {number}: {collect.closing_line(collect.Campaign([number], used, results).points(), used)}")
@@ -61,12 +64,12 @@ def clean_up(results: Path, everything: bool = False) -> None:
 
 
 def show_claims(results: Path, against: str | None = None, machine: str | None = None) -> None:
-    """Judge the papers' claims by what is recorded, or by what the original published (against="published")."""
+    """Judge the papers' claims by the records, or by the original's published numbers (against="published")."""
     verify.show(verify.findings(results, against, machine), as_json=False)
 
 
 def notebook_text(source: str) -> str:
-    """The notebook as JSON; cell ids are numbers, so that the same source gives the same bytes."""
+    """Return the notebook as JSON; cell ids are numbers, so that the same source gives the same bytes."""
     import jupytext
 
     made = jupytext.reads(source, "py:percent")

@@ -1,4 +1,4 @@
-"""One page of everything measured, and a review to paste into a form, both from records and traces alone.
+"""Writes one page of everything measured, and a review to paste into a form, both from records and traces alone.
 
 The page needs no network: figures, style and script are in it. The same records give the same bytes.
 """
@@ -35,7 +35,7 @@ from harness.report.tables import Cell, Entry
 
 TEMPLATES = Path(__file__).parent
 PAGE, REVIEW = "index.html", "review.md"
-PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "source")  # of a run, not of its machine
+PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "source")  # facts of a run, not its machine
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Section:
 
     @property
     def csv(self) -> str:
-        """The name of its data's file, beside the page."""
+        """Return the name of its data file, beside the page."""
         return f"case{self.case}-{self.profile}.csv"
 
 
 def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
-    """Write the page and, beside it, the review. Raises ValueError where there is nothing to report, no figure of that
+    """Write the page and, beside it, the review. Raises ValueError if there is nothing to report, no figure of that
     profile, or records of several machines."""
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
@@ -75,7 +75,7 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
 
 
 def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
-    """Records by their files, and complaints about other files. Raises ValueError if there is no record."""
+    """Return records by their files, and complaints about other files. Raises ValueError if there is no record."""
     found, complaints = read_all(results)
     if not found:
         raise ValueError(f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder")
@@ -83,7 +83,7 @@ def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
-    """The values of the templates."""
+    """Return the values of the templates."""
     found, complaints = recorded(results)
     chosen = {id(record) for record in verify.of_one_machine(list(found.values()), machine)}
     kept = [(path, record) for path, record in found.items() if id(record) in chosen]
@@ -133,7 +133,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
 
 
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[Section]:
-    """Every figure of these records, case by case. Raises ValueError where none is of the wanted profile."""
+    """Return every figure of these records, case by case. Raises ValueError if none is of the wanted profile."""
     records = [entry.record for entry in entries]
     there, traced = list(tables(records, results)), list(traces(records, results))
     names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _ in traced)))
@@ -163,10 +163,10 @@ def _section(name: int | str, profile: str, title: str, made: plot.Figure, capti
 
 
 def tables(records: Sequence[Record], results: Path | None = None) -> Iterator[tuple[Profile, int, list[FigureRow]]]:
-    """Our rows, for every profile and case of these records."""
+    """Return this project's rows for every profile and case of these records."""
     for used in _profiles(records):
         for number in case.numbers():
-            with contextlib.suppress(ValueError):  # no record of this case
+            with contextlib.suppress(ValueError):  # this case has no record
                 yield used, number, case.table(number, used, records, results)
 
 
@@ -178,32 +178,33 @@ def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list
 
 
 def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
-    """Every profile of these records, with the memories of every named machine."""
+    """Return every profile of these records, with the memories of every named machine."""
     runs = [record for record in records if record.origin == "run"]
     wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
     seen: list[Profile] = []
     for used in case.possible(wanted, runs[-1].machine if runs else {}):
-        nameless = dataclasses.replace(used, name=used.kind)  # equal to the one with this machine by default
+        nameless = dataclasses.replace(used, name=used.kind)  # equals the one with this machine by default
         if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
             seen.append(nameless)
             yield used
 
 
 def tally(found: Sequence[Finding]) -> dict[str, int]:
-    """The number of claims by verdict."""
+    """Return the number of claims by verdict."""
     counts = Counter(finding.verdict for finding in found)
     return {verdict: counts[verdict] for verdict in verify.VERDICTS if counts[verdict]}
 
 
 def untrained(entries: Sequence[Entry]) -> list[Entry]:
-    """Runs that crashed or failed the gate, less interrupted ones that were completed later."""
+    """Return the runs that crashed or failed the gate, without interrupted ones that were completed later."""
     ended = {entry.record.key for entry in entries if entry.record.is_result}
     bad = [entry for entry in entries if entry.verdict.look == pages.BAD]
     return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
 
 
 def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
-    """Commands that repeat the runs: cases by profile, then jobs of no case; references run by themselves."""
+    """Return the commands that repeat the runs: cases by profile, then jobs of no case; references run by
+    themselves."""
     cases = _each(scaled.call("all" if each.case.isdigit() else each.case, each.profile) for each in sections)
     used = list(_profiles(runs))
     references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
@@ -216,7 +217,7 @@ def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
 
 
 def lasting(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a machine, or of its software, that stay the same from run to run."""
+    """Return the facts of a machine, or of its software, that stay the same from run to run."""
     return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 
@@ -236,5 +237,5 @@ def _render(name: str, told: dict[str, Any]) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text as one cell of a Markdown table, without markup of its own."""
+    """Escape text as one cell of a Markdown table."""
     return " ".join("".join(f"\\{character}" if character in "\\`*[<|" else character for character in text).split())

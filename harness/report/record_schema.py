@@ -1,4 +1,4 @@
-"""docs/records.md, made from the types that check every record: it names the command that writes it."""
+"""Writes docs/records.md from the types that check every record; the page itself names the command."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ clocks and temperatures, and whatever else runs: a record tells what of these it
 Nor are the data files and variables that a method reads by itself, libraries that it opens by ctypes, and what the
 folder of `--resume` holds: after a change of these measure into a new folder of results.
 """
-# Of a class: a field's name, its type and default, and the remark beside it.
+# For each class: a field's name, its type and default, and the remark beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
 PARTS = (Record, Job, Workload, Budget, Rates, Gate, record_parts.Tensor, record_parts.Other, record_parts.Evidence,
          record_parts.Machine, record_parts.Software, record_parts.Schedule)  # fmt: skip
@@ -56,7 +56,7 @@ def page() -> str:
 
 
 def _table(kind: Any) -> str:
-    """Its fields as its source declares them, with the remark beside each."""
+    """Return the fields of a class as its source declares them, with the remark beside each."""
     rows = [
         f"## {kind.__name__}",
         "",

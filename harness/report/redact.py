@@ -1,6 +1,6 @@
 """Removes names of persons and machines from text and records: hosts, users, addresses, folders.
 
-Names are those of this machine; folders are shortened wherever they come from. A name that is also a word of the
+Names are those of this machine; folders are shortened whatever machine they are from. A name that is also a word of the
 records, such as a host called gpu, stays: records would otherwise change their meaning.
 """
 
@@ -23,8 +23,8 @@ import psutil
 from harness.base.checkout import ROOT
 
 HOST, USER, HOME, ADDRESS, SECRET = "HOST", "USER", "~", "ADDRESS", "SECRET"
-NOBODY = ("localhost", "root", "/", "")  # the same on every machine
-# System folders stay; of other paths the last name stays, or the path within a project or package.
+NOBODY = ("localhost", "root", "/", "")  # names that every machine has
+# System folders stay; other paths keep their last name, or the path within a project or package.
 SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|bin|run|var/run"
 HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)|\b[A-Za-z]:\\+Users\\+[^\\\s'\":]+")
 PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/(?:\w+/)*\w+\.py"
@@ -33,7 +33,7 @@ ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[
 # A path in quotes, blanks within it included.
 QUOTED = re.compile(rf"(?<=['\"])/(?!(?:{SYSTEM})/)(?=[^'\"\n]* )[^'\"\n]*/([^'\"/\n]+)(?=['\"])")
 BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
-# Of the network; not of this machine alone.
+# Names on the network, of any machine.
 ADDRESSES = re.compile(
     rf"(?<![\w.:=-])(?!127\.|0\.0\.0\.0)(?:{BYTE}\.){{3}}{BYTE}(?![\w.])"
     r"|(?<![\w:.])[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}(?![\w:])", re.IGNORECASE,
@@ -51,14 +51,14 @@ GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
 @dataclass(frozen=True)
 class Names:
-    """Replacements: of folders anywhere, of whole words except within one of `known`."""
+    """Replacements: folders anywhere, names as whole words outside of the words in `known`."""
 
     words: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
 
     def text(self, text: str) -> str:
-        """The text without names, all folders shortened."""
+        """Return the text without names, all folders shortened."""
         for folder, put in _longest_first(self.folders):
             text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", put, text)
         text = HOMES.sub(HOME, SECRETS.sub(SECRET, text.replace("file:///", "/")))
@@ -71,7 +71,7 @@ class Names:
         return GPU.sub(r"\1-removed", text)
 
     def _put(self, put: str, found: re.Match[str]) -> str:
-        """The replacement, unless the match is part of a known word."""
+        """Return the replacement, or the match itself if it is part of a known word."""
         before = found.string[max(0, found.start(1) - LONGEST) : found.start(1)]
         after = found.string[found.end(1) : found.end(1) + LONGEST]
         start, end = PART_BEFORE.search(before), PART_AFTER.match(after)
@@ -79,7 +79,7 @@ class Names:
         return found[0] if f"{start[0]}{found[1]}{end[0]}".lower() in self.known else put
 
     def value(self, value: Any) -> Any:
-        """The JSON value with every text cleaned; keys stay."""
+        """Return the JSON value with every text cleaned; keys stay."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -92,7 +92,7 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
-    """The names of this machine, its user, this checkout and other hosts."""
+    """Return the names of this machine, its user, this checkout and other hosts."""
     host = socket.gethostname()
     words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
     words |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)
@@ -104,7 +104,7 @@ def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
 
 
 def nodes(text: str) -> Iterable[str]:
-    """The hosts of a list as Slurm writes it: a1,b[2-4,07]; at most MOST_NODES of a range."""
+    """Return the hosts of a list as Slurm writes it: a1,b[2-4,07]; at most MOST_NODES of a range."""
     for before, ranges, after in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?([\w.-]*)", text):
         for part in ranges.split(","):
             first, _, last = part.partition("-")

@@ -36,7 +36,8 @@ MOST_SIZES = 6  # of a table that fits a screen
 
 @dataclass(frozen=True)
 class Cell:
-    """`number`: the sort key where it is not the text; `links`: numbers of records; `more`: small print."""
+    """A cell of a table. `number`: the sort key if it is not the text; `links`: numbers of records; `more`: small
+    print."""
 
     text: str = ""
     number: float | None = None
@@ -47,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Entry:
-    """A record by its number on the page."""
+    """A record with its number on the page."""
 
     number: int
     path: Path
@@ -55,7 +56,7 @@ class Entry:
 
     @property
     def verdict(self) -> Cell:
-        """The gate's verdict, or how the run ended."""
+        """Return the gate's verdict, or how the run ended."""
         record = self.record
         if record.status != "ok":
             return Cell(f"ended: {record.status}", look=OPEN if record.is_result else BAD)
@@ -98,7 +99,7 @@ class Entry:
 
     @property
     def raw(self) -> str:
-        """The record as JSON, one field a line; of its tensors only the number, as they are most of it."""
+        """Return the record as JSON, one field a line; of its tensors only the number, because they are most of it."""
         fields = self.record.to_dict()
         told = fields.pop(TENSORS)
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
@@ -110,21 +111,21 @@ def _joined(*parts: str) -> str:
 
 
 def pairs(facts: Mapping[str, Any]) -> str:
-    """Facts in a line, bytes in readable units."""
+    """Return facts in a line, bytes in readable units."""
     sizes = {name: gib(value) for name, value in facts.items() if name.endswith("_bytes") and isinstance(value, int)}
     told = {name.removesuffix("_bytes"): value for name, value in {**facts, **sizes}.items()}
     return ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, "", {}, []))
 
 
 def machine(record: Record) -> str:
-    """The machine of a record in a line."""
+    """Return the machine of a record in a line."""
     gpu, cpu, cores, memory = (record.machine.get(name) for name in ("gpu", "cpu", "cores", "host_bytes"))
     parts = (gpu, cpu, cores and f"{cores} cores", memory and f"{gib(memory)} of host memory")
     return ", ".join(str(part) for part in parts if part) or "an unnamed machine"
 
 
 def outcome(record: Record) -> str:
-    """How a run ended, in the words of a count."""
+    """Return how a run ended, as words that follow a count: 3 trained and passed the gate."""
     if record.status != "ok":
         return f"ended as {record.status}"
     if record.gate.passed:
@@ -133,7 +134,7 @@ def outcome(record: Record) -> str:
 
 
 def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
-    """A table of rows by column; a text becomes a cell."""
+    """Return a table of rows by column; a text becomes a cell."""
     made = DataFrame(list(rows), dtype=object)
     made = made.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
     made.attrs["caption"] = caption
@@ -141,7 +142,7 @@ def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
 
 
 def texts(made: DataFrame) -> DataFrame:
-    """The texts of a table without its links to records."""
+    """Return the texts of a table without its links to records."""
     return made.drop(columns="records", errors="ignore").map(lambda cell: cell.text)
 
 
@@ -166,7 +167,7 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
 
 
 def row_table(caption: str, rows: Sequence[FigureRow], entries: Sequence[Entry]) -> DataFrame:
-    """The rows of a figure, ours and the published, whose metrics claims are about."""
+    """Return the rows of a figure, ours and the published, if claims are about their metrics."""
     return table(caption, [_row(row, entries) for row in rows if row.metric in METRICS])
 
 
@@ -201,7 +202,7 @@ def numbers_of(keys: Iterable[str], entries: Sequence[Entry]) -> tuple[int, ...]
 
 
 def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> DataFrame:
-    """Each claim as found here, and by the original's own numbers."""
+    """Return each claim's verdict here, and by the original's own numbers."""
     where, seen = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
     there = {finding.claim.id: finding for finding in published}
     return table("Claims of the papers", [
@@ -222,7 +223,7 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
 def claims_by_figure(
     here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
 ) -> list[DataFrame]:
-    """A table for each case and each verdict there, in the order of `verify`."""
+    """Return a table for each case and each of its verdicts, in the order of `verify`."""
     told, found = claim_table(here, published, entries), []
     for case, verdict in itertools.product(sorted({finding.claim.case for finding in here}), verify.VERDICTS):
         own = told[[(finding.claim.case, finding.verdict) == (case, verdict) for finding in here]]
@@ -233,7 +234,7 @@ def claims_by_figure(
 
 
 def summary(entries: Sequence[Entry]) -> DataFrame:
-    """A row for each method, of its newest result at each of the sizes shown: speed, memory and verdict."""
+    """Return a row for each method, with its newest result at each of the sizes shown: speed, memory and verdict."""
     found = frame.of(entry.record for entry in entries).assign(did=list(map(_did, entries)))
     newest = found.drop_duplicates(["method", "num_params"], keep="last")
     did = newest.pivot(index="method", columns="num_params", values="did").loc[found["method"].unique()]
@@ -245,11 +246,13 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
 
 
 def _sizes_shown(is_there: DataFrame) -> list[int]:
-    """The largest sizes, but first those that leave no method's row empty; is_there: a row each method, a column each
-    size in ascending order."""
+    """Choose the largest sizes, after those that leave no method's row empty.
+
+    is_there: a row for each method, a column for each size in ascending order.
+    """
     shown: list[int] = []
     while not (has_cell := is_there[shown].any(axis=1)).all():
-        shown.append(is_there[~has_cell].sum()[::-1].idxmax())  # of the sizes of most methods the largest
+        shown.append(is_there[~has_cell].sum()[::-1].idxmax())  # the largest of the sizes that most methods have
     return sorted(list(dict.fromkeys([*shown, *is_there.columns[::-1]]))[:MOST_SIZES])
 
 
@@ -263,7 +266,7 @@ def _did(entry: Entry) -> Cell:
 
 
 def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
-    """What a step of each method should take on the records' machine, beside what their runs took."""
+    """Return each method's predicted step on the records' machine, beside the seconds of its runs."""
     load = advice.workload
     size = f"{params_text(load.num_params)} parameters, {load.batch_size} x {load.seq_len} tokens a step, {load.dtype}"
     rows = []
@@ -292,7 +295,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
 
 
 def why(finding: Finding) -> str:
-    """The profile of the rows, the note, and what the numbers alone would say of a run that did not train."""
+    """Return the profile of the rows, the note and, for a run that did not train, the verdict of the numbers alone."""
     measured = f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
     alone = finding.numbers if finding.is_untrained else ""
     told = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""
