@@ -31,8 +31,8 @@ from harness.forecast import run_time
 from harness.run import ranks, scratch, warm_start
 
 SAMPLE_SECONDS = 0.1
-LIST_SECONDS = 1.0  # between lists of children, which read every process: 1.5 ms of the cores that train
-GRACE_SECONDS = 20.0  # for a worker told to end, until it is killed
+LIST_SECONDS = 1.0  # seconds between lists of children; a list reads every process: 1.5 ms of the cores that train
+GRACE_SECONDS = 20.0  # seconds from telling a worker to end until killing it
 AFTER_TRAINING = ("drain", "inspect", "done")  # phases whose memory is not the method's
 AFTER_A_STOP = ("interrupted", "crash", "unavailable")  # an import that is broken off may raise anything
 LOG_TAIL_BYTES = 4096
@@ -46,11 +46,11 @@ def launch(
     recorded: Callable[[], Path | None] = lambda: None, stem: Path | None = None, is_timed: bool = True,
     foreseen_seconds: float = 0.0,
 ) -> Path:  # fmt: skip
-    """Run the job in a process of its own; returns the path of its record, whose stem is `stem` or a new one.
+    """Run the job in a process of its own; return the path of its record, whose stem is `stem` or a new one.
 
-    A job that is not timed shares the device with others that are not, and then has no seconds that count.
-    `recorded` is called when the device is free: the process that held it may have made the record meanwhile.
-    A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
+    A job that is not timed shares the device with others that are not, and then its seconds do not count. `recorded` is
+    called when the device is free, because the process that held it may have made the record meanwhile. A first
+    KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
     """
     with turn(job, report, is_timed, foreseen_seconds) as held:
         if found := recorded():
@@ -72,9 +72,11 @@ def launch(
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The worker's, where the caller has not set it otherwise. On a CPU one thread computes small layers. On CUDA
-    torch's allocator grows its segments instead of adding new ones, which leaves fewer fragments; no method gives
-    device memory to another process, which would forbid this."""
+    """Return the worker's environment; the caller's own settings have priority.
+
+    On a CPU one thread computes small layers. On CUDA torch's allocator grows its segments instead of adding new ones,
+    which leaves fewer fragments; that forbids giving device memory to another process, which no method does.
+    """
     if job.device == "cuda":
         return ({} if machine.allocator_settings() else {"PYTORCH_ALLOC_CONF": EXPANDABLE}) | child_environment()
     has_one_thread = machine.is_small(job.workload) and job.world_size == 1
@@ -82,7 +84,7 @@ def environment(job: Job) -> dict[str, str]:
 
 
 class Events:
-    """What a worker's events have told so far; each is passed on to `report`."""
+    """The values in a worker's events so far; each event is passed on to `report`."""
 
     def __init__(self, phase: str, report: Report) -> None:
         self.phase, self.report = phase, report
@@ -91,8 +93,8 @@ class Events:
         self._pending, self._unread = b"", list[bytes]()
 
     def feed(self, data: bytes) -> None:
-        """Take in a part of the stream of events, one JSON object a line. Where `report` raises, the next call goes on
-        with the event after."""
+        """Read a part of the stream of events, one JSON object a line. If `report` raises, the next call continues
+        after that event."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         self._unread += lines
         while self._unread:
@@ -106,12 +108,12 @@ class Events:
             self.report(event)
 
     def fields(self) -> dict[str, Any]:
-        """Those of a record."""
+        """Return the fields of a record that events have told."""
         return {"phase": self.phase, "losses": self.losses, "step_seconds": self.step_seconds}
 
 
 class Watch:
-    """One worker process, its events, its memory and its end."""
+    """One worker process, with its events, its memory and its end."""
 
     def __init__(
         self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report, lock: int
@@ -119,25 +121,25 @@ class Watch:
         self.job, self.key, self.path, self.log, self.report = job, key, path, Path(log.name), report
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
         self.sampled = dict(self.peaks)
-        self.processes: list[psutil.Process] = []  # the worker and its children, or the ranks and theirs
-        self.trainers: list[psutil.Process] = []  # of these, those whose memory counts
-        self.listed = 0.0  # time of the last list of these
+        self.processes: list[psutil.Process] = []  # the worker and its children, or the ranks and their children
+        self.trainers: list[psutil.Process] = []  # the processes whose memory counts
+        self.listed = 0.0  # time of the last list of processes
         self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
-        self.executed: list[str] = []  # files, as the worker tells them after its training
-        self.record: Record | None = None  # the worker's, until complete() unfinished and on no disk
+        self.executed: list[str] = []  # files that the worker executed, as it tells them after its training
+        self.record: Record | None = None  # the worker's record, unfinished and on no disk until complete()
         self.started = time.time()
-        self.began = self.last_event = self.signalled = time.monotonic()  # whatever is done to the clock meanwhile
-        self.stopped = ""  # the reason for which this process ended the worker, as in failures.End
+        self.began = self.last_event = self.signalled = time.monotonic()  # times that no change of the clock affects
+        self.stopped = ""  # why this process ended the worker, as in failures.End
         self.interrupted = False
-        self.broken: BrokenPipeError | None = None  # the report's reader is gone
+        self.broken: BrokenPipeError | None = None  # set when the report's reader is gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
         self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)
         for other in self.surroundings.get("foreign_processes", []):
             report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
         limit = budgets.wall_bytes(job)
-        self.wall = cgroup.make(limit) if limit else None  # or none may be made
+        self.wall = cgroup.make(limit) if limit else None  # None if no group may be made
         self.group = self.wall or cgroup.current()
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
         reader, writer = os.pipe()
@@ -148,23 +150,23 @@ class Watch:
             os.rmdir(self.scratch)
             raise
         finally:
-            os.close(held)  # the worker's copy is what counts
+            os.close(held)  # only the worker's copy counts
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock,
                  "folders": list(map(str, folders))}  # fmt: skip
         assert self.process.stdin
-        # If it is dead already, follow() will notice.
+        # follow() notices if the worker is dead already.
         with contextlib.suppress(OSError):
             if self.wall:
-                self.wall.enter(self.process.pid)  # before it gets the order, so before it takes any memory
+                self.wall.enter(self.process.pid)  # before the worker gets the order, so before it takes any memory
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
 
     def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | warm_start.Forked:
         module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
         of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
-        # A memory group counts what its processes take anew: one with a limit starts with a process that has nothing.
+        # A memory group counts only memory taken in it: with a limit, start with a process that has none.
         if self.job.device != "cuda" and self.job.world_size == 1 and not self.wall:
             with contextlib.suppress(OSError):
                 return warm_start.start(module, log, descriptors, of_worker)
@@ -174,7 +176,7 @@ class Watch:
         )  # fmt: skip
 
     def follow(self) -> None:
-        """Take in events and samples until the worker has closed its pipe and ended."""
+        """Read events and samples until the worker has closed its pipe and ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while True:
@@ -213,7 +215,7 @@ class Watch:
         self._signal(signal.SIGKILL)
         self.process.wait()
         self.events.feed(b"")
-        ranks.end_all(self.processes, GRACE_SECONDS)  # they have sessions of their own
+        ranks.end_all(self.processes, GRACE_SECONDS)  # ranks have sessions of their own
         for folder in (ranks.folder_of(self.path), self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
         self.end = self._end()
@@ -225,7 +227,7 @@ class Watch:
                 self.process.stdin.close()
 
     def obituary(self) -> Record:
-        """The record of a worker that left none: what it had reported, and its end."""
+        """Make the record of a worker that left none, from its events and its end."""
         failure = failures.of_process(self.end)
         if self.rank:
             failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
@@ -235,7 +237,7 @@ class Watch:
         )  # fmt: skip
 
     def complete(self, record: Record) -> Record:
-        """The record with what only this process knows: peaks, limits, the cause of an end."""
+        """Add to the record what only this process knows: peaks, limits, the cause of an end."""
         changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
         changes["machine"] = {**record.machine, **self.surroundings, **machine.kernel_environment()}
         changes["software"] = {**record.software, "source": self.source}
@@ -271,11 +273,11 @@ class Watch:
     def _take(self, event: dict[str, Any]) -> None:
         self.last_event = time.monotonic()
         if event["event"] == "record":
-            with contextlib.suppress(ValueError):  # from the worker's pipe, not by its code: it ended without a result
+            with contextlib.suppress(ValueError):  # the worker ended without a result
                 self.record = Record.from_dict(event["record"])
             return
         if event["event"] == "executed":
-            self.executed = [each for each in event["files"] if self.scratch not in Path(each).parents]  # generated
+            self.executed = [each for each in event["files"] if self.scratch not in Path(each).parents]  # generated code
             return
         if self.wall and event["event"] == "phase" and event["phase"] in AFTER_TRAINING:
             self.wall.lift()
@@ -284,10 +286,13 @@ class Watch:
         self.report(event)
 
     def _sample(self) -> None:
-        """Anonymous and shared memory, page-locked included, of the worker and its children, or of all ranks and
-        theirs. A child counts from its second list on: until it runs its program, for milliseconds, it has its
-        parent's memory. The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of
-        torch, results/LOG.md."""
+        """Sample anonymous and shared memory, page-locked included, of the worker and its children, or of all ranks and
+        their children.
+
+        A child counts from its second list on: for milliseconds, until it runs its program, it has its parent's memory.
+        The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch,
+        results/LOG.md.
+        """
         if self.events.phase in AFTER_TRAINING:
             return
         self._sample_shm()
@@ -299,7 +304,7 @@ class Watch:
                 before, self.processes = self.processes, [*alone, *worker.children(recursive=True)]
                 self.trainers = [process for process in self.processes if process in [*alone, *before]]
         for process in self.trainers:
-            with contextlib.suppress(psutil.Error):  # it may be gone
+            with contextlib.suppress(psutil.Error):  # the process may be gone
                 sizes = budgets.process_bytes(process.pid)
                 anonymous += sizes.get("RssAnon") or process.memory_info().rss
                 shared += sizes.get("RssShmem", 0)

@@ -1,7 +1,7 @@
-"""How an agent that is alone meets its ranks: by a store that listens on this machine's loopback address only.
+"""A rendezvous for an agent that is alone: its store listens on this machine's loopback address only.
 
-torch's own rendezvous of one node listens on all addresses and unpickles what it finds there, so whoever reaches its
-port runs code. This one keeps its state in this process, and the ranks' store holds bytes that nobody unpickles.
+torch's own rendezvous of one node listens on all addresses and unpickles what it finds there, so anybody who reaches
+its port runs code. This one keeps its state in this process, and nobody unpickles the bytes in the ranks' store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BACKEND = "loopback"
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """One node, which is complete when it is there."""
+    """A rendezvous of one node, complete as soon as that node is there."""
 
     def __init__(self, run_id: str) -> None:
         listener = socket.create_server((ADDRESS, 0))
@@ -30,7 +30,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def register() -> None:
-    """Let torch's launcher find it by its name."""
+    """Register the rendezvous by its name for torch's launcher."""
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         return LoopbackRendezvous(parameters.run_id)

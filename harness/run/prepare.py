@@ -12,12 +12,15 @@ from harness.core.job import Job
 from harness.devices import cgroup, sim
 from harness.run.launch import Report
 
-_tried: set[tuple[str, tuple[Path, ...]]] = set()  # in this process: what failed once is not tried again
+_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds tried by this process; a failed one is not repeated
 
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
-    """Compile what is missing, and report it; logs lie beside the records. If the method's fails, the run itself says
-    what it lacks; without the compiled device sim, runs count its bytes in Python."""
+    """Compile what is missing, and report it; logs lie beside the records.
+
+    If a method's compilation fails, the run itself tells what it lacks; without the compiled device sim, runs count its
+    bytes in Python.
+    """
     missing = method.create(job.method, job.options, folders).to_build()
     if missing and _is_first(missing, folders, report):
         group = cgroup.current()
@@ -26,7 +29,7 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
         run_logged("harness.run.prepare", [job.method, job.options, list(map(str, folders))], log)
         if method.create(job.method, job.options, folders).to_build():
             text = f"that failed, {log} says why"
-            if group and group.oom_kills() > kills:  # in a container, or on a cluster, the job's limit holds here, too
+            if group and group.oom_kills() > kills:  # the job's limit may hold here, too
                 text = "that failed, out of host memory: once without --host-memory, or with more of it, compiles it"
             report({"event": "warning", "text": text})
     if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, (), report):
@@ -42,7 +45,7 @@ def _is_first(missing: str, folders: tuple[Path, ...], report: Report) -> bool:
 
 
 def main() -> None:
-    """For run_logged(): build() of a method with options."""
+    """Entry point for run_logged(): build() of a method with options."""
     name, options, folders = json.load(sys.stdin)
     method.create(name, options, tuple(map(Path, folders))).build()
 

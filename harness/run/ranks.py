@@ -33,17 +33,18 @@ from harness.run.worker import hand_over, interrupt_once, run
 
 
 def folder_of(path: Path) -> Path:
-    """The folder of the ranks' records, of the job with this record."""
+    """Return the folder of the ranks' records, for the job with this record."""
     return path.with_name(f".ranks-{path.stem}")
 
 
 def main() -> None:
-    """The agent. The order comes on standard input, which closes when the parent is gone: this interrupts the run."""
+    """Entry point of the agent. The order comes on standard input, which closes when the parent is gone: then the run
+    is interrupted."""
     order = json.loads(sys.stdin.readline())
     os.set_inheritable(order["lock"], False)
     parent = os.dup(0)
     ours, theirs = socket.socketpair()
-    # The ranks inherit one end as their standard input: it closes however this process ends.
+    # The ranks inherit one end as their standard input, which closes however this process ends.
     os.dup2(theirs.fileno(), 0)
     theirs.close()
     when_closed(parent, interrupt_here)
@@ -55,7 +56,7 @@ def main() -> None:
     folder.mkdir()
     try:
         end = _conclude(job, folder, *_train(job, order, folder))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the last that holds the ranks' end open
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # closes the last copy of the ranks' end
         relay.join(timeout=1)
         if job.trace and (traces := {int(path.name.split("-")[1]): read(path) for path in folder.glob("trace-*")}):
             write(of_ranks(dict(sorted(traces.items()))), Path(job.trace))
@@ -70,9 +71,9 @@ def main() -> None:
 
 
 def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int], bool]:
-    """Run this machine's ranks: exit codes of those that failed, in the order seen, and True if interrupted."""
+    """Run this machine's ranks; return exit codes of the failed ones, in the order seen, and True if interrupted."""
     interrupts: list[int] = []
-    for kind in (signal.SIGINT, signal.SIGTERM):  # raised in an import, an exception may be taken for its own
+    for kind in (signal.SIGINT, signal.SIGTERM):  # an exception may be taken for an import's own
         signal.signal(kind, lambda number, frame: interrupts.append(number))
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -102,14 +103,14 @@ def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int
 
 
 def _meeting() -> dict[str, Any]:
-    """How the agents of all machines meet: this one alone, unless torchrun's own variables name others."""
+    """Return how the agents of all machines meet: this one alone, unless torchrun's own variables name others."""
     num_nodes = int(os.environ.get("PET_NNODES", "1"))
     found: dict[str, Any] = {"min_nodes": num_nodes, "max_nodes": num_nodes}
     if num_nodes == 1:
         from harness.run import loopback_rendezvous as loopback
 
         loopback.register()
-        for library in ("GLOO", "NCCL"):  # connections between ranks
+        for library in ("GLOO", "NCCL"):  # backends that connect ranks
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         return {**found, "rdzv_backend": loopback.BACKEND, "local_addr": loopback.ADDRESS, "run_id": "alone"}
     endpoint = f"{os.environ['PET_MASTER_ADDR']}:{os.environ['PET_MASTER_PORT']}"
@@ -118,7 +119,7 @@ def _meeting() -> dict[str, Any]:
 
 
 def _conclude(job: Job, folder: Path, failed: dict[int, int], is_interrupted: bool) -> Record | dict[str, Any] | None:
-    """The job's record, if any or, if the first rank to fail left none, an event with its exit code."""
+    """Return the job's record, or None; if the first rank to fail left no record, report its exit code."""
     ended = {int(path.stem): dataclasses.replace(Record.read(path), job=job) for path in folder.glob("*.json")}
     if failed:
         first = first_to_fail(failed, ended)
@@ -130,15 +131,17 @@ def _conclude(job: Job, folder: Path, failed: dict[int, int], is_interrupted: bo
     if not ended:
         return None
     record = together([ended[rank] for rank in sorted(ended)])
-    if is_interrupted and record.status != "ok":  # a rank may have noticed first that another one was gone
+    if is_interrupted and record.status != "ok":  # a rank may notice a lost peer before the interrupt
         end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
         return dataclasses.replace(record, **end.changes({}))
     return record
 
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
-    """The first rank that failed by itself: not stopped by the agent, not cut off by a peer. A killed rank, which has
-    no record, comes before one with a record. failed: exit codes in the order seen."""
+    """Return the first rank that failed by itself: not stopped by the agent, not cut off by a peer.
+
+    A killed rank, which has no record, comes before one with a record. failed: exit codes in the order seen.
+    """
 
     def rank_order(rank: int) -> tuple[bool, bool]:
         record = ended.get(rank)
@@ -154,7 +157,7 @@ def followed(record: Record) -> bool:
 
 
 def together(records: list[Record]) -> Record:
-    """The first record with the largest of each peak, and each rank's own statement."""
+    """Return the first record with the largest of each peak, and with each rank's own statement."""
     names = sorted({name for record in records for name in record.peaks})
     peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
     stated = [rank for record in records for rank in record.machine.get("ranks", [])]
@@ -166,18 +169,19 @@ def together(records: list[Record]) -> Record:
 
 
 def _peak_bytes(stated: dict[str, Any]) -> int:
-    """Of the device's memory, or where there is none the process's."""
+    """Return the peak of the device's memory or, without one, the process's."""
     return int(stated.get("device_allocated", stated["resident_peak_bytes"]))
 
 
 def of_nodes(records: list[Record]) -> Record:
-    """One record of those of a job's machines, rank 0's first: of the first rank to fail, else all together()."""
+    """Merge the records of a job's machines, rank 0's first: return that of the first rank to fail, else all
+    together()."""
     failed = [record for record in records if record.status != "ok"]
     return min(failed, key=followed) if failed else together(records)
 
 
 def end_all(processes: list[psutil.Process], seconds: float) -> None:
-    """Kill those that still run, and wait for them; not for zombies."""
+    """Kill the processes that still run, and wait for them; not for zombies."""
     deadline = time.monotonic() + seconds
     while processes and time.monotonic() < deadline:
         left = []
@@ -201,8 +205,8 @@ def _relay(ranks: socket.socket, events: int) -> None:
 
 
 def rank(order: dict[str, Any]) -> None:
-    """One rank. SIGINT lets it finish its record; SIGTERM, by which the agent ends it when another one has failed, does
-    not; when the agent is gone, so is the rank."""
+    """Run one rank. SIGINT lets it finish its record; SIGTERM, which the agent sends when another rank has failed, does
+    not. The rank ends when the agent is gone."""
     signal.signal(signal.SIGINT, interrupt_once)
     when_closed(0, lambda: os.killpg(0, signal.SIGKILL))
     number, local, local_ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))

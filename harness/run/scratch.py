@@ -1,4 +1,4 @@
-"""A run's temporary folder, which goes with it: whoever is killed, the next run removes what nobody holds any more."""
+"""A run's temporary folder, removed with the run; if the run is killed, the next run removes the folder."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ PREFIX = "harness-run-"
 
 
 def make() -> tuple[Path, int]:
-    """A new folder, and its locked descriptor: while a process of the run has that, the folder is in use."""
+    """Make a folder, and return it with its locked descriptor: the folder is in use while a process of the run holds
+    that."""
     remove_left()
     new = Path(tempfile.mkdtemp(prefix=".harness-new-"))
     handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    return new.rename(new.with_name(new.name.replace(".harness-new-", PREFIX))), handle  # named once it is locked
+    return new.rename(new.with_name(new.name.replace(".harness-new-", PREFIX))), handle  # the final name, once locked
 
 
 def remove_left() -> None:
     """Remove this user's folders of runs whose processes are all gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, or somebody else's
+        with contextlib.suppress(OSError):  # in use, or another user's
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

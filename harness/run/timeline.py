@@ -13,13 +13,13 @@ from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
 
 TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # in the order of a timeline
-KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # may hide behind compute
+KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # they may hide behind compute
 US = 1e6  # microseconds in a second: the format's unit
 Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """Work on a part of the model, by a stream or a thread, in seconds."""
+    """Work of a stream or a thread on a part of the model, in seconds."""
 
     track: str  # one of TRACKS, with the thread's number if several threads share it
     work: str
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Spans, their steps, and what they show: `title`, `clock` and more."""
+    """Spans, steps, and a description: `title`, `clock` and more."""
 
     spans: list[Span]
     steps: list[Span]
@@ -55,7 +55,7 @@ def steps(ends: Sequence[float], first_step: int) -> list[Span]:
 
 
 def write(timeline: Timeline, path: Path) -> None:
-    """One JSON file, whole or not at all; times count from the start of the first step."""
+    """Write one JSON file, whole or not at all; times count from the start of the first step."""
     spans = sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start)
     threads = {name: number for number, name in enumerate(sorted({span.track for span in spans}, key=_rank), 1)}
     zero = min((span.start for span in timeline.steps), default=0.0)
@@ -89,7 +89,7 @@ def read(path: Path) -> Timeline:
 
 
 def of_ranks(ranks: dict[int, Timeline]) -> Timeline:
-    """One timeline of the ranks of one machine, whose clock they share; the steps are the first one's."""
+    """Merge the timelines of the ranks of one machine, whose clock they share; the steps are the first rank's."""
     first = ranks[min(ranks)]
     spans = []
     for rank, timeline in ranks.items():
@@ -124,7 +124,7 @@ def share(spans: Iterable[Span], step: Span) -> Share:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union, as disjoint intervals in order."""
+    """Return the union as disjoint intervals in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -135,7 +135,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """The intersection of two lists of disjoint intervals in order."""
+    """Return the intersection of two lists of disjoint intervals in order."""
     pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(one, other))
     return [(start, end) for start, end in pairs if start < end]
 

@@ -1,8 +1,8 @@
-"""The trace of a run, what it did when, and the time that its host memory took.
+"""The trace of a run: what each stream and thread did when, and the time that taking host memory took.
 
 Methods name their work on streams and threads (Device.span) and read no clock: the clock is here. On an asynchronous
-stream a moment is an event, read when all is over, so nothing waits; on a thread, or a stream of the CPU, it is the
-host's clock. Without a trace nothing is noted.
+stream a moment is an event, read at the end, so nothing waits; on a thread, or a stream of the CPU, it is the host's
+clock. Without a trace nothing is noted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write
 
 FIRST_SECONDS = 1.0  # of taking memory, before the first report
-STEPS = 3  # the last ones of a run; work queued before them may continue in the first
+STEPS = 3  # the last steps of a run; work queued before them may continue in the first
 
 
 class Trace:
@@ -31,9 +31,9 @@ class Trace:
     def __init__(self, job: Job) -> None:
         self.job, self.first_step = job, max(1, job.steps + 1 - STEPS)
         self.streams = STREAMS[job.device]
-        self.has_events = hasattr(self.streams.current(), "wait_stream")  # torch's streams, not those of a CPU
+        self.has_events = hasattr(self.streams.current(), "wait_stream")  # torch's streams have events, a CPU's do not
         self.is_on = False
-        self.notes: list[tuple[str, int, str, str, Any, Any]] = []  # track, thread, work, of, start, end
+        self.notes: list[tuple[str, int, str, str, Any, Any]] = []  # (track, thread, work, part, start, end)
         self.streams.span = self.span
 
     def span(self, stream: Any, track: str, work: str, of: str) -> AbstractContextManager[None]:
@@ -41,13 +41,13 @@ class Trace:
 
     @contextmanager
     def _noted(self, stream: Any, track: str, work: str, of: str) -> Iterator[None]:
-        """Two moments around work, and the thread that orders what it gives to a stream."""
+        """Note two moments around work, and the thread that gives work to a stream."""
         start = self.mark(stream)
         yield
         self.notes.append((track, threading.get_ident(), work, of, start, self.mark(stream)))
 
     def mark(self, stream: Any) -> Any:
-        """This moment: an event of the stream, if streams have events."""
+        """Return this moment: an event of the stream, if streams have events, else the host's time."""
         if stream is None or not self.has_events:
             return time.perf_counter()
         kind = torch.cuda.Event if self.job.device == "cuda" else functools.partial(torch.Event, "sim")
@@ -56,7 +56,7 @@ class Trace:
         return event
 
     def write(self, marks: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> None:
-        """Wait for all that is queued, and write the file. `marks`: the moments at which steps begin and end."""
+        """Wait for all queued work, and write the file. `marks`: the moments at which steps begin and end."""
         self.streams.span = None
         job, timeline = self.job, self._timeline(marks[self.first_step - 1 :])
         if not timeline.spans:
@@ -65,7 +65,7 @@ class Trace:
         assert job.trace
         try:
             write(timeline, Path(job.trace))
-        except OSError as error:  # the run itself is as good as any
+        except OSError as error:  # the run itself is valid without a trace
             tell({"event": "warning", "text": f"cannot write {job.trace}: {error.strerror}"})
 
     def _timeline(self, marks: Sequence[Any]) -> Timeline:
@@ -96,8 +96,8 @@ class Trace:
 
 
 class Taking:
-    """Reports the bytes of host memory taken and the seconds that took: after the first second, then whenever the time
-    has doubled."""
+    """Reports the bytes of host memory taken, and the seconds: after the first second, then whenever the time has
+    doubled."""
 
     def __init__(self, device: str, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, FIRST_SECONDS
@@ -115,7 +115,7 @@ class Taking:
             self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
 
     def end(self) -> None:
-        """Report the total: all is taken."""
+        """Report the total when all memory is taken."""
         if self.seconds >= FIRST_SECONDS:
             self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
         self.streams.taking = nullcontext

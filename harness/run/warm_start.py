@@ -1,7 +1,7 @@
-"""Workers forked from a process that has imported torch: the import takes seconds of a core, longer than many a run.
+"""Forks workers from a process that has imported torch: the import takes seconds of a core, longer than many a run.
 
-Nothing that trains is imported there: a worker reads the files of this project and of its method as they are when it
-starts. A caller has one such process, which ends with it, however that ends; workers end as others do.
+That process imports no code that trains: a worker reads the files of this project and of its method as they are when it
+starts. Each caller has one such process, which ends with the caller, even a killed one; workers end as others do.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import traceback
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-# torch.utils.checkpoint imports the second at its first call, and a worker's record the others.
+# torch.utils.checkpoint imports the second at its first call; a worker's record needs the others.
 PRELOADED = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
-MASKED = (signal.SIGINT, signal.SIGTERM)  # until a worker has the handlers of a new process
+MASKED = (signal.SIGINT, signal.SIGTERM)  # blocked until a worker has the handlers of a new process
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
 LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
-START_SECONDS = 120.0  # torch's import takes 2 on an idle core
+START_SECONDS = 120.0  # torch's import takes 2 s on an idle core
 
 
 class Server(NamedTuple):
-    owner: int  # the process that started it: a fork has the connection, too
+    owner: int  # the process that started it; a fork has the connection, too
     inherited: tuple[dict[str, str], list[tuple[int, int]]]  # its environment and its limits
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -42,7 +42,7 @@ _server: Server | None = None
 
 
 class Forked:
-    """A worker, with what subprocess.Popen has of one."""
+    """A forked worker, with the interface of subprocess.Popen."""
 
     def __init__(self, pid: int, stdin: IO[str], control: socket.socket) -> None:
         self.pid, self.stdin, self._control = pid, stdin, control
@@ -62,8 +62,8 @@ class Forked:
 
 
 def start(module: str, log: IO[str], descriptors: Sequence[int], environment: dict[str, str]) -> Forked:
-    """Run the module's main() in a fork, in a session of its own that prints to the log, with the descriptors by the
-    numbers that they have here. Raises OSError where it cannot be forked."""
+    """Run the module's main() in a fork, in a session of its own that prints to the log; descriptors keep their
+    numbers. Raises OSError if the fork fails."""
     reader, writer = os.pipe()
     here = os.open(".", os.O_PATH)
     control, theirs = _pair()
@@ -87,8 +87,8 @@ def start(module: str, log: IO[str], descriptors: Sequence[int], environment: di
 
 
 def _connection(environment: dict[str, str]) -> socket.socket:
-    """To a process of this environment, but for the temporary folder, which is each worker's own, and of the limits
-    that this process has now."""
+    """Return the connection to a forking process with this environment and these limits. The temporary folder is
+    excepted: each worker has its own."""
     global _server
     environment = {name: value for name, value in environment.items() if name != "TMPDIR"}
     inherited = environment, [resource.getrlimit(kind) for kind in LIMITS]
@@ -119,7 +119,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    gc.disable()  # a fifth of the import's time
+    gc.disable()  # collection would take a fifth of the import's time
     for name in PRELOADED:
         with contextlib.suppress(Exception):  # the worker will raise it
             importlib.import_module(name)
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def _follow(order: dict[str, Any], control: int, here: int, *given: int) -> NoReturn:
-    """Fork the worker, which tells its own number, and tell how it ended."""
+    """Fork the worker, which reports its own number, and report how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if not (pid := os.fork()):
         _work(order, control, here, given)
@@ -150,10 +150,10 @@ def _follow(order: dict[str, Any], control: int, here: int, *given: int) -> NoRe
 
 
 def _work(order: dict[str, Any], control: int, here: int, given: Sequence[int]) -> NoReturn:
-    """As a new process would."""
+    """Run the module's main() as a new process would."""
     os.setsid()
     with contextlib.suppress(OSError), socket.socket(fileno=control) as told:
-        told.send(str(os.getpid()).encode())  # from now on, its group can be told to end
+        told.send(str(os.getpid()).encode())  # from now on its group can be told to end
     os.fchdir(here)
     os.close(here)
     beyond = max(*order["numbers"], *given) + 1
@@ -164,7 +164,7 @@ def _work(order: dict[str, Any], control: int, here: int, given: Sequence[int]) 
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.sched_setaffinity(0, order["cores"])
-    os.environ |= order["environment"]  # which has all of the server's
+    os.environ |= order["environment"]  # contains every variable of the server's
     tempfile.tempdir = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,5 @@
-"""One job in this process: train under the clock, inspect the trained tensors, classify the end, give the record away.
+"""Runs one job in this process: train under the clock, inspect the trained tensors, classify the end, hand the record
+over.
 
 launch.py sends the job on standard input, which stays open: it closes when the parent is gone, and the run ends as
 interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their own, so
@@ -61,14 +62,14 @@ class Clock:
         return not self.cuda or self.marks[index].query()
 
     def seconds(self, index: int) -> float:
-        """Between mark index - 1 and mark index."""
+        """Return the seconds between mark index - 1 and mark index."""
         before, after = self.marks[index - 1 : index + 1]
         return before.elapsed_time(after) / 1000 if self.cuda else after - before
 
 
 @dataclass(frozen=True)
 class Counted:
-    """An iterator of batches, and their number."""
+    """An iterator of batches with a length."""
 
     batches: Iterator[Any]
     number: int
@@ -82,8 +83,8 @@ class Counted:
 
 @functools.cache
 def executed_files() -> set[str]:
-    """The files whose code this process executes from the first call on, in whatever way it loads them. One hook for a
-    process: it cannot be taken away."""
+    """Return the files whose code this process executes from the first call on, however it loads them. The hook is set
+    once for a process, because it cannot be removed."""
     files: set[str] = set()
 
     def hear(event: str, told: tuple[Any, ...]) -> None:
@@ -105,9 +106,9 @@ class Run:
         self.measured: dict[str, Any] = {name: [] for name in lists}
         self.measured["phase_seconds"] = {"process": time.time() - psutil.Process().create_time()}
         self.phase, self._since = "start", time.perf_counter()
-        self._waiting: list[Step] = []  # loss and norm on their way to the host
-        self._num_taken = 0  # batches
-        self._ahead: set[int] = set()  # batches taken beyond the step that is yielded
+        self._waiting: list[Step] = []  # steps whose loss and norm are on their way to the host
+        self._num_taken = 0  # number of batches taken
+        self._ahead: set[int] = set()  # batches taken beyond the yielded step
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -119,7 +120,8 @@ class Run:
             self.emit({"event": "phase", "phase": phase})
 
     def train(self, method: Method) -> None:
-        """Data, build, warm-up, timed steps, drain, inspect. All time between two synchronizations is the method's."""
+        """Make the data, then build, warm up, time steps, drain and inspect. The method gets all time between two
+        synchronizations."""
         import torch
 
         from harness.core import data
@@ -139,7 +141,8 @@ class Run:
         self.enter("build")
 
         def feed() -> Iterator[tuple[Any, Any]]:
-            """The method asks for the first batch when it has built its model: the clock starts there."""
+            """Yield the batches. The method takes the first batch when it has built its model, so the clock starts
+            there."""
             for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
                 if step == 1:
                     taking.end()
@@ -151,10 +154,10 @@ class Run:
                 self._num_taken = step
                 yield batch
             self.enter("drain")
-            budgets.lift(job)  # the inspection's memory is not the training's
+            budgets.lift(job)  # the budget does not hold for the inspection's memory
 
         training = method.train(job.workload, Counted(feed(), job.steps), job.device)
-        if not hasattr(training, "close"):  # no generator
+        if not hasattr(training, "close"):  # not a generator
             raise TypeError(f"expected train() to yield a Step for each batch, got {type(training).__name__} from it")
         try:
             trained = self._drive(training)
@@ -183,7 +186,7 @@ class Run:
 
         try:
             while True:
-                # Watch the second step if it is warm-up: the first one's duration is reported to the user.
+                # Watch the second step if it is warm-up, because the first one's duration is reported to the user.
                 if len(self.clock.marks) == 2 <= self.job.warmup:
                     with Kernels() as kernels:
                         step: Step = next(training)
@@ -193,7 +196,7 @@ class Run:
                 for told in (step.loss, step.grad_norm):
                     if (
                         told is not None and type(told) is not self.clock.torch.Tensor
-                    ):  # another's value takes time later
+                    ):  # reading a value from another device would take time later
                         raise TypeError(f"expected a torch.Tensor as a step's loss or norm, got {type(told).__name__}")
                 self._ahead.add(self._num_taken - len(self.clock.marks))
                 self._waiting.append(step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm)))
@@ -205,7 +208,8 @@ class Run:
             return end.value or Trained([])
 
     def _contradiction(self, trained: Trained) -> str:
-        """What the method tells that would make another throughput of the same training; empty if nothing does."""
+        """Describe what the method tells that would change the throughput of the same training; empty if nothing
+        does."""
         if wrong := wrong_num_models(trained.schedule, trained.others):
             return wrong
         if (told := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
@@ -219,7 +223,7 @@ class Run:
         return ""
 
     def _collect(self, wait: bool) -> None:
-        """Take in the steps whose losses have arrived, without making the device wait."""
+        """Read the steps whose losses have arrived, without making the device wait."""
         losses = self.measured["losses"]
         while self._waiting and (wait or self.clock.done(len(losses) + 1)):
             step = self._waiting.pop(0)
@@ -263,7 +267,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         folder = Path(inspect.getfile(type(method))).parent
         end = failures.of_exception(error, run.phase, budgets.lift(job), folder)
         evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
-        with contextlib.suppress(OSError):  # the log's disk may be what is full
+        with contextlib.suppress(OSError):  # the log's disk may be full
             print(evidence["traceback"], flush=True)
     # Training is over: no signal may end the writing of its record.
     for kind in (signal.SIGINT, signal.SIGTERM):
@@ -283,7 +287,8 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
 
 
 def _readable(record: Record) -> Record:
-    """The record or, where the method returned what no record can hold, one of a crash without what it returned."""
+    """Return the record; if it holds values that no file can hold, return one of a crash without the method's
+    results."""
     try:
         Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -311,7 +316,7 @@ def device_peaks(device: str) -> dict[str, int]:
 
 
 def memory_of_training(device: str) -> dict[str, Any]:
-    """Fields of the record, read before the inspection takes memory of its own."""
+    """Return the fields of the record that must be read before the inspection takes memory of its own."""
     torch = sys.modules.get("torch")
     if device != "cuda" or torch is None:
         return {"peaks": device_peaks(device)}
@@ -337,26 +342,26 @@ def _to_host(value: Any) -> Any:
 
 
 def _end_orphan() -> None:
-    """The parent is gone: this run is over, too."""
+    """End this run, because the parent is gone."""
     interrupt_here()
-    time.sleep(ORPHAN_SECONDS)  # main() ends the process before, unless it sits where no signal reaches it
+    time.sleep(ORPHAN_SECONDS)  # main() ends the process before that, unless it hangs where no signal reaches it
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
 
 
 def interrupt_once(number: int, frame: Any) -> None:
-    """The first signal ends training; later ones must not interrupt the writing of the record."""
+    """Make the first signal end training; later ones must not interrupt the writing of the record."""
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def hand_over(record: Record, order: dict[str, Any]) -> None:
-    """Give the record to the parent, which completes it and writes it: no file holds a result that lacks its peaks. If
-    the parent is gone, write it here as interrupted, so that it is measured again."""
+    """Give the record to the parent, which completes and writes it, so that no file holds a result without its peaks.
+    If the parent is gone, write it here as interrupted, so that it is measured again."""
     line = json.dumps({"event": "record", "record": record.to_dict()}) + "\n"
     try:
-        with open(order["events"], "wb", closefd=False) as events:  # buffered: all of it, however large
+        with open(order["events"], "wb", closefd=False) as events:  # buffered: writes all of it, however large
             events.write(line.encode())
     except BrokenPipeError:
         end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
@@ -368,7 +373,7 @@ def main() -> None:
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, interrupt_once)
     order = json.loads(sys.stdin.readline())
-    # The device's lock is held until this process is gone; a child that outlives it must not go on holding it.
+    # The device's lock is held until this process is gone; a child that outlives it must not hold the lock any longer.
     os.set_inheritable(order["lock"], False)
     os.register_at_fork(after_in_child=lambda: os.close(order["lock"]))
     events = os.fdopen(order["events"], "w", buffering=1)
@@ -385,7 +390,7 @@ def main() -> None:
     record = run(job, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hand_over(record, order)
-    # Threads of engines must not hold up a run that has ended.
+    # Threads of engines must not delay the end of a run.
     sys.stdout.flush()
     os._exit(0)
 

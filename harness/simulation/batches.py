@@ -1,4 +1,4 @@
-"""The worker's batches as a list, for trainings in this process."""
+"""A list of the worker's batches, for trainings in this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from harness.core.job import Workload
 
 
 def token_batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """Each step's (inputs, targets), (B, T) token ids."""
+    """Return each step's (inputs, targets), (B, T) token ids."""
     tokens = torch.from_numpy(batches(workload, steps))
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]

@@ -1,12 +1,11 @@
-"""Units of work in virtual time: what schedules of shards and of pipelines take, by one core for all.
+"""Units of work in virtual time: one core simulates the schedules of shards and of pipelines.
 
 A worker does one unit at a time. Either all workers share one queue (`run_pool`: the shards of models in turn), or each
-has its own, and waits for what its neighbors in a line send (`run_lines`: the stages of pipelines). Plans foretell by
-the same core as figures simulate.
-
-In a line, worker s has three units of an item: F, when that of worker s - 1 has arrived; B, when that of s + 1 has;
-R between them. No worker's choice depends on what others do later than it, so each sweep over all workers lets all
-advance that can know their next unit: a million units take about a second, whatever the number of workers.
+has its own queue, and waits for what its neighbors in a line send (`run_lines`: the stages of pipelines). Plans and
+figures use the same core. In a line, worker s has three units of an item: F, after that of worker s - 1 has arrived; B,
+after that of s + 1 has; R between them. No worker's choice depends on later events at others, so each sweep over all
+workers advances every worker whose next unit is known: a million units take about a second, whatever the number of
+workers.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 KINDS = "FRB"
-F, R, B = 1, 2, 3  # 0: no unit
+F, R, B = 1, 2, 3  # 0 stands for no unit
 
 
-# From a waiting chain's remaining time, its place in the order of arrival, and a number drawn from [0, 1) on arrival.
+# The key of a waiting chain: a function of its remaining time, its place in the order of arrival, and a number drawn
+# from [0, 1) on arrival.
 Key = Callable[[float, int, float], float]
 
 
@@ -39,8 +39,9 @@ class PoolUnit(NamedTuple):
 def run_pool(
     chains: Sequence[Sequence[float]], num_workers: int, key: Key, draw: Callable[[], float]
 ) -> list[PoolUnit]:
-    """Units in the order of their starts. The units of a chain, given in seconds, run one after another, each by any
-    worker; a free one takes from the waiting chain of the least key, of equal ones from the one that waits longest."""
+    """Return units in the order of their starts. The units of a chain, given in seconds, run one after another, each on
+    any worker. A free worker takes from the waiting chain with the least key; of equal ones from the one that waits
+    longest."""
     left = [float(sum(chain)) for chain in chains]
     next_unit = [0] * len(chains)
     waiting = [(key(left[number], number, draw()), number, number) for number, chain in enumerate(chains) if chain]
@@ -57,7 +58,7 @@ def run_pool(
             heappush(running, (now + seconds, worker, number))
             units.append(PoolUnit(number, worker, now, now + seconds))
         now = running[0][0]
-        while running and running[0][0] == now:  # all that end now arrive before any worker takes the next
+        while running and running[0][0] == now:  # all units that end now arrive before any worker takes the next one
             _, worker, number = heappop(running)
             free.append(worker)
             if next_unit[number] < len(chains[number]):
@@ -68,22 +69,23 @@ def run_pool(
 
 @dataclass(frozen=True)
 class Line:
-    """orders: (workers, units) of F, R and B, padded with 0: each worker's queue."""
+    """A line of workers. orders: (workers, units) of F, R and B, padded with 0: each worker's queue."""
 
     orders: Array
-    seconds: Sequence[Mapping[str, float]]  # of each worker's F, R and B
+    seconds: Sequence[Mapping[str, float]]  # F, R and B of each worker
     num_items: int
     send_seconds: Sequence[float]  # between each worker and the next
-    recompute_waits: bool  # for what B waits for
-    is_opportunistic: bool  # where R is next, but B's message has not arrived, the next F goes first if it can
+    recompute_waits: bool  # True: R waits for the message that B needs
+    is_opportunistic: bool  # True: if R is next but B's message has not arrived, the next F goes first, if it can
 
 
 @dataclass(frozen=True)
 class LineRun:
-    """starts and ends, if kept: of F, R and B, (kinds, workers, items); not a number where there is no such unit."""
+    """The run of a line. starts and ends, if kept: of F, R and B, (kinds, workers, items); not a number if there is no
+    such unit."""
 
-    ended: Array  # when each worker has done all
-    busy: Array  # seconds of each worker's units
+    ended: Array  # each worker's end of all units
+    busy: Array  # sum of each worker's units
     starts: Array | None = None
     ends: Array | None = None
 
@@ -92,8 +94,11 @@ def run_lines(
     lines: Sequence[Line], *, sends_at_once: int | None = None, noise: Callable[[Array, bool], Array] | None = None,
     keeps_units: bool = False,
 ) -> list[LineRun]:  # fmt: skip
-    """All lines side by side. `sends_at_once`: messages that a link has under way in each direction, further ones wait;
-    None: any number. `noise`: of durations, of messages or of units, what they are this time."""
+    """Run all lines side by side.
+
+    `sends_at_once`: messages that a link carries at a time in each direction, further ones wait; None: any number.
+    `noise`: maps the durations of messages or of units to drawn ones.
+    """
     import numpy as np
 
     sizes = [len(line.seconds) for line in lines]
@@ -116,11 +121,11 @@ def run_lines(
     seconds = np.zeros((num_workers, 1 + len(KINDS)))
     seconds[:, 1:] = [[each[kind] for kind in KINDS] for line in lines for each in line.seconds]
     send = np.array([each for line in lines for each in (*line.send_seconds, 0.0)])  # to the worker above
-    # When an item's message from below, and from above, has arrived; one column more, for what never comes.
+    # Arrival times of each item's message from below and from above; one column more, for messages that never come.
     below, above = np.full((num_workers, most + 1), np.inf), np.full((num_workers, most + 1), np.inf)
     exists = np.arange(most + 1) < num_items[:, None]
     below[exists & is_first[:, None]] = above[exists & is_last[:, None]] = 0.0
-    links = np.zeros((2, num_workers, sends_at_once or 0))  # when each message's place on it is free
+    links = np.zeros((2, num_workers, sends_at_once or 0))  # times at which each of the link's places is free
     done = {F: np.zeros(num_workers, int), R: np.zeros(num_workers, int), B: np.zeros(num_workers, int)}
     place, ahead = np.zeros(num_workers, int), np.zeros(num_workers, int)
     free, busy, least = np.zeros(num_workers), np.zeros(num_workers), np.zeros(num_workers)
@@ -130,7 +135,7 @@ def run_lines(
     is_any_choosing = bool(chooses.any())
 
     def sent(kind: int, who: Array, items: Array, end: Array) -> None:
-        """Messages of these workers' items."""
+        """Return the arrival of these workers' messages."""
         goes = ~(is_last if kind == F else is_first)[who]
         who, items, end = who[goes], items[goes], end[goes]
         if len(who) == 0:
@@ -147,7 +152,7 @@ def run_lines(
 
     while True:
         kind = orders[rows, place]
-        while (again := (kind == F) & (ahead > 0)).any():  # done ahead, not to be done again
+        while (again := (kind == F) & (ahead > 0)).any():  # units that were done ahead are skipped
             place += again
             ahead -= again
             kind = orders[rows, place]
@@ -156,7 +161,7 @@ def run_lines(
         from_below, from_above = below[rows, done[F]], above[rows, done[B]]
         is_unsure = None
         if is_any_choosing:
-            # `least`: no worker's next unit begins before; what a worker has not sent arrives later than that.
+            # `least`: no worker's next unit begins earlier, so a message that is not sent yet arrives later than that.
             below_least, above_least = np.roll(least, 1), np.roll(least, -1)
             may = (kind == R) & chooses & (from_above > free)
             comes = may & (from_above == np.inf) & (above_least < free)

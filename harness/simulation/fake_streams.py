@@ -1,13 +1,13 @@
-"""Stand-ins for CUDA's streams, events and host threads: a method's own code runs on the CPU, and every op is booked
-on the stream or thread that would run it beside a GPU.
+"""Stand-ins for CUDA's streams, events and host threads: a method's own code runs on the CPU, and every op is booked on
+the stream or thread that would run it beside a GPU.
 
 They replace the CPU's entry in STREAMS (harness/devices/streams.py). A TorchDispatchMode sees every op and books it by
-CUDA's rules. One on device memory is queued on the current stream of the calling thread: it starts when the stream is
+CUDA's rules. An op on device memory is queued on the current stream of the calling thread: it starts when the stream is
 free and the thread has queued it, and the thread continues at once, unless the op returns a number or is a blocking
-copy. One on host memory alone runs on the thread itself. Work given to a pool runs at once, but is booked on a thread
+copy. An op on host memory alone runs on the thread itself. Work given to a pool runs at once, but is booked on a thread
 of the pool; asking for its result waits for it.
 
-An agent (a stream or a thread) carries a `now`, whose meaning is the clock's: the events known to have happened
+An agent (a stream or a thread) carries a `now`, whose meaning depends on the clock: the events known to have happened
 (tests/support/races.py), or the time (virtual_clock.py). Waiting joins two such values.
 """
 
@@ -29,22 +29,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.devices import streams as streams_of
 from harness.simulation.watched_ops import Memories, Memory, Op, attributes, tensors
 
-DEVICE = "cpu:0"  # of the watched code; plain "cpu" is the host
+DEVICE = "cpu:0"  # device of the watched code; plain "cpu" is the host
 
 
 class Agent(Protocol):
-    """A stream or a host thread: works in order."""
+    """A stream or a host thread: it works in order."""
 
     name: str
     now: Any
 
 
 class Clock(Protocol):
-    """The meaning of `now`, and how ops change it."""
+    """A clock defines `now`, and how ops change it."""
 
     zero: Any
 
-    def join(self, one: Any, other: Any) -> Any: ...  # the least `now` that is at or after both
+    def join(self, one: Any, other: Any) -> Any: ...  # the least `now` at or after both
     def load(self, thread: Agent) -> float: ...  # a pool chooses the thread of the least load
     def queued(self, thread: Agent, op: Op) -> None: ...  # the thread puts the op on a stream
     def ran(self, agent: Agent, op: Op) -> None: ...  # the agent has run the op
@@ -55,16 +55,16 @@ class Clock(Protocol):
 class HostThread:
     name: str
     now: Any
-    stream: Stream  # the current one
+    stream: Stream  # the current stream
 
 
 @dataclass(eq=False)
 class Event:
-    """As torch.cuda.Event, recorded; also a future of completed work, whose streams may end later."""
+    """Stands for a recorded torch.cuda.Event; also for a future of completed work, whose streams may end later."""
 
     streams: FakeStreams
     now: Any
-    value: Any = None  # of the work
+    value: Any = None  # result of the work
 
     def synchronize(self) -> Any:
         self.streams.wait(self.streams.thread, self.now)
@@ -75,14 +75,14 @@ class Event:
 
 @dataclass(eq=False)
 class Stream:
-    """As torch.cuda.Stream. Queued work comes after all that the queuing thread has waited for."""
+    """Stands for torch.cuda.Stream. Queued work comes after all that the queuing thread has waited for."""
 
     streams: FakeStreams
     name: str
     now: Any
 
     def reached(self) -> None:
-        """Wait until the calling thread queues something here."""
+        """Make the stream wait for the calling thread, which queues something."""
         self.streams.wait(self, self.streams.thread.now)
 
     def wait_event(self, event: Event) -> None:
@@ -98,7 +98,7 @@ class Stream:
 
 
 class Pool:
-    """Host threads that take work in order, the thread of least load first."""
+    """Host threads that take work in order; the thread of least load goes first."""
 
     def __init__(self, streams: FakeStreams, name: str, num_threads: int) -> None:
         self.streams = streams
@@ -112,7 +112,7 @@ class Pool:
         return Event(streams, thread.now, value)
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Event:
-        """As harness/devices/update_threads.py's, in the order of the calls, a chunk at a time."""
+        """Update as harness/devices/update_threads.py does, in the order of the calls, a chunk at a time."""
         tasks = [self.submit(lambda first=first: work(first, first + 1)) for first in range(num_chunks)]
         return Event(self.streams, functools.reduce(self.streams.clock.join, (task.now for task in tasks)))
 
@@ -120,7 +120,7 @@ class Pool:
 
 
 class FakeStreams:
-    """The entry in STREAMS, and the record of the current thread and of every memory."""
+    """The entry in STREAMS, with the current thread and every memory."""
 
     def __init__(self, clock: Clock, num_workers: int = 1) -> None:
         self.clock, self.num_workers, self.taking = clock, num_workers, nullcontext
@@ -140,7 +140,7 @@ class FakeStreams:
         return Pool(self, f"pool {next(self._numbers)} thread", num_threads)
 
     def workers(self, num_threads: int) -> Pool:
-        """Threads for updates, as many as the clock's machine has."""
+        """Make threads for updates, as many as the clock's machine has."""
         return self.pool(self.num_workers)
 
     def use(self, stream: Stream) -> AbstractContextManager:
@@ -222,8 +222,8 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 
 
 def _install(streams: FakeStreams, stack: ExitStack) -> None:
-    """Put the streams in the table; mark host memory and name objects where they are made, until the stack ends."""
-    names = ("layer_state", "disk", "slot")  # as loaded now: tests plant bugs in fresh modules
+    """Put the streams in the table; mark host memory and name objects as they are made, until the stack ends."""
+    names = ("layer_state", "disk", "slot")  # the modules as loaded now, because tests plant bugs in fresh modules
     state, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
 
     def room(device: Any, make: Any, *args: Any, host: bool) -> Tensor:

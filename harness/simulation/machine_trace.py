@@ -1,5 +1,7 @@
-"""Samples of a job on machines that come and go: one that morphs to what is there, and one that restarts from its last
-hourly checkpoint. Nothing here is measured: the trace is drawn, a step's time is the event core's.
+"""Samples that a job trains on machines that come and go: a job that morphs to the machines there are, and one that
+restarts from its last hourly checkpoint.
+
+Nothing here is measured: the trace is drawn, and a step's time is the event core's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ HOUR = 3600.0
 
 
 class Change(NamedTuple):
-    """From this moment on so many machines are there."""
+    """From this moment on this many machines are there."""
 
     seconds: float
     num_machines: int
@@ -22,12 +24,15 @@ class Change(NamedTuple):
 class Span(NamedTuple):
     start: float
     end: float
-    samples_per_second: float  # that stay in the model; less than what is computed where steps are lost later
+    samples_per_second: float  # only samples that stay in the model: steps lost later do not count
 
 
 def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[Change]:
-    """Each of `most` machines is there and away in turns, each for a time drawn from an exponential distribution: three
-    times as long there as away, with `mean_hours` there on average."""
+    """Draw a trace: each of `most` machines is there and away in turns.
+
+    Each turn's time is drawn from an exponential distribution, three times as long there as away; on average
+    `mean_hours` there.
+    """
     draw, moments = random.Random(seed), list[tuple[float, int]]()
     for _ in range(most):
         now, is_there = 0.0, True
@@ -48,9 +53,12 @@ def through(
     trace: Sequence[Change], end: float, speed: Callable[[int], float], *, checkpoint_seconds: float,
     pause_seconds: float, tells: bool,
 ) -> list[Span]:  # fmt: skip
-    """`speed`: samples per second on so many machines; `pause_seconds`: from a change until steps go on; `tells`: the
-    state is saved when machines change, and new ones are taken at once; else what came after the last checkpoint is
-    done again when a machine leaves, and new ones wait for that."""
+    """Return the spans of a job on a trace.
+
+    `speed`: samples per second on this many machines. `pause_seconds`: from a change until steps go on. `tells`: the
+    state is saved when machines change, and new machines are used at once. Otherwise all steps after the last
+    checkpoint are repeated when a machine leaves, and new machines wait for that.
+    """
     if not tells:
         trace = [trace[0], *(then for now, then in itertools.pairwise(trace) if then.num_machines < now.num_machines)]
     spans, begin = [], 0.0

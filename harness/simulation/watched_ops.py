@@ -1,7 +1,7 @@
 """The memory accesses of a dispatched op: which bytes of which allocation it reads and writes, on host or device.
 
-On a CPU all memory is alike: host memory is what is allocated as such, or returned by an op that reads host memory
-alone; everything else stands for the device's.
+On a CPU all memory is alike. Host memory is therefore memory allocated as such, or returned by an op that reads host
+memory alone; everything else stands for the device's.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Memory:
 
     made_by: str  # the op's name
     is_host: bool = False
-    stream: Any = None  # whose op allocated it on the device
+    stream: Any = None  # the stream of the op that allocated it on the device
     name: str = ""
-    notes: list[Any] = field(default_factory=list)  # an instrument's own
+    notes: list[Any] = field(default_factory=list)  # for an instrument
 
     def __str__(self) -> str:
         return self.name or f"what {self.made_by} made"
 
 
 class Access(NamedTuple):
-    """Bytes [start, end) of a memory; `num_bytes` without the gaps of the tensor."""
+    """The bytes [start, end) of a memory; `num_bytes` excludes the gaps of the tensor."""
 
     memory: Memory
     start: int
@@ -61,7 +61,7 @@ class Op(NamedTuple):
 
     @property
     def is_transfer(self) -> bool:
-        """True if it copies between host and device."""
+        """True if the op copies between host and device."""
         return len({access.memory.is_host for access in self.accesses}) == 2
 
     @property
@@ -78,7 +78,7 @@ class Memories:
     def __init__(self, on_free: Callable[[Memory], None]) -> None:
         self._on_free = on_free
         self._alive: dict[int, tuple[weakref.ref, Memory]] = {}
-        self._fresh_is_host: bool | None = None  # None: told by what the op reads
+        self._fresh_is_host: bool | None = None  # None: decided by what the op reads
 
     def of(self, tensor: Tensor, made_by: str = "another") -> Memory:
         storage = tensor.untyped_storage()
@@ -88,7 +88,8 @@ class Memories:
         return self._alive[key][1]
 
     def allocating(self, *, host: bool | None) -> AbstractContextManager:
-        """Count all allocations inside as host memory, or all as device memory; None: as what their op reads."""
+        """Count all allocations in this context as host memory, or all as device memory; None: decide by what their op
+        reads."""
         return mock.patch.object(self, "_fresh_is_host", host)
 
     def forget(self) -> None:
@@ -96,7 +97,7 @@ class Memories:
         self._alive.clear()
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: Any) -> Op:
-        """The op that has just run; its device allocations belong to the stream."""
+        """Return the op that has just run; its device allocations belong to the stream."""
         name, (names, written) = func.overloadpacket.__name__, _arguments_of(func)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         unread = written if name in OVERWRITES else ()
@@ -123,13 +124,14 @@ class Memories:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors with memory in an argument or a result, which may be a list."""
+    """Yield the tensors with memory in an argument or a result, which may be a list."""
     leaves = value if isinstance(value, (list, tuple)) else [value]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """An object's attributes by name; a state's slabs by their own names, those of the spare state after "spare"."""
+    """Return an object's attributes by name; a state's slabs by their own names, those of the spare state after
+    "spare"."""
     for attribute, value in vars(owner).items():
         if not hasattr(value, "_asdict"):
             yield attribute, value
@@ -140,7 +142,7 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
-    """The names of an overload's arguments, and of the written ones."""
+    """Return the names of an overload's arguments, and of those it writes."""
     schema = func._schema.arguments
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
     return [argument.name for argument in schema], written
