@@ -22,13 +22,15 @@ from torch import Tensor
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from methods.offload import adamw_cuda, adamw_kernel, torch_ops  # noqa: F401  registers the kernel
 
-Factor = Tensor | float | None  # what a gradient is scaled by; None is 1
-VECTOR = 16  # elements: cuts at its multiples leave the bits of torch's kernel unchanged
+Factor = Tensor | float | None  # scale of a gradient; None is 1
+VECTOR = 16  # elements: cuts at multiples of it keep the bits of torch's kernel
 
 
 class State(NamedTuple):
-    """Flat slabs of equal length: weights in the workload's dtype, moments in fp32, and the master: None for fp32
-    weights; fp32; or int16, the low half that bf16 weights lack."""
+    """Flat slabs of equal length: weights in the workload's dtype, moments in fp32, and the master.
+
+    The master is None for fp32 weights; fp32; or int16, the low half that bf16 weights lack.
+    """
 
     weights: Tensor
     master: Tensor | None
@@ -40,7 +42,7 @@ class State(NamedTuple):
         return self.master is not None and self.master.dtype == torch.int16
 
     def cut(self, start: int, stop: int) -> State:
-        """Elements [start, stop) of each slab."""
+        """Return the elements [start, stop) of each slab."""
         return State(*(None if slab is None else slab[start:stop] for slab in self))  # type: ignore[arg-type]
 
 
@@ -78,17 +80,17 @@ def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
 
 
 def joined(state: State) -> Tensor:
-    """The fp32 master: a slab of the state, or a copy assembled from both halves."""
+    """Return the fp32 master: a slab of the state, or a copy joined from both halves."""
     if state.master is None or not state.is_split:
         return state.weights if state.master is None else state.master
     bits = state.weights.view(torch.int16).int().bitwise_left_shift_(16)
-    bits.add_(state.master.int())  # converted here, not in torch's kernel, whose copies no account of memory sees
+    bits.add_(state.master.int())  # converted here: torch's kernel makes copies that no memory account sees
     bits.add_((state.exp_avg_sq.view(torch.int32) < 0).int(), alpha=1 << 16)
     return bits.view(torch.float32)
 
 
 def keep_(state: State, values: Tensor) -> None:
-    """Store these values as the fp32 master; a split state's second moment is marked anew."""
+    """Store these values as the fp32 master, and renew the marks in a split state's second moment."""
     if values is not state.weights:
         state.weights.copy_(values)
     if state.master is None or not state.is_split:
@@ -107,8 +109,8 @@ def update(
     grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor, *,
     num_threads: int = 1, deadline: int = 0,
 ) -> None:  # fmt: skip
-    """One AdamW step of adjacent chunks from one state into another, or the same, by their gradient times the clip
-    factor. The compiled kernel has threads of its own, which take the update with the earliest deadline first."""
+    """Take one AdamW step of adjacent chunks, by their gradient times the clip factor, from one state into another or
+    in place. The compiled kernel has threads of its own, which take the update with the earliest deadline first."""
     is_ahead = target.weights is not source.weights
     if takes_one_pass(grads, source):
         start, stop = runs[0][0].start, runs[-1][-1].stop
@@ -131,7 +133,8 @@ def update(
 
 
 def takes_one_pass(grads: Tensor, state: State) -> bool:
-    """True if a kernel of ours updates this state; a GPU's only one in halves: torch's takes the others."""
+    """True if a compiled kernel updates this state; a GPU's only takes split states, torch's kernel takes the
+    others."""
     if grads.device.type == "cuda":
         return state.is_split and adamw_cuda.load() is not None
     is_whole = grads.dtype == torch.bfloat16 and not state.is_split
@@ -139,7 +142,7 @@ def takes_one_pass(grads: Tensor, state: State) -> bool:
 
 
 def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:
-    """The same by torch's fused kernel, in place; scales the fp32 gradient in place."""
+    """Update in place by torch's fused kernel, which scales the fp32 gradient in place."""
     if factor is not None:
         grads.mul_(factor)
     values = joined(state)

@@ -1,7 +1,8 @@
 """A GPU's AdamW for a split state: adamw_cuda.cu, compiled in this process by NVRTC, which torch brings along.
 
-26 bytes a parameter in one kernel, by the operations of the host's, so a layer gets the same bits wherever it is
-updated. torch's fused kernel takes no weight in two halves: joined first and split again, a parameter takes 206 bytes.
+It moves 26 bytes a parameter in one kernel, by the operations of the host's kernel, so a layer gets the same bits
+wherever it is updated. torch's fused kernel takes no weight in two halves: with joining and splitting it moves 206
+bytes a parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MOST_BLOCKS = 2048  # for one tensor: more than a GPU runs at once
 
 
 def load() -> Any:
-    """The kernel for the current device; None where torch cannot compile it."""
+    """Return the kernel for the current device; None if torch cannot compile it."""
     import torch
 
     return _load(torch.cuda.current_device())
@@ -33,7 +34,7 @@ def _load(device_index: int) -> Any:
     # As on the host, the compiler fuses no operations by itself.
     options: dict[str, Any] = {"cuda_include_dirs": [str(BODY.parent)], "nvcc_options": ["--fmad=false", "--std=c++17"]}
     toolkit = cpp_extension.CUDA_HOME
-    # torch refuses to compile without a toolkit's headers, of which this source needs none.
+    # torch refuses to compile without a toolkit's headers, but this source needs none.
     cpp_extension.CUDA_HOME = toolkit or str(BODY.parent)
     try:
         return torch.cuda._compile_kernel(SOURCE.read_text(), "adamw", **options)  # type: ignore[attr-defined]
@@ -48,7 +49,7 @@ def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int], learning_rate: float,
     number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
-    """As adamw_kernel.run(), queued on the current stream."""
+    """Run as adamw_kernel.run() does, queued on the current stream."""
     pieces = _on_device(tuple(table), grads.device)
     longest = max(stop - start for start, stop in zip(table[::3], table[1::3], strict=True))
     load()(
@@ -63,7 +64,7 @@ def run(
 
 @functools.cache
 def _on_device(table: tuple[int, ...], device: Any) -> Any:
-    """Copied once: the copy waits for the device."""
+    """Copy once, because the copy waits for the device."""
     import torch
 
     return torch.tensor(table, dtype=torch.int64, device=device)

@@ -17,11 +17,11 @@ from harness.base.checkout import ROOT
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from harness.core.native_build import Library
 
-PATHS = ("plain", "AVX2", "AVX-512")  # these in the order of adamw_kernel.cpp
+PATHS = ("plain", "AVX2", "AVX-512")  # in the order of adamw_kernel.cpp
 FORMATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("adamw_kernel.cpp", "adamw_element.h"))
 LIBRARY = Library("the host's AdamW", 2, ROOT / ".venv" / "adam", SOURCES)
-# The compiler fuses no operations by itself: the three paths and torch give the same bits.
+# The compiler must not fuse operations by itself, so that the three paths and torch give the same bits.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 
 
@@ -29,32 +29,32 @@ to_build = LIBRARY.to_build
 
 
 def build() -> None:
-    """Compile the kernel. Raises Unavailable where that fails; training then uses torch's kernels."""
+    """Compile the kernel. Raises Unavailable if that fails; training then uses torch's kernels."""
     LIBRARY.build(*FLAGS)
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled kernel; None if it is not built."""
+    """Return the compiled kernel; None if it is not built."""
     return ctypes.CDLL(str(LIBRARY.path)) if LIBRARY.is_built else None
 
 
 def widest_path() -> int:
-    """Index in PATHS of this processor's widest vectors."""
+    """Return the index in PATHS of this processor's widest vectors."""
     library = load()
     assert library is not None
     return int(library.adamw_widest_path())
 
 
 def describe(dtype: str) -> str:
-    """The host's optimizer, for the fairness table."""
+    """Describe the host's optimizer, for the fairness table."""
     if load():
         return f"AdamW in one pass ({PATHS[widest_path()]}), host"
     return "torch AdamW, fused, host" if dtype == "fp32" else "torch AdamW, fused, in blocks, host"
 
 
 def factors(learning_rate: float, number: int) -> tuple[float, ...]:
-    """What a step of this number, counted from 1, multiplies by, in the order of Factors in adamw_element.h."""
+    """Return the factors of a step of this number, counted from 1, in the order of Factors in adamw_element.h."""
     beta1, beta2 = BETAS
     decay, bias2_sqrt = 1 - learning_rate * WEIGHT_DECAY, math.sqrt(1 - beta2**number)
     return decay, 1 - beta1, beta2, 1 - beta2, bias2_sqrt, EPSILON, -(learning_rate / (1 - beta1**number))
@@ -64,11 +64,12 @@ def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int], learning_rate: float,
     number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
-    """One step by gradients times factor (a tensor, or None) and scale, from the slabs of one state (weights, in mixed
-    precision the rest of their master, exp_avg, exp_avg_sq) into those of another, or the same.
+    """Take one step by gradients times factor (a tensor, or None) and scale, from the slabs of one state into those of
+    another or in place.
 
-    `table` has three numbers for each piece of a tensor: start, stop, and 1 if it decays. Of calls at once that with
-    the lowest deadline goes first, among those by as many threads. Releases the GIL.
+    A state's slabs are weights, in mixed precision the rest of their master, exp_avg, exp_avg_sq. `table` has three
+    numbers for each piece of a tensor: start, stop, and 1 if it decays. Among simultaneous calls with as many threads
+    the lowest deadline goes first. Releases the GIL.
     """
     library, scaled_by = load(), scale if factor is None else scale * float(factor)
     assert library is not None

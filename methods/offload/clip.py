@@ -19,10 +19,10 @@ BLOCK = 2**16  # elements
 
 
 def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor]:
-    """The norm of each gradient, fp32, on its device.
+    """Return the norm of each gradient, fp32, on its device. `in_blocks`: by the norms of blocks.
 
-    `in_blocks`: by the norms of blocks. A CPU's core sums all squares of a tensor in one fp32 number for each lane of
-    its vectors: the norm of a vocabulary's embedding was off by 1e-3 (results/LOG.md). A GPU sums in a tree.
+    A CPU's core sums all squares of a tensor in one fp32 number for each lane of its vectors: the norm of a
+    vocabulary's embedding was off by 1e-3 (results/LOG.md). A GPU sums in a tree.
     """
     if not grads:
         return []
@@ -32,12 +32,13 @@ def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor
 
 
 def global_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients by the norm of each: the bits of torch.nn.utils.clip_grad_norm_ in the same order."""
+    """Return the norm of all gradients by the norm of each: the bits of torch.nn.utils.clip_grad_norm_ in the same
+    order."""
     return torch.linalg.vector_norm(torch.stack([*norms])) if norms else torch.zeros(())
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_ scales gradients of this norm."""
+    """Return the factor by which torch.nn.utils.clip_grad_norm_ scales gradients of this norm."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
@@ -47,7 +48,7 @@ class Clip:
 
     def __init__(self, device: Device, max_norm: float, scale: LossScale | None = None) -> None:
         self.device, self.max_norm = device, max_norm
-        # The factor if nothing is clipped; None is 1.
+        # The factor of an unclipped step; None is 1.
         self.unclipped = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
         self.squares: list[Tensor] = []  # of the norm so far; kept while copies may read them
@@ -72,15 +73,15 @@ class Clip:
         return is_within
 
     def finish(self) -> None:
-        """Compute norm and factor of all that was added, in the order of the model."""
+        """Compute norm and factor of all added gradients, in the order of the model."""
         self.total = global_norm([*chain.from_iterable(reversed(self.norms))])
         if self.unclipped is not None:
-            self.total = self.total * self.unclipped  # powers of two: no bit is lost
+            self.total = self.total * self.unclipped  # powers of two, so no bit is lost
         if self.max_norm:
             self.factor = clip_factor(self.total, self.max_norm)
         if self.unclipped is not None:
             factor = torch.ones_like(self.total) if self.factor is None else self.factor
-            # Not a number if the gradient is not finite: the step is skipped.
+            # A factor of NaN marks a gradient that is not finite: the step is skipped.
             self.factor = torch.where(self.total.isfinite(), factor * self.unclipped, math.nan)
 
     def send_home(self) -> None:
@@ -100,7 +101,7 @@ class Clip:
         return factor is None or float(factor) == (self.unclipped or 1)
 
     def overflows(self) -> bool:
-        """In fp16 wait for the factor; true if a gradient is not finite."""
+        """Wait for the factor in fp16; true if a gradient is not finite."""
         return self.unclipped is not None and math.isnan(float(self.on_host()))  # type: ignore[arg-type]
 
     def _send(self, value: Tensor) -> tuple[Tensor, Any]:

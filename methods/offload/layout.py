@@ -1,4 +1,4 @@
-"""Where tensors lie in flat slabs."""
+"""The positions of tensors in flat slabs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from methods.shared.memory_needs import ALIGNMENT, aligned
 
 
 class Place(NamedTuple):
-    """Elements [start, stop) of a slab, or its bytes where the tensor has a dtype of its own."""
+    """Elements [start, stop) of a slab, or bytes if the tensor has a dtype of its own."""
 
     start: int
     stop: int
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 class Layout:
-    """Where each of some named tensors lies in a flat slab. Without dtypes of their own they take the slab's; with
+    """The position of each of some named tensors in a flat slab. Without dtypes of their own they take the slab's; with
     them, the slab is of bytes (uint8)."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Size, torch.dtype | None]]) -> None:
@@ -40,7 +40,7 @@ class Layout:
         return list(self.places)
 
     def pieces(self) -> list[Piece]:
-        """What AdamW updates: every tensor whole."""
+        """Return what AdamW updates: every tensor whole."""
         return [Piece(start, stop, is_decayed(shape)) for start, stop, shape, _ in self.places.values()]
 
     def view(self, slab: Tensor, name: str) -> Tensor:
@@ -57,18 +57,19 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make this the module's parameter of that name, which may have dots."""
+    """Make the tensor the module's parameter of that name, which may have dots."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
 def kept_dtypes(workload: Workload, *, host: bool) -> list[torch.dtype]:
-    """Dtypes of AdamW's state besides the weights: the master (none in fp32, half of it in bf16), two moments."""
+    """Return the dtypes of AdamW's state besides the weights: the master (none in fp32, half of it in bf16), two
+    moments."""
     master = [] if workload.dtype == "fp32" else [torch.int16 if host and workload.dtype == "bf16" else torch.float32]
     return [*master, torch.float32, torch.float32]
 
 
 def new_layer(workload: Workload) -> Layer:
-    """A layer without memory of its own; the slot it comes to gives it some."""
+    """Return a layer without memory of its own; each slot gives it some."""
     with torch.device("meta"):
         return Layer(workload)

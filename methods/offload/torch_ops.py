@@ -1,5 +1,5 @@
-"""Work on slabs that torch lacks, registered as operations of torch: then memory rehearsals, memory accounts and the
-race detector see it, too."""
+"""Slab operations that torch lacks, registered with torch, so that memory rehearsals, memory accounts and the race
+detector see them, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.core.job import gib
 from methods.offload import adamw_cuda, adamw_kernel
 
-PAGE_BYTES = 4096  # a file is read and written past the system's cache where memory and length are whole pages
+PAGE_BYTES = 4096  # reads and writes of whole pages pass the system's cache by
 
 _library = torch.library.Library("harness", "DEF")
 _library.define(
@@ -35,8 +35,10 @@ def reserve(file: Tensor, num_bytes: int) -> None:
 
 
 def read(file: Tensor, slab: Tensor) -> None:
-    """Fill a slab of the host from a file. `file` holds two descriptors, through and past the system's cache (or twice
-    the same), and the byte to start at. Raises OSError."""
+    """Fill a slab of the host from a file. Raises OSError.
+
+    `file` holds two descriptors, through and past the system's cache (or twice the same), and the byte to start at.
+    """
     pages, handle, start = _pages(file, slab)
     while pages:
         done = os.preadv(handle, [pages], start)
@@ -54,7 +56,7 @@ def write(file: Tensor, slab: Tensor) -> None:
 
 
 def _pages(file: Tensor, slab: Tensor) -> tuple[memoryview, int, int]:
-    """The slab's bytes, the descriptor for them, and their offset in the file."""
+    """Return the slab's bytes, the descriptor for them, and their offset in the file."""
     cached, direct, start = file.tolist()
     is_whole = slab.data_ptr() % PAGE_BYTES == 0 and slab.nbytes % PAGE_BYTES == 0
     return slab.view(torch.uint8).numpy().data, direct if is_whole else cached, start

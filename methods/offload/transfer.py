@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 def queue(
     device: Device, track: str, work: str, of: str, after: Iterable[Any], do: Callable[[], Result]
 ) -> tuple[Result, Any]:
-    """Call do() with the device's stream `track` current, after these events (or None); returns its result and the
-    event of its end. `work` and `of`: the kind of work and the part of the model, for a trace."""
+    """Call do() on the device's stream `track`, after these events (or None); return its result and the event of its
+    end. `work` and `of`: the kind of work and the part of the model, for a trace."""
     stream = getattr(device, track)
     with device.streams.use(stream):
         for event in after:
@@ -29,7 +29,7 @@ def queue(
 
 
 def copy(device: Device, track: str, work: str, of: str, after: Iterable[Any], pairs: Sequence[Pair]) -> Any:
-    """Queue copies and count their bytes; returns the event of their end."""
+    """Queue copies and count their bytes; return the event of their end."""
     device.moved_bytes += num_bytes(pairs)
     return queue(device, track, work, of, after, lambda: copy_all(pairs))[1]
 

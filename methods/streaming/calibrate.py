@@ -38,27 +38,27 @@ from methods.streaming.embedding_and_head import ResidentEnds
 from methods.streaming.layer_state import LayerState, draw
 from methods.streaming.slot import Gradients, Slot
 
-CPU_LAYER_FLOPS = 1.5e10  # of a forward pass: a fifth of a second on two cores
-COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
-UPDATED_HIDDEN_SIZE = 1024  # of the layers whose updates are timed: 200 MiB each
+CPU_LAYER_FLOPS = 1.5e10  # FLOPs of a forward pass: a fifth of a second on two cores
+COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # more than any cache holds
+UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates are timed: 200 MiB each
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
 ENOUGH_SECONDS = 1.0  # for one number
 
 
 def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
-    """Everything, by name; seconds and bytes a second, parameters a second for updates."""
+    """Measure all numbers, by name: seconds; bytes a second; for updates parameters a second."""
     free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
         found = {"compute": compute(workload, device), "copies": copies(device)}
     found |= {"updates": updates(workload, device_name), "disk": disk(folder)}
-    # Last: by now the libraries have loaded the kernels that a training uses.
+    # Last, because by now the libraries have loaded the kernels of a training.
     context = context_since(free_bytes) if device_name == "cuda" else None
     return found if context is None else {**found, "context_bytes": context}
 
 
 def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
-    """The rates of what measure() found; `workload` is the one that was computed."""
+    """Return the rates in measure()'s numbers; `workload` is the one that was computed."""
     layer, head_seconds = found["compute"]["layer"], found["compute"]["head_seconds"]
     updates, copied, update_bytes = found["updates"], found["copies"], UPDATE_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
@@ -86,7 +86,8 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
 
 
 def computable(workload: Workload, device: str) -> Workload:
-    """The workload itself, or on a CPU fewer tokens of it: as fast, a token, and done in time."""
+    """Return the workload itself or, on a CPU, one with fewer tokens: it takes as long for each token, and ends in
+    time."""
     for size, least in (("batch_size", 1), ("seq_len", 64)):
         while device != "cuda" and workload.layer_flops > CPU_LAYER_FLOPS and getattr(workload, size) > least:
             workload = dataclasses.replace(workload, **{size: getattr(workload, size) // 2})
@@ -94,7 +95,7 @@ def computable(workload: Workload, device: str) -> Workload:
 
 
 def compute(workload: Workload, device: Device) -> dict[str, Any]:
-    """Forward, and recompute with backward, of a layer; the head with its loss and gradients."""
+    """Time a layer's forward pass, its recompute with the backward pass, and the head with its loss and gradients."""
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
     layer = LayerState(device, new_layer(workload), "layers.0.", workload, host=False)
     draw([layer], workload)
@@ -109,8 +110,8 @@ def compute(workload: Workload, device: Device) -> dict[str, Any]:
 
 
 def copies(device: Device) -> dict[str, float]:
-    """Bytes a second: within the device (read and written), each way over the link by page-locked and by pageable
-    memory, both ways at once. On a CPU all of them are copies in memory."""
+    """Return rates of copies, in bytes a second: within the device (read and written), each way over the link from
+    page-locked and from pageable memory, both ways at once. On a CPU all of them are copies in memory."""
     num_bytes = COPY_BYTES[device.name.type]
     home, other_home, there, other = rooms(device, num_bytes)
     pageable = torch.zeros(num_bytes // 4)
@@ -136,12 +137,13 @@ def copies(device: Device) -> dict[str, float]:
 
 
 def rooms(device: Device, num_bytes: int) -> list[torch.Tensor]:
-    """Two on the host, two on the device."""
+    """Return two slabs on the host, and two on the device."""
     return [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, True, False, False)]
 
 
 def updates(workload: Workload, device_name: str) -> dict[str, Any]:
-    """Parameters a second: of the host by threads, of the host while copies go both ways, of the device."""
+    """Return rates of updates, in parameters a second: by the host's threads, by them while copies go both ways, by the
+    device."""
     size = min(UPDATED_HIDDEN_SIZE, workload.hidden_size)
     small = dataclasses.replace(workload, num_layers=1, hidden_size=size, num_heads=1)
     most = facts()["cores"] - (2 if device_name == "cuda" else 0)
@@ -161,7 +163,8 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 
 
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
-    """Parameters a second of the device's own updates: of a resident layer, and of a streamed one in its slot."""
+    """Return rates of the device's own updates, in parameters a second: of a resident layer, and of a streamed one in
+    its slot."""
     here = LayerState(device, new_layer(workload), "layers.0.", workload, host=False)
     home = LayerState(device, new_layer(workload), "layers.0.", workload, host=True, streamed=True)
     slot, grads, step = Slot(home, whole=True), Gradients(home).slab, home.next_step(1e-4)
@@ -173,7 +176,7 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
 
 
 def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:
-    """Layers of the host whose gradients are there."""
+    """Return layers of the host whose gradients have arrived."""
     names = (f"layers.{i}." for i in range(num_layers))
     layers = [LayerState(device, new_layer(workload), name, workload, host=True, spare=spare) for name in names]
     for layer in layers:
@@ -182,7 +185,7 @@ def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare:
 
 
 def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
-    """Update in place, or `ahead` of the norm into the spare states, and wait for the end."""
+    """Update all layers in place, or `ahead` of the norm into the spare states, and wait for the end."""
     for layer in layers:
         clip = Clip(layer.device, 0.0)
         clip.add([torch.zeros((), device=layer.device.name)])
@@ -192,7 +195,7 @@ def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
 
 
 def under_copies(device: Device, layers: list[LayerState], layer_params: int) -> dict[str, float]:
-    """Both at once, for as long as so many updates take."""
+    """Time updates and copies at once, as long as the updates take."""
     num_bytes = COPY_BYTES[device.name.type] // 4
     home, other_home, there, other = rooms(device, num_bytes)
     copied, rounds, started = 0, 8, time.perf_counter()
@@ -212,7 +215,7 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
 
 
 def disk(folder: Path) -> dict[str, float]:
-    """Bytes a second of a file of states: written, read, and of both together."""
+    """Return rates of a file of states, in bytes a second: written, read, and both together."""
     file = File(folder, FILE_BYTES)
     slabs = [torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.float32).normal_() for _ in range(2)]
     places = [file.at(start) for start in range(0, FILE_BYTES, BLOCK_BYTES)]
@@ -224,7 +227,7 @@ def disk(folder: Path) -> dict[str, float]:
         return time.perf_counter() - started
 
     write, read = torch.ops.harness.write, torch.ops.harness.read
-    seconds(write, slabs[0])  # what was only reserved takes longer
+    seconds(write, slabs[0])  # the first write to reserved space takes longer
     written, was_read = seconds(write, slabs[0]), seconds(read, slabs[1])
     with ThreadPoolExecutor(2) as pool:
         both = max(pool.map(seconds, (write, read), slabs))
@@ -232,7 +235,7 @@ def disk(folder: Path) -> dict[str, float]:
 
 
 def median_seconds(device: Device, work: Callable[[], Any]) -> float:
-    """Of at least three calls after one that is not timed, for about ENOUGH_SECONDS."""
+    """Return the median of at least three calls, after one that is not timed, for about ENOUGH_SECONDS."""
     times: list[float] = []
     while len(times) < 4 or (sum(times) < ENOUGH_SECONDS and len(times) < 100):
         started = time.perf_counter()

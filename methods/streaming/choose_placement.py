@@ -14,8 +14,8 @@ from methods.shared.memory_needs import writable
 from methods.streaming.placement import CLIPPINGS, parse, placed_plan, text_of
 from methods.streaming.planner import SLACK, Counts, arranged, choose, with_forecast
 
-DEFAULT_WINDOW = 3  # one computed, one loaded, one on its way; more slots buy little, resident layers buy more
-SPARE_ROOM = 9 / 8  # of what speculation needs on the host, before it is chosen: a plan is no measurement
+DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more gain little, resident layers more
+SPARE_ROOM = 9 / 8  # margin on speculation's host memory before it is chosen: a plan is no measurement
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Choice:
         return with_forecast(plan, self.workload, self.room, counts, plan.options.get("clipping"))
 
     def _windows(self) -> Iterator[int]:
-        """Sizes to try, the widest first."""
+        """Return the window sizes to try, the widest first."""
         num_layers = self.workload.num_layers
         default = range(min(DEFAULT_WINDOW, num_layers), 0, -1)
         for window in default if self.window_size is None else [self.window_size]:
@@ -61,7 +61,7 @@ class Choice:
             clippings = CLIPPINGS if self.clipping is None and room.host_bytes else (self.clipping or "deferred",)
         for window in self._windows():
             plans = [plan for clipping in clippings if (plan := self._fastest_in(window, clipping))]
-            if plans:  # deferred before speculate, which is no faster where gradients are clipped
+            if plans:  # deferred goes first: speculate is no faster if gradients are clipped
                 return min(plans, key=lambda plan: (plan.step_seconds or 0.0) * (1 + SLACK * plans.index(plan)))
         return None
 
@@ -100,9 +100,12 @@ class Choice:
         return plan
 
     def _fillings(self) -> Iterator[tuple[int, str]]:
-        """Windows with a letter a layer, the preferred first: resident layers spare the host, and a narrow window
-        leaves room for them. Then what takes least: in one pool of memory resident layers alone, which need no slots;
-        where no update waits for the norm, streamed layers, which keep no gradient."""
+        """Return windows with a letter for each layer, the preferred first.
+
+        Resident layers spare the host, and a narrow window leaves room for them. Then the cheapest kind follows: in one
+        pool of memory resident layers alone, which need no slots; if no update waits for the norm, streamed layers,
+        which keep no gradient.
+        """
         num_layers, resident = self.workload.num_layers, self.resident_layers
         if resident is not None and not 0 <= resident <= num_layers:
             raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
@@ -132,8 +135,8 @@ class Choice:
         return kinds(resident)
 
     def _to_disk(self, window: int, kinds: str) -> str:
-        """The same with the states of as few layers on the disk as the host needs, from the top: what is needed last
-        has the longest time."""
+        """Put the states of as few layers on the disk as the host needs, from the top: the state needed last has the
+        longest time."""
         if self.placement is not None:
             return kinds
         host_bytes, is_fixed = self.room.host_bytes, self.room.device_bytes or self.resident_layers is not None

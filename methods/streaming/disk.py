@@ -34,20 +34,20 @@ class File:
     def __init__(self, folder: Path, num_bytes: int) -> None:
         handle, path = tempfile.mkstemp(dir=folder)
         self.cached = self.direct = os.fdopen(handle, "r+b", buffering=0)
-        with suppress(OSError):  # a file system with one way alone
+        with suppress(OSError):  # the file system has no O_DIRECT
             self.direct = os.fdopen(os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0)), "r+b", buffering=0)
         os.unlink(path)
         with named(folder):
             torch.ops.harness.reserve(self.at(0), num_bytes)
 
     def at(self, start: int) -> Tensor:
-        """The bytes from `start` on, as the operations that read and write know them."""
+        """Return the descriptors and the byte to start at, as the operations that read and write take them."""
         return torch.tensor([self.cached.fileno(), self.direct.fileno(), start])
 
 
 @contextmanager
 def named(folder: Path) -> Iterator[None]:
-    """Name the folder in errors of the disk: the files have no name."""
+    """Add the folder's name to errors of the disk, because the files have no name."""
     try:
         yield
     except OSError as error:
@@ -56,7 +56,7 @@ def named(folder: Path) -> Iterator[None]:
 
 
 class Disk:
-    """The states of all layers on the disk, a file for each kind of state, and the buffers of the host."""
+    """The states of all layers on the disk, a file for each kind of state, with the buffers of the host."""
 
     def __init__(self, device: Device, folder: Path, num_layers: int, workload: Workload) -> None:
         self.device, self.folder, self.dtypes = device, folder, kept_dtypes(workload, host=True)
@@ -67,9 +67,9 @@ class Disk:
             for _ in range(min(NUM_BUFFERS, num_layers))
         ]
         self.writer = device.threads(1)
-        # A buffer is on its way back while the others are read and updated.
+        # A buffer is written back while the others are read and updated.
         self.visitors = device.threads(max(1, len(self.buffers) - 1))
-        self.visits: list[Any] = [None] * len(self.buffers)  # each buffer's last one
+        self.visits: list[Any] = [None] * len(self.buffers)  # each buffer's last visit
         self.turns = itertools.cycle(range(len(self.buffers)))
 
 
@@ -77,14 +77,14 @@ class Shelf:
     """One layer's place in the files."""
 
     def __init__(self, disk: Disk, place: int) -> None:
-        self.disk, self.prefix = disk, ""  # of the layer that it belongs to
+        self.disk, self.prefix = disk, ""  # prefix of the layer's names
         sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
         self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
-        self.last: Any = None  # visit; its result is that of the writing
+        self.last: Any = None  # the last visit; its result is the future of the writing
 
     def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
-        """Queue: read the state, wait for the future of update(), write the state back. Return the future of the
-        update's end; its result is the future of the writing."""
+        """Queue a visit: read the state, wait for the future of update(), write the state back. Return the future of
+        the update's end, whose result is the future of the writing."""
         disk, turn = self.disk, next(self.disk.turns)
         buffer, before = disk.buffers[turn], {self.last, disk.visits[turn]} - {None}
 
@@ -99,7 +99,7 @@ class Shelf:
         return self.last
 
     def read(self) -> list[Tensor]:
-        """A copy of the state as it is after the last visit."""
+        """Return a copy of the state after the last visit."""
         if self.last is not None:
             self.last.result().result()
         copy = [pages(self.disk.numel, dtype) for dtype in self.disk.dtypes]  # not page-locked: no device reads it
@@ -113,7 +113,7 @@ class Shelf:
 
 
 def shelves(device: Device, num_layers: int, folder: str | None, workload: Workload) -> Iterator[Shelf]:
-    """A shelf for each layer in files of this folder. Raises OSError if the disk has no room."""
+    """Return a shelf for each layer, in files of this folder. Raises OSError if the disk has no room."""
     if num_layers:
         disk = Disk(device, writable(folder), num_layers, workload)
         yield from (Shelf(disk, place) for place in range(num_layers))

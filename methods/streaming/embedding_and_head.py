@@ -26,13 +26,13 @@ class ResidentEnds:
         self.num_parts = workload.micro_batches
 
     def embed(self, inputs: Tensor) -> list[Tensor]:
-        """Token ids to (B, T, D); keeps only the small graph of the look-up for backward()."""
+        """Embed token ids to (B, T, D); keep only the small graph of the look-up, for backward()."""
         with self.device.span("compute", "forward", self.state.prefix):
             self.embedded = [self.module.embed(part) for part in inputs.chunk(self.num_parts)]
         return [x.detach() for x in self.embedded]
 
     def loss(self, xs: list[Tensor], targets: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss, detached, and the gradients of the last layer's outputs, times the loss scale."""
+        """Return the mean loss, detached, and the gradients of the last layer's outputs, times the loss scale."""
         with self.device.span("compute", "loss", self.state.prefix):
             self.state.collect_gradients(self.state.grads)
             total, dxs = torch.zeros((), device=xs[0].device), []

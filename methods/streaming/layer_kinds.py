@@ -31,7 +31,7 @@ from methods.streaming.slot import Gradients, Slot
 
 
 class Resident:
-    """R: all of it on the device, updated there after the norm is known."""
+    """R: a layer wholly on the device, updated there after the norm is known."""
 
     def __init__(self, state: LayerState) -> None:
         self.state = state
@@ -99,12 +99,12 @@ class Hosted:
 
 
 class Streamed:
-    """S: brings its state to the slot for the device to update it: before the forward pass where the update has waited
+    """S: brings its state to the slot, so that the device updates it: before the forward pass if the update has waited
     for the norm (`due`), else after the backward pass (`has_state`)."""
 
     slot: Slot
-    due: tuple[AdamStep, Tensor | None] | None = None  # an update to be made, and its clip factor
-    has_state = False  # its state has come along for this step's backward pass
+    due: tuple[AdamStep, Tensor | None] | None = None  # a waiting update, and its clip factor
+    has_state = False  # True: the state is in the slot for this step's backward pass
 
     def __init__(self, state: LayerState, rooms: Iterator[Gradients]) -> None:
         self.state, self.rooms = state, rooms
@@ -170,7 +170,7 @@ Layer = Resident | Hosted | Streamed
 def new_layers(
     device: Device, workload: Workload, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
-    """The layers of a placement, bottom first. Raises OSError where the disk has no room."""
+    """Return the layers of a placement, bottom first. Raises OSError if the disk has no room."""
     on_disk = shelves(device, kinds.count("D"), disk, workload)
 
     def new_state(i: int, kind: str) -> LayerState:
@@ -179,7 +179,7 @@ def new_layers(
         return LayerState(device, new_layer(workload), f"layers.{i}.", workload, **place)
 
     found: dict[int, LayerState] = {}
-    for is_resident in (True, False):  # what is drawn for the device passes through the host while that has room
+    for is_resident in (True, False):  # resident layers first: their values pass through the host while it has room
         some = {i: new_state(i, kind) for i, kind in enumerate(kinds) if (kind == "R") is is_resident}
         draw([*some.values()], workload)
         found |= some
@@ -191,7 +191,8 @@ def new_layers(
             return Resident(state)
         if kind == "S":
             return Streamed(state, rooms)
-        # Parked layers wait for their updates in a thread of their own: what travels must not wait behind them.
+        # Parked layers wait for their updates in a thread of their own, because travelling layers must not wait behind
+        # them.
         return Hosted(state, rooms, device.returner if kind == "P" else device.copier)
 
     return list(map(of_kind, kinds, states))

@@ -1,4 +1,4 @@
-"""A layer where it lives: flat slabs of weights, gradient and AdamW state, the module that computes, and its updates.
+"""A layer at its home: flat slabs of weights, gradient and AdamW state, the module that computes, and its updates.
 
 Shapes: B samples of a micro-batch, T tokens, D hidden. A layer takes all micro-batches of a step, one after the other.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Speculation(NamedTuple):
-    """An update on its way into the spare state: its step, its end, and an entry for each chunk that was left out."""
+    """An update on its way into the spare state: its step, its end, and an entry for each chunk that was skipped."""
 
     step: AdamStep
     done: Future
@@ -50,7 +50,7 @@ class LayerState:
         streamed: bool = False, shelf: Shelf | None = None,
     ) -> None:  # fmt: skip
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
-        self.updater = "update" if host else "compute"  # the track of update() in a trace
+        self.updater = "update" if host else "compute"  # track of update() in a trace
         self.has_dropout = workload.dropout > 0
         self.has_parts = workload.micro_batches > 1
         self.deadline = device.next_place()
@@ -62,25 +62,26 @@ class LayerState:
         self.grads = device.room(numel, dtype, host=host) if sends_gradients else torch.empty(0, dtype=dtype)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
-        # The compiled kernel takes all of a layer at once, and has threads of its own.
+        # The compiled kernel takes a whole layer at once, and has threads of its own.
         by_call = numel if adamw_kernel.load() else CHUNK
         self.chunks = chunks(self.layout.pieces(), BLOCK if streamed or not host else by_call)
         self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
-        self.landed: Any = None  # the event of the gradient's arrival here
-        self.saved: list[tuple[Tensor, Tensor]] = []  # of each micro-batch the layer's input, and its output's graph
-        self._rooms: dict[str, Tensor] = {}  # where the gradient of each parameter goes
+        self.landed: Any = None  # the event of the gradient's arrival at home
+        self.saved: list[tuple[Tensor, Tensor]] = []  # for each micro-batch the layer's input, and its output's graph
+        self._rooms: dict[str, Tensor] = {}  # rooms for the gradients of the parameters
         if shelf is not None:
             shelf.prefix = prefix
 
     def state_of(self, kept: list[Tensor]) -> State:
-        """The state in force: these slabs, which may be longer than the layer, beside the weights."""
+        """Return the state in force: the weights beside these slabs, which may be longer than the layer."""
         return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 
     def to_draw(self, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Names of tensors and where their starting values are drawn: those of a split master into the first moment."""
+        """Return tensor names and the slabs that take their starting values: the first moment takes those of a split
+        master."""
         names = (self.prefix + name for name in self.layout.names)
         return zip(names, self.layout.views(state.exp_avg if state.is_split else joined(state)), strict=True)
 
@@ -101,7 +102,7 @@ class LayerState:
                 parameter = nn.Parameter(weight)
                 parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
                 install(self.module, name, parameter)
-            # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.
+            # Keep the parameter objects in every slot: the graph of the forward pass knows them by identity.
             parameter.data = weight
 
     def forward(self, xs: list[Tensor]) -> list[Tensor]:
@@ -131,25 +132,25 @@ class LayerState:
         return dxs
 
     def collect_gradients(self, grads: Tensor) -> None:
-        """Have the next backward passes leave the sum of their gradients in a slab on the device: each parameter's
+        """Make the next backward passes leave the sum of their gradients in a slab on the device. Each parameter's
         first gradient is copied there, so nothing need be cleared, and the next ones are added."""
         self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
         for name in self.layout.names:
             self.module.get_parameter(name).grad = None
 
     def norms(self) -> list[Tensor]:
-        """The norm of each parameter's gradient of the last backward pass, fp32, on the device."""
+        """Return the norm of each parameter's gradient of the last backward pass, fp32, on the device."""
         with self.device.span("compute", "norm", self.prefix):
             return norms_of([*self._rooms.values()], in_blocks=self.has_parts)
 
     def update(self, learning_rate: float, factor: Factor) -> None:
-        """Update in place by the gradient here, scaled by the clip factor."""
+        """Update in place by the gradient at home, scaled by the clip factor."""
         with self.device.span(self.updater, "update", self.prefix):
             self.adamw(self.grads, self.current, self.current, self.chunks, self.next_step(learning_rate), factor)
 
     def update_when_landed(self, learning_rate: float, clip: Clip) -> None:
         """Queue the update on the host's threads, after the gradient and the clip factor; only the layer's next
-        prefetch waits for it. Where the factor is 1, a complete speculation is committed instead."""
+        prefetch waits for it. If the factor is 1, commit a complete speculation instead."""
         landed, spare, ahead = self.landed, self.spare, self.speculation
         step = ahead.step if ahead else self.next_step(learning_rate)
 
@@ -160,7 +161,7 @@ class LayerState:
                 if ahead is not None and spare is not None:
                     ahead.done.result()
                     if not ahead.skipped and clip.is_one():
-                        self.current, self.spare = spare, state  # every chunk comes to the same end
+                        self.current, self.spare = spare, state  # every chunk ends in the same state
                         return
                 with self.device.span("update", "update", self.prefix):
                     self.adamw(self.grads, state, state, self.chunks[first:last], step, factor)
@@ -217,7 +218,7 @@ class LayerState:
 
 
 def master_of(state: State) -> Tensor:
-    """The whole fp32 master; one in halves is joined in blocks, which stay in the cache."""
+    """Return the whole fp32 master; a split one is joined in blocks, which stay in the cache."""
     if not state.is_split:
         return joined(state)
     master = torch.empty_like(state.exp_avg)
@@ -227,7 +228,8 @@ def master_of(state: State) -> Tensor:
 
 
 def draw(states: Sequence[LayerState], workload: Workload) -> None:
-    """Give layers their starting values, of all tensors at once: there may be as many cores as a layer has tensors."""
+    """Draw the layers' starting values, for all tensors at once: a machine may have as many cores as a layer has
+    tensors."""
     here, on_disk = ([state for state in states if (state.shelf is None) is is_here] for is_here in (True, False))
     initialize((pair for state in here for pair in state.to_draw(state.current)), workload)
     if here:
@@ -249,7 +251,7 @@ def draw(states: Sequence[LayerState], workload: Workload) -> None:
 
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """Take a parameter's gradient, just computed or added to the earlier ones, into its room."""
+    """Move a parameter's gradient, just computed or added to the earlier ones, into its room."""
     if parameter.grad is not None and parameter.grad is not rooms[name]:
         rooms[name].copy_(parameter.grad)
         parameter.grad = rooms[name]
@@ -260,7 +262,7 @@ def _state(weights: Tensor, kept: list[Tensor]) -> State:
 
 
 def _room_for_state(device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool) -> State:
-    """Zeroed slabs of the weights and of what is `kept` beside them: nothing where that is on the disk."""
+    """Return zeroed slabs of the weights and of the parts in `kept`; none for parts on the disk."""
     weights = device.room(numel, dtype, host=host)
     rooms = [device.room(numel, each, host=host) for each in kept]
     return _state(weights, rooms or [torch.empty(0), torch.empty(0)])

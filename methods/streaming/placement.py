@@ -17,14 +17,16 @@ KINDS = {
     "S": "streamed, fetched with its states and updated by the device",
     "D": "as W with its states on the disk",
 }
-ON_DEVICE = "RP"  # weights that never leave
-BY_HOST = "PWD"  # updated there
+ON_DEVICE = "RP"  # kinds whose weights stay on the device
+BY_HOST = "PWD"  # kinds that the host updates
 CLIPPINGS = ("deferred", "speculate")
 
 
 def parse(text: str, num_layers: int) -> str:
-    """A letter a layer, bottom first. A last run without length takes all layers left; `~S2` at the end spreads two
-    streamed layers among those that are not resident. Raises ValueError if the text does not place `num_layers`.
+    """Parse a placement into a letter for each layer, bottom first.
+
+    A last run without length takes all layers left; `~S2` at the end spreads two streamed layers among those that are
+    not resident. Raises ValueError if the text does not place `num_layers`.
     """
     spreads = re.fullmatch(r"(.*)~S(\d+)", text)
     if spreads and int(spreads[2]) < num_layers:
@@ -44,7 +46,7 @@ def parse(text: str, num_layers: int) -> str:
 
 
 def text_of(kinds: str) -> str:
-    """The placement as it is written: RRWWW to R2W3, RRSWS to R2W1~S2."""
+    """Format a placement: RRWWW as R2W3, RRSWS as R2W1~S2."""
     resident = len(kinds) - len(kinds.lstrip("R"))
     rest = kinds[resident:].replace("S", "")
     num_streamed = len(kinds) - resident - len(rest)
@@ -54,7 +56,7 @@ def text_of(kinds: str) -> str:
 
 
 def shrink(kinds: str, num_layers: int) -> str:
-    """The same mixture of fewer layers: every kind at least once, as far as there is room."""
+    """Return the same mixture of fewer layers: every kind at least once, as far as there is room."""
     found = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     for kind in dict.fromkeys(kinds):
         several = [i for i, other in enumerate(found) if found.count(other) > 1]
@@ -69,8 +71,8 @@ def _runs(kinds: str) -> str:
 
 
 def spread(kinds: str, num_streamed: int) -> str:
-    """Spread streamed layers evenly among others: their states load the link as steadily as the others' updates load
-    the host."""
+    """Spread streamed layers evenly among others: their states then load the link as steadily as the others' updates
+    load the host."""
     if not num_streamed:  # a search tries thousands of depths, each layer by layer
         return kinds
     total, others = len(kinds) + num_streamed, iter(kinds)
@@ -86,7 +88,7 @@ class Ring(NamedTuple):
 
     @property
     def above(self) -> dict[int, int]:
-        """For each layer that leaves its slot in the forward pass the next layer in that slot."""
+        """Return pairs: a layer that leaves its slot in the forward pass, and the next layer in that slot."""
         return dict(zip(self.layers, self.layers[self.num_slots :], strict=False))
 
 
@@ -109,7 +111,7 @@ def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str 
     """
     size, layer, count = workload.weight_bytes, workload.layer_params, Counter(kinds)
     here, at_home = (state_bytes(workload, host=host) for host in (False, True))
-    states = at_home["weights"] + at_home["optimizer"]  # what an update changes
+    states = at_home["weights"] + at_home["optimizer"]  # the part that an update changes
     windowed, streamed = rings(kinds, window_size)
     hosted = len(kinds) - count["R"]
 

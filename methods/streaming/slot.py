@@ -1,4 +1,4 @@
-"""Room on the device for a layer that lives elsewhere, and the copies in and out; each method says when they start.
+"""Room on the device for a layer that lives elsewhere, and the copies in and out; each method decides when they start.
 
 A copy is one flat transfer per slab, direction and visit. Events alone order the three streams (compute, inbound,
 outbound). The launching thread waits only until a copy is queued. Slots and slabs live as long as the run, so no buffer
@@ -27,7 +27,7 @@ class Slot:
         self.device, self.copier = layer.device, copier or layer.device.copier
         self.loaded: Future | None = None  # the copy of the weights
         self.completed: Future | None = None  # the copy of the rest of the state
-        self.sent: Any = None  # the updated state has left
+        self.sent: Any = None  # event: the updated state has left
         weights, *rest = layer.current
         rooms = [None if slab is None or not whole else _room(layer.device, slab) for slab in rest]
         self.state = State(_room(layer.device, weights), *rooms)  # type: ignore[arg-type]
@@ -39,18 +39,18 @@ class Slot:
         self.loaded = self._fetch(layer, "weights", lambda: [(self.state.weights, layer.current.weights)])
 
     def prefetch_state(self, layer: LayerState, *, with_gradient: bool = False) -> None:
-        """Queue the copy of the rest of the layer's state, and of the gradient that its update has waited with."""
+        """Queue the copy of the rest of the layer's state, and of the gradient that waits for its update."""
         late = [(self.grads, layer.grads)] if with_gradient else []
         self.completed = self._fetch(layer, "state", lambda: [*_pairs(self.state, layer.current)[1:], *late])
 
     def arrive(self) -> None:
-        """Let compute wait for the weights; the launching thread waits only until their copy is queued."""
+        """Make compute wait for the weights; the launching thread waits only until their copy is queued."""
         if self.loaded is not None:
             self.device.compute.wait_event(self.loaded.result())
             self.loaded = None
 
     def load(self, layer: LayerState) -> None:
-        """Copy the layer's weights into this slot, and let compute and the host wait for them."""
+        """Copy the layer's weights into this slot; make compute and the host wait for them."""
         self.prefetch(layer)
         self.arrive()
         self.device.synchronize()
@@ -65,9 +65,9 @@ class Slot:
         self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], _pairs(target, self.state))
 
     def _fetch(self, layer: LayerState, what: str, pairs: Callable[[], list[Pair]]) -> Future:
-        """Queue copies from home. Which of the layer's two states is in force is known when its update is over."""
+        """Queue copies from home. The end of the layer's update decides which of its two states is in force."""
         device, updated = self.device, layer.updated
-        # The slot's last use; the last copies home, out of this slot and of this layer's gradient.
+        # Wait for the slot's last use and for the last copies home, out of this slot and of this layer's gradient.
         before = (device.compute.record_event(), self.sent, layer.landed)
 
         def work() -> Any:
@@ -83,10 +83,10 @@ class Gradients:
 
     def __init__(self, layer: LayerState) -> None:
         self.device, self.slab = layer.device, _room(layer.device, layer.current.weights)
-        self.drained: Any = None  # the last gradient has left
+        self.drained: Any = None  # event: the last gradient has left
 
     def backward(self, layer: LayerState, dys: list[Tensor]) -> list[Tensor]:
-        """The layer's backward pass, into this room."""
+        """Run the layer's backward pass, with its gradients in this room."""
         if self.drained is not None:
             # The copy home may still be reading the last gradient: wait for it, not for the device.
             self.device.compute.wait_event(self.drained)
@@ -103,5 +103,5 @@ def _room(device: Device, slab: Tensor) -> Tensor:
 
 
 def _pairs(to: State, source: State) -> list[Pair]:
-    """The copies of one state to another, weights first."""
+    """Return the copies of one state to another, weights first."""
     return [(here, there) for here, there in zip(to, source, strict=True) if here is not None and there is not None]

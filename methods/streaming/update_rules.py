@@ -1,10 +1,11 @@
-"""When a layer's update happens, and with what clip factor and loss scale.
+"""When a layer is updated, and with what clip factor and loss scale.
 
-Without clipping it starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so an update needs
-the norm of the whole gradient: it starts when that is known, and runs under the next forward pass (DEFERRED); or it is
-made during the backward pass as if nothing were clipped, into a spare state, which is committed if the norm turns out
-to be within the limit, and stops as soon as the norm so far is not (SPECULATIVE). In fp16 a step whose norm is not
-finite is skipped, so updates wait for the norm, or are made ahead of it, clipping or not.
+Without clipping the update starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so an
+update needs the norm of the whole gradient. It starts when the norm is known, and runs under the next forward pass
+(DEFERRED); or it is made during the backward pass as if nothing were clipped, into a spare state, which is committed if
+the norm turns out to be within the limit (SPECULATIVE). A speculative update stops as soon as the norm so far exceeds
+the limit. In fp16 a step whose norm is not finite is skipped, so updates wait for the norm, or are made ahead of it,
+clipping or not.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from methods.streaming.layer_kinds import Hosted, Layer, Resident, Streamed
 
 
 class Timing(NamedTuple):
-    """What starts when a layer's gradient is known, by layer, learning rate and clip; kinds whose update starts after
-    the backward pass; kinds for which the host needs the clip factor."""
+    """A rule's timing: the work that starts when a layer's gradient is known (by layer, learning rate and clip), the
+    kinds updated after the backward pass, and the kinds for which the host needs the clip factor."""
 
     gradient_ready: Callable[[Layer, float, Clip], None]
     late: tuple[type, ...]
@@ -41,25 +42,25 @@ TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 
 
 class UpdateRule:
-    """One of the three, for layers and ends alike; owns a step's clip and the loss scale."""
+    """One of the three rules, for layers and ends alike; owns a step's clip and the loss scale."""
 
     def __init__(
         self, device: Device, workload: Workload, ends: ResidentEnds, layers: list[Layer], clipping: str | None
     ) -> None:
         self.device, self.workload, self.ends, self.layers = device, workload, ends, layers
         self.timing = TIMINGS[clipping]
-        # Streamed layers bring their states along for the backward pass; to speculate, not in the first step, and not
-        # after one that was clipped.
+        # Streamed layers bring their states along for the backward pass; under speculation not in the first step, and
+        # not in the step after a clipped one.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(workload)
         self.sends_factor = self.scale.is_used or any(isinstance(layer, self.timing.by_factor) for layer in layers)
 
     def begin(self, learning_rate: float) -> None:
-        """Begin a backward pass: the forward pass has waited for all copies of the last step's clip."""
+        """Begin a backward pass; the forward pass has waited for all copies of the last step's clip."""
         self.learning_rate, self.clip = learning_rate, Clip(self.device, self.workload.clip_norm, self.scale)
 
     def gradient_ready(self, layer: Layer) -> None:
-        """Count the gradient into the norm; send it home; update, or update ahead, where the rule allows it."""
+        """Count the gradient into the norm; send it home; update, or update ahead, if the rule allows it."""
         self.clip.add(layer.state.norms())
         self.timing.gradient_ready(layer, self.learning_rate, self.clip)
 
@@ -80,7 +81,7 @@ class UpdateRule:
                 layer.update(self.learning_rate, self.clip)
 
     def step(self, loss: Tensor) -> Step:
-        """The step as the method yields it; the next one's loss scale is then set."""
+        """Return the step as the method yields it, and set the next one's loss scale."""
         if self.timing is SPECULATIVE:
             self.is_ahead = any(isinstance(layer, Streamed) for layer in self.layers) and self.clip.is_one()
         return self.scale.step(loss, self.clip.total, is_skipped=self.is_skipped)

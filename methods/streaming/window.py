@@ -1,4 +1,4 @@
-"""The window: which layer has which slot, and when the next one's copy into it starts.
+"""The window: which layer has which slot, and when the next layer's copy into it starts.
 
 Two rings of layers (placement.py) take turns in their slots: layers leave in the order in which they will be needed
 last, so the turn from forward to backward fetches nothing. A parked layer keeps its slot.
@@ -21,7 +21,7 @@ class Window:
         self.above = dict(pairs)  # a layer leaves its slot to the one above it
         self.below = {above: layer for layer, above in pairs}
         self.slots: dict[Layer, Slot] = {layer: layer.new_slot() for layer in away.values() if layer not in self.below}
-        self.lowest = [layer for layer in away.values() if layer in self.slots]  # they begin a step in a slot
+        self.lowest = [layer for layer in away.values() if layer in self.slots]  # begin a step in a slot
         self.rule, self.layers = rule, layers
 
     def refill(self) -> None:
@@ -30,21 +30,21 @@ class Window:
             layer.fetch(self.slots[layer])
 
     def slide_up(self, layer: Layer) -> None:
-        """Leave the layer's slot to the next one above it; the topmost layers stay for the backward pass."""
+        """Give the layer's slot to the next one above it; the topmost layers stay for the backward pass."""
         if layer in self.above:
             self._hand_over(layer, self.above[layer])
         elif self.rule.is_ahead:
             layer.fetch_state()
 
     def slide_down(self, layer: Layer) -> None:
-        """Leave the layer's slot to the next one below it."""
+        """Give the layer's slot to the next one below it."""
         if layer in self.below:
             self._hand_over(layer, self.below[layer])
             if self.rule.is_ahead:
                 self.below[layer].fetch_state()
 
     def settle(self) -> None:
-        """Make the updates that streamed layers still wait with, after the last step."""
+        """Make the waiting updates of streamed layers, after the last step."""
         for layer in self.layers:
             if isinstance(layer, Streamed):
                 layer.update_due()
