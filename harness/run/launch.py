@@ -273,7 +273,7 @@ class Watch:
     def _take(self, event: dict[str, Any]) -> None:
         self.last_event = time.monotonic()
         if event["event"] == "record":
-            with contextlib.suppress(ValueError):  # no result of the worker's
+            with contextlib.suppress(ValueError):  # of the worker
                 self.record = Record.from_dict(event["record"])
             return
         if event["event"] == "executed":

@@ -1,11 +1,11 @@
-"""Chooses stages and micro-batches by a profile: the step of every configuration is predicted by the rules of the
-schedule; standard library only.
+"""Chooses stages and micro-batches by a profile: predicts the step of every configuration by the rules of the schedule;
+standard library only.
 
     num_stages, chunk_size, step_seconds = AutoConfig(16, 4, 512, "profile").get_min()
 
 Sections are grouped into stages by their time. A step is its passes in Varuna's order, each message as slow as the
-slowest cut's, then the slowest stage's sum over replicas, and its update. A profile of one process knows neither
-messages' nor sums' times, which then count as none.
+slowest cut's, then the slowest stage's sum over replicas, and its update. A profile of one process has no times of
+messages and sums, which then count as none.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Row:
     device_bytes: int  # of the rank that needs most
     fits: bool
     cuts: tuple[int, ...]
-    passes: tuple[dict[str, float], ...]  # seconds of each stage's
+    passes: tuple[dict[str, float], ...]  # seconds of each stage's passes
     send_seconds: float
     sum_seconds: float
     update_seconds: float
-    crowding: float = 1.0  # times as long as alone a pass takes while all of a machine's ranks compute
+    crowding: float = 1.0  # a pass's time while all of a machine's ranks compute, relative to alone
     eased: float = 0.0  # how much faster passes get while ranks wait
     step_seconds: float = nan  # in a table
 
@@ -86,8 +86,8 @@ class Row:
 
 
 def predict(rows: Sequence[Row]) -> list[float]:
-    """Seconds of a step of each. Beyond a number of micro-batches the pipeline is full, and each further one takes the
-    same."""
+    """Return the predicted step of each configuration in seconds. Beyond a number of micro-batches the pipeline is
+    full, and each further one takes the same time."""
     numbers: list[list[int]] = []
     for row in rows:
         many = max(2 * row.num_stages, 64)
@@ -99,7 +99,7 @@ def predict(rows: Sequence[Row]) -> list[float]:
         *half, seconds = (next(found) for _ in some)
         if half:
             seconds += (seconds - half[0]) / (some[1] - some[0]) * (row.num_micro_batches - some[1])
-        # Ranks that wait leave their share of the cores to the others.
+        # Waiting ranks leave their share of the cores to the others.
         busy = row.num_micro_batches * sum(sum(passes.values()) for passes in row.passes) / row.num_stages
         seconds = max(seconds, row.crowding * seconds - row.eased * (seconds - busy))
         seconds += row.sum_seconds + row.update_seconds * max(1.0, row.crowding)
@@ -151,7 +151,7 @@ class AutoConfig:
         return Choice(best[1].num_stages, best[1].chunk_size, best[0])
 
     def why_not(self) -> str:
-        """Where nothing fits: what the configuration that needs least lacks."""
+        """Tell what the configuration that needs least lacks, if nothing fits."""
         least, capacity = min(self._rows, key=lambda row: row.device_bytes), self.capacity or 0
         tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
         tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
@@ -168,7 +168,8 @@ class AutoConfig:
         return sorted(rows, key=lambda row: (not row.fits, row.step_seconds if row.fits else row.device_bytes))
 
     def _of_size(self, size: int) -> list[Row]:
-        """All numbers of stages. Replicas share a batch evenly, so as many take part as divide it."""
+        """Return the configurations of this micro-batch for all numbers of stages. Replicas share a batch evenly, so
+        their number divides it."""
         costs, params = self.profile.at(size), [section.num_params for section in self.profile.sections]
         below = [cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs]
         last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
@@ -187,7 +188,7 @@ class AutoConfig:
         stages = [slice(*ends) for ends in zip(starts, [*starts[1:], len(costs)], strict=True)]
         passes = [_passes(costs[stage], is_last=stage is stages[-1]) for stage in stages]
         counts = [sum(params[stage]) for stage in stages]
-        # The last stage is done with a micro-batch at once; the first one has the batch.
+        # The last stage completes each micro-batch at once; the first one keeps the whole batch.
         received = [0, *(costs[cut].activation_bytes * num_micro_batches for cut in cuts[:-1]),
                     *(costs[cut].activation_bytes for cut in cuts[-1:])]  # fmt: skip
         summed = [GRADIENT_BYTES * count * (num_replicas > 1) for count in counts]
@@ -207,7 +208,8 @@ class AutoConfig:
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """Of the measured ring most like this one: each rank passes on (n - 1) / n of the bytes, twice."""
+        """Return the seconds of a sum, by the most similar measured ring: each rank passes on (n - 1) / n of the bytes,
+        twice."""
         sums = self.profile.sums
         if num_ranks == 1 or not sums:
             return 0.0
@@ -220,12 +222,13 @@ def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
     forward, recompute, backward = (
         sum(getattr(cost, f"{name}_seconds") for cost in costs) for name in ("forward", "recompute", "backward")
     )
-    # The last stage keeps at once what its backward pass needs.
+    # The last stage keeps at once all that its backward pass needs.
     return {"F": recompute, "R": 0.0, "B": backward} if is_last else {"F": forward, "R": recompute, "B": backward}
 
 
 def _graph_bytes(costs: Sequence[SectionCost]) -> int:
-    """Peak of a micro-batch's passes through these sections: what those before keep, and the one's own peak."""
+    """Return the peak bytes of a micro-batch's passes through these sections: each section's own peak beside the bytes
+    that the sections before it keep."""
     kept, peak = 0, 0
     for cost in costs:
         peak = max(peak, kept + cost.peak_bytes)
@@ -234,7 +237,8 @@ def _graph_bytes(costs: Sequence[SectionCost]) -> int:
 
 
 def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    """Seconds of so many bytes: on the line between the measured points around, in proportion beyond the last."""
+    """Return the seconds for this many bytes: on the line between the two measured points around, in proportion beyond
+    the last."""
     below = max((point for point in points if point[0] <= num_bytes), default=None)
     above = min((point for point in points if point[0] > num_bytes), default=None)
     if below is None or above is None:

@@ -1,4 +1,4 @@
-"""A user's batches, which are dictionaries: their micro-batches, and what is taken from a sample of them."""
+"""A user's batches, which are dictionaries: splits them into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Inputs = Mapping[str, Any]
 
 
 def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> list[int]:
-    """Of a replica's samples. Raises ValueError for a batch that replicas cannot share evenly."""
+    """Return the sizes of a replica's micro-batches. Raises ValueError if replicas cannot share the batch evenly."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     if batch_size < num_replicas or batch_size % num_replicas:
@@ -24,7 +24,7 @@ def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> li
 
 
 def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Micro-batches of a batch. What has a batch of one, and what is no tensor, goes to each."""
+    """Split a batch into micro-batches. A tensor whose batch is one, and a value that is not a tensor, goes to each."""
     total = sum(sizes)
     micro_batches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in inputs.items():

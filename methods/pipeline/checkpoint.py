@@ -1,8 +1,7 @@
-"""Checkpoints of a pipeline, by torch.distributed.checkpoint: a folder for each step, that pipelines of any stages and
-replicas, and a single process, read alike.
+"""Checkpoints of a pipeline, by torch.distributed.checkpoint: a folder for each step.
 
-Each weight has its name in the whole model, with the optimizer's states and options beside it; of replicas each one
-writes a share.
+Pipelines of any stages and replicas, and a single process, read it alike. Each weight has its name in the whole model,
+with the optimizer's states and options beside it; each replica writes a share.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from harness.base.checked_data import checked
 from methods.pipeline import checkpoint_reader, checkpoint_writer
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, folder_of
 
-PLAIN = (bool, int, float, str, list, tuple, type(None))  # options of an optimizer
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # those that torch fuses
-ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # states of the first two
+PLAIN = (bool, int, float, str, list, tuple, type(None))  # types of an optimizer's options
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # optimizers that torch fuses
+ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # states of the first two optimizers
 T = TypeVar("T")
 Kind: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
 def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
-    """A whole checkpoint, in one process: `weights.NAME`, `optimizer.NAME.STATE`, and as JSON `options.NAME`
-    and `progress`."""
+    """Read a whole checkpoint in one process: `weights.NAME`, `optimizer.NAME.STATE`, and as JSON `options.NAME` and
+    `progress`."""
     path, _ = choose(folder, step)
     return _read(path, list(_metadata(path)))
 
@@ -77,17 +76,17 @@ class Checkpoints:
         return self.under_way
 
     def wait(self) -> None:
-        """Until the last one is durable. Raises what its writing raised."""
+        """Wait until the last checkpoint is durable. Raises what its writing raised."""
         if self.under_way is not None:
             pending, self.under_way = self.under_way, None
             pending.result()
 
     def load(self, folder: str | Path, form: type[T], step: int | None = None) -> tuple[int, T]:
-        """Take this stage's values; the step, and the progress that save() was given, of this form. Raises ValueError,
-        and has taken nothing, where the checkpoint is of another model or no Checkpoints wrote it."""
+        """Read this stage's values into place; return the step, and the progress that save() was given. Raises
+        ValueError, with nothing changed, if the checkpoint is of another model or no Checkpoints wrote it."""
         path, chosen = choose(folder, step)
         there = _metadata(path)
-        # A shared weight that was one parameter was written by one of its names.
+        # A shared weight may have been a single parameter, written under one of its names.
         stored = {name: name if f"weights.{name}" in there else self.other_names.get(name, "") for name in self.masters}
         if missing := [name for name, other in stored.items() if f"weights.{other}" not in there]:
             raise ValueError(f"{path}: it has no weights of {', '.join(missing[:3])}: it is of another model")
@@ -122,8 +121,8 @@ class Checkpoints:
         return found | {f"options.{name}": json.dumps(options)}
 
     def _check_state(self, name: str, master: nn.Parameter, there: Mapping[str, Any]) -> None:
-        """Raise ValueError for a state that this optimizer has not: torch's fused update reads and writes as many
-        elements of a state as the weight has, whatever there are."""
+        """Raise ValueError for a state of another form than this optimizer's: torch's fused update reads and writes as
+        many elements of a state as the weight has, whatever its size."""
         if type(self.optimizer) not in FUSED:
             return
         state = _of(f"optimizer.{name}.", there)
@@ -136,7 +135,7 @@ class Checkpoints:
                 raise ValueError(f"{key} of {name} is {_told(_kind(kind))}, here {_told(here)}")
 
     def _options(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of the optimizer, each like the one that it has here."""
+        """Return the optimizer's options, each checked against the current one."""
         options, group = json.loads(found[f"options.{name}"]), self._group_of(master)
         for key, value in options.items():
             if not isinstance(value, PLAIN) or (key in group and not _alike(value, group[key])):
@@ -145,7 +144,7 @@ class Checkpoints:
 
     def _take_state(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> None:
         if state := _of(f"optimizer.{name}.", found):
-            # A count of steps stays where the optimizer made it: on the host, unless it is fused.
+            # A count of steps stays where the optimizer made it: on the host, unless the optimizer is fused.
             self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
 
     def _placed(self, value: Any, master: nn.Parameter) -> Any:
@@ -164,7 +163,7 @@ def _of(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> Kind:
-    """Shape and dtype of a tensor, or of one in a table; None of what is none."""
+    """Return shape and dtype of a tensor, or of one in a table; None for other values."""
     if isinstance(value, TensorStorageMetadata):
         return value.size, value.properties.dtype
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
@@ -177,14 +176,14 @@ def _told(kind: Kind) -> str:
 def _alike(value: Any, here: Any) -> bool:
     if isinstance(here, list | tuple):
         return isinstance(value, list) and len(value) == len(here) and all(map(_alike, value, here))
-    if value is None or here is None:  # torch chooses
+    if value is None or here is None:  # torch chooses the value
         return isinstance(here if value is None else value, bool | None)
     return isinstance(value, str) if isinstance(here, str) else isinstance(value, int | float)
 
 
 @contextlib.contextmanager
 def _told_of(path: Path) -> Iterator[None]:
-    """Raise ValueError, one line, where a part of a checkpoint is of another form."""
+    """Raise ValueError, one line, if a part of a checkpoint is of another form."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
@@ -204,6 +203,6 @@ def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
         kind = _kind(there[name])
         state[name] = torch.empty(kind[0], dtype=kind[1]) if kind else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # each rank reads what it needs, without the others
+        warnings.simplefilter("ignore", UserWarning)  # each rank reads only its own part
         checkpoint_reader.load(path, state)
     return state

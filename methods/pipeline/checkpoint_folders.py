@@ -1,6 +1,6 @@
-"""Which checkpoints a folder holds, and which of them are complete; standard library only.
+"""Lists the checkpoints of a folder, and finds the complete ones; standard library only.
 
-torch writes the file `.metadata` last: a checkpoint without it is incomplete, and never taken.
+torch writes the file `.metadata` last: a checkpoint without it is incomplete, and never read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ def folder_of(folder: str | Path, step: int) -> Path:
 
 
 def complete_steps(folder: str | Path) -> list[int]:
-    """Steps with a complete checkpoint, in order."""
+    """Return the steps with a complete checkpoint, in order."""
     names = (path.parent.name.removeprefix(PREFIX) for path in Path(folder).glob(f"{PREFIX}*/{COMPLETE}"))
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())  # a copy has a name of its own
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())  # a copy has another name
 
 
 def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
-    """The checkpoint of this step, or the newest. Raises ValueError if there is none."""
+    """Return the checkpoint of this step, or the newest. Raises ValueError if there is none."""
     steps = complete_steps(folder)
     if not steps or (step is not None and step not in steps):
         there = f"complete are {', '.join(map(str, steps))}" if steps else "none is complete"

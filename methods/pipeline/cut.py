@@ -1,8 +1,8 @@
-"""Cuts a user's model into stages at the CutPoints that are marked in it.
+"""Cuts a user's model into stages at its CutPoints.
 
-torch.fx traces the modules that hold a CutPoint; all others stay as they are, so that their code may do anything. A
-stage is the part of the trace between two active cuts. What depends on the batch's inputs alone, such as a mask made
-from them, each stage computes for itself; all else that a later stage needs is sent with the cut's own tensor.
+torch.fx traces the modules that hold a CutPoint; all others stay as they are, so their code may do anything. A stage is
+the part of the trace between two active cuts. Values that depend on the batch's inputs alone, such as a mask made from
+them, each stage computes for itself; other values that a later stage needs are sent with the cut's own tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from methods.pipeline.stage import Spec, spec_of
 
 
 class CutPoint(nn.Module):
-    """An identity that marks where a model may be cut: `x = self.cutpoints[3](x)`. Each is used once, in a forward pass
-    over tensors whose first dimension is the batch."""
+    """An identity that marks a possible cut: `x = self.cutpoints[3](x)`.
+
+    Each is used once, in a forward pass over tensors whose first dimension is the batch.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -30,8 +32,8 @@ class CutPoint(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """A stage of a model: a module of the tensors received, then the inputs named, to the tensors sent, or to the
-    model's result."""
+    """A stage of a model: a module from the tensors received and the inputs named to the tensors sent or the model's
+    result."""
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
@@ -39,15 +41,13 @@ class Part:
 
 
 def cut_here(x: Any) -> Any:
-    """Stands for a CutPoint in a trace."""
+    """Replace a CutPoint in a trace."""
     return x
 
 
 def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
-    """The model's forward pass over these inputs, as far as it holds CutPoints.
-
-    Raises ValueError, one line, for a model that cannot be traced.
-    """
+    """Trace the model's forward pass over these inputs, as far as it holds CutPoints. Raises ValueError, one line, if
+    the model cannot be traced."""
     try:
         expected = inspect.signature(model.forward).parameters
     except (TypeError, ValueError) as error:
@@ -87,7 +87,7 @@ class _Tracer(fx.Tracer):
 
 
 def _holds_cut(module: nn.Module) -> bool:
-    """True if a CutPoint is somewhere in it, also in a plain list, which registers nothing."""
+    """True if the module contains a CutPoint, even in a plain list, which registers nothing."""
 
     def within(value: Any) -> bool:
         if isinstance(value, nn.Module):
@@ -102,7 +102,7 @@ def num_cuts(graph: fx.Graph) -> int:
 
 
 def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
-    """The model's parts between the active cuts, counted from 0 in the order of the forward pass. They share the
+    """Return the model's parts between the active cuts, counted from 0 in the order of the forward pass. They share the
     model's parameters, by the same names."""
     stage_of, passed, number = {}, 0, 0
     for node in graph.nodes:
@@ -126,7 +126,7 @@ def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
 
 
 def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that any stage can compute: inputs, buffers, and functions of them."""
+    """Return the nodes that any stage can compute: inputs, buffers, and functions of them."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: set[fx.Node] = set()
     for node in graph.nodes:
@@ -138,7 +138,7 @@ def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
 
 
 def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None) -> Part:
-    """What leads from the nodes received, and from the model's inputs, to those sent, or to the model's result."""
+    """Return the module from the nodes received and the model's inputs to the nodes sent or the model's result."""
     results = next(node for node in whole.nodes if node.op == "output").args[0] if sent is None else tuple(sent)
     graph = fx.Graph()
     there = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
@@ -162,7 +162,7 @@ def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list
 
 
 def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], int]]:
-    """Run the parts on tensors without memory: what each one returns, and its FLOPs."""
+    """Run the parts on tensors without memory; return each one's result, and its FLOPs."""
     received: Sequence[Any] = ()
     for number, part in enumerate(parts):
         leaves = [_leaf(value) for value in received]
@@ -191,9 +191,11 @@ def _leaf(value: Any) -> Any:
 
 
 def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """The active cuts, so that the longest stage is as short as can be: every stage but the last recomputes its forward
-    pass. flops: of a forward pass, between one cut and the next. Raises ValueError if a stage would have no
-    parameters."""
+    """Choose the active cuts that make the longest stage as short as can be; every stage but the last recomputes its
+    forward pass.
+
+    flops: of a forward pass, between one cut and the next. Raises ValueError if a stage would have no parameters.
+    """
     num_runs = len(flops)
     if num_stages > num_runs:
         raise ValueError(f"{num_stages} stages need {num_stages - 1} CutPoints at least, the model has {num_runs - 1}")
@@ -206,7 +208,7 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
 
 
 def specs_of(values: Sequence[Any], stage: int) -> list[Spec]:
-    """Of what a stage sends up. Raises ValueError for what is no tensor."""
+    """Return shapes and dtypes of what a stage sends up. Raises ValueError if that is not tensors."""
     for value in values:
         if not isinstance(value, Tensor):
             raise ValueError(

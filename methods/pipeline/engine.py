@@ -1,10 +1,8 @@
-"""Varuna's step of a stage: its passes in the order of the rules, which gives way where a gradient is late.
+"""Varuna's step of a stage: its passes in the order of the rules, with an exception if a gradient is late.
 
-Where the order says recompute, but the gradient has not arrived, the next forward pass goes first if there is one to
-do. On a slow network this is what keeps stages busy. The result does not depend on it: forward passes, and backward
-passes, are each taken in the order of micro-batches.
-
-Source: Athlur et al. 2022.
+If the order says recompute, but the gradient has not arrived, the next forward pass goes first, if there is one. On a
+slow network this keeps stages busy. It does not change the result: forward passes, and backward passes, are each taken
+in the order of micro-batches. Source: Athlur et al. 2022.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from methods.pipeline.schedule import Pass, orders
 from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport
 
-# Of a pass and its micro-batch's number, around its work.
+# A context around the work of a pass, with its micro-batch's number.
 Note = Callable[[str, int], AbstractContextManager[None]]
 
 
@@ -27,7 +25,7 @@ def unnoted(work: str, number: int) -> AbstractContextManager[None]:
 
 
 class Engine:
-    """The passes of one stage over its messages. `order`: that of the stage; `received` and `returned`: for each
+    """Runs the passes of one stage over its messages. `order`: the stage's; `received` and `returned`: for each
     micro-batch, the tensors that come from below, and the gradients that come from above."""
 
     def __init__(
@@ -39,7 +37,7 @@ class Engine:
         self.is_opportunistic = is_opportunistic
 
     def step(self) -> None:
-        """All passes of a step; the stage's parameters have the sum of the gradients."""
+        """Run all passes of a step; afterwards the stage's parameters have the sum of the gradients."""
         transport = self.transport
         if transport.activations_in:
             transport.activations_in.expect([*enumerate(self.received)])
@@ -60,7 +58,7 @@ class Engine:
         transport.finish()
 
     def evaluate(self) -> None:
-        """Forward passes alone."""
+        """Run forward passes alone."""
         if self.transport.activations_in:
             self.transport.activations_in.expect([*enumerate(self.received)])
         for item in self.order:
@@ -70,7 +68,7 @@ class Engine:
         self.transport.finish()
 
     def _goes_first(self) -> bool:
-        """True if a forward pass could be done while the gradient is on its way."""
+        """True if a forward pass fits before the gradient arrives."""
         above, below = self.transport.gradients_in, self.transport.activations_in
         if not self.is_opportunistic or above is None or above.has_arrived():
             return False

@@ -31,17 +31,17 @@ from methods.shared.loss_scale import LossScale
 
 @dataclass(frozen=True)
 class Shape:
-    """How a job is spread over its ranks."""
+    """The distribution of a job over its ranks."""
 
     ranks: RankMap
     chunk_size: int  # samples of a micro-batch
     schedule: str
-    limit_seconds: float  # of waiting for another rank
+    limit_seconds: float  # longest wait for another rank
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a checkpoint tells of the steps before it; lists hold one value a step."""
+    """A checkpoint's data on the steps before it; lists hold one value a step."""
 
     workload: dict[str, Any]
     loss_scale: float
@@ -50,7 +50,7 @@ class Progress:
     grad_norm: list[float]
     loss_scales: list[float | None]
     skipped: list[bool]
-    source: str = ""  # hash of the source that trained them
+    source: str = ""  # hash of the source that trained these steps
 
     def __post_init__(self) -> None:
         lengths = {len(each) for each in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
@@ -64,7 +64,7 @@ class Progress:
 
 @contextmanager
 def joined(world_size: int, device: str, limit_seconds: float) -> Iterator[int]:
-    """This process's rank, among all that have come; alone it needs nobody."""
+    """Join all ranks of the job and return this process's; a single process needs no others."""
     if world_size == 1:
         yield 0
         return
@@ -76,7 +76,7 @@ def joined(world_size: int, device: str, limit_seconds: float) -> Iterator[int]:
 
 
 class GptPipeline:
-    """One rank's part."""
+    """One rank's part of the pipeline."""
 
     def __init__(self, workload: Workload, shape: Shape, rank: int, device: str) -> None:
         ranks = shape.ranks
@@ -95,13 +95,13 @@ class GptPipeline:
         self.optimizer = adamw(self.masters.trained().values())
         place = (self.number, self.replica, ranks.num_replicas)
         self.checkpoints = Checkpoints(self.gradients.masters, self.optimizer, self.gradients.own, place)
-        self.num_samples = workload.batch_size // ranks.num_replicas  # of this replica
+        self.num_samples = workload.batch_size // ranks.num_replicas  # samples of this replica
         num_micro_batches = self.num_samples // shape.chunk_size
         self.batch = Batch(part, num_micro_batches, shape.chunk_size / workload.batch_size)
         size = torch.Size((shape.chunk_size, workload.seq_len, workload.hidden_size))
         self.engine: Engine | None = None
         self.torchs: TorchSchedule | None = None
-        if shape.schedule == "varuna" or last == 0:  # with one stage all schedules are one
+        if shape.schedule == "varuna" or last == 0:  # with one stage all schedules are the same
             pipeline = ranks.pipeline(self.replica)
             below = pipeline[self.number - 1] if self.number else None
             above = pipeline[self.number + 1] if self.number < last else None
@@ -121,13 +121,14 @@ class GptPipeline:
             )  # fmt: skip
 
     def note(self, work: str, number: int) -> AbstractContextManager[None]:
-        """For a trace of this rank."""
+        """Note work for a trace of this rank."""
         span: Any = STREAMS[torch.device(self.device).type].span
         track = "compute" if work in ("forward", "recompute", "backward") else "messages"
         return UNNOTED if span is None else span(None, track, work, f"micro-batch {number}")
 
     def passes(self, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """All passes of this replica's samples; its share of the global batch's loss, 0 but on the last stage."""
+        """Run all passes of this replica's samples; return its share of the global batch's loss, 0 but on the last
+        stage."""
         start = self.replica * self.num_samples
         mine = slice(start, start + self.num_samples)
         self.batch.begin(inputs[mine], targets[mine], scale)
@@ -149,7 +150,8 @@ class GptPipeline:
         self.masters.publish()
 
     def save(self, folder: str, scale: LossScale, steps: Sequence[Step], source: str) -> None:
-        """After the last of these steps, counted from the first of the job. `source`: hash of the method's source."""
+        """Save a checkpoint after the last of these steps, counted from the first of the job. `source`: hash of the
+        method's source."""
         norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
         progress = Progress(
             asdict(self.workload), scale.value, scale.num_good, [float(step.loss) for step in steps], norms,
@@ -158,8 +160,8 @@ class GptPipeline:
         self.checkpoints.save(folder, len(steps), asdict(progress))
 
     def resume(self, folder: str, scale: LossScale) -> tuple[list[Step], str]:
-        """Go on after the newest complete checkpoint; the steps until then, and the source that trained them. Raises
-        ValueError for one of another workload."""
+        """Continue after the newest complete checkpoint; return the steps until then, and the source that trained them.
+        Raises ValueError if it is of another workload."""
         step, progress = self.checkpoints.load(folder, Progress)
         for name, value in asdict(self.workload).items():
             if (there := progress.workload.get(name)) != value:
@@ -178,7 +180,7 @@ class GptPipeline:
         return steps, progress.source
 
     def tensors(self) -> list[TensorState]:
-        """The whole model's, on rank 0, in the host's memory; sent by the first replica's ranks."""
+        """Return the whole model's tensors on rank 0, in the host's memory; the first replica's ranks send them."""
         found = []
         for name, shape in self.shapes.items():
             source = self.ranks.ranks[stage_of(name, self.stages)][0]
@@ -199,7 +201,7 @@ class GptPipeline:
         return found
 
     def close(self) -> None:
-        """Nobody leaves before all are done."""
+        """Wait for all ranks, and leave."""
         self.checkpoints.wait()
         if self.engine:
             self.engine.transport.close()

@@ -1,9 +1,9 @@
-"""A step's gradients over all ranks: summed over replicas and over shared weights, and their global norm.
+"""Reduces a step's gradients over all ranks: sums over replicas and over shared weights, and the global norm.
 
-Each micro-batch's loss is weighted by its share of the global batch, so sums are all there is to do. The norm is taken
-over all stages, a shared weight counted once; every rank has the same bits of it, so in fp16 it is also the vote on an
-overflow: if any gradient anywhere is not finite, no rank's norm is. One process adds gradients up in fp16, where ranks
-add fp32: a sum beyond fp16 counts as not finite here, too, so that ranks skip the steps that one process skips.
+Each micro-batch's loss is weighted by its share of the global batch, so only sums are needed. The norm is taken over
+all stages, with each shared weight once. Every rank has the same bits of the norm, so in fp16 it is also the vote on an
+overflow: if any gradient anywhere is not finite, no rank's norm is. One process adds gradients in fp16, ranks add them
+in fp32: so a sum that fp16 cannot hold counts as not finite here, too, and ranks skip the same steps as one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from methods.pipeline.transport import LostPeer
 
 
 class Shared(NamedTuple):
-    """A weight that two stages have, or one stage twice: a name in each of both. The first one is counted."""
+    """A weight of two stages, or of one stage under two names: a name for each. The first one is counted."""
 
     name: str
     other: str
@@ -32,7 +32,8 @@ class Shared(NamedTuple):
 
 
 class Groups:
-    """Ranks that sum together. Made by all ranks in the same order. `limit_seconds`: of waiting for the others."""
+    """Groups of ranks that sum together. All ranks make them in the same order. `limit_seconds`: longest wait for the
+    others."""
 
     def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
         self.limit = timedelta(seconds=limit_seconds)  # torch gives a group its own, whatever the ranks met with
@@ -48,7 +49,7 @@ class Groups:
                 self.pairs[pair] = self._mine(groups)
 
     def _mine(self, groups: list[list[int]]) -> Any:
-        """The group that this rank is in; None if it is alone in it, or in none."""
+        """Return this rank's group; None if the rank is alone in it, or in none."""
         mine = None
         for members in groups:
             if len(members) > 1:
@@ -58,8 +59,8 @@ class Groups:
 
 
 class Gradients:
-    """`masters`: this stage's trained weights by name; `names`: those of the whole model, in its order; `dtype`: in
-    which the model computes."""
+    """The gradients of a rank. `masters`: this stage's trained weights by name; `names`: the whole model's, in its
+    order; `dtype`: of the computation."""
 
     def __init__(
         self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared],
@@ -67,7 +68,7 @@ class Gradients:
     ) -> None:  # fmt: skip
         self.masters, self.groups, self.dtype = dict(masters), groups, dtype
         self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]
-        # Of a weight with one name in two stages, the first stage's.
+        # If a weight has one name in two stages, the first stage counts it.
         again = {pair.name for pair in self.shared if pair.name == pair.other and groups.stage != pair.stage}
         self.own = [name for name in self.masters if name not in again]
         uncounted = again | {
@@ -79,7 +80,8 @@ class Gradients:
         self.num_names = len(names)
 
     def reduce(self, loss: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The whole gradient, divided by the loss scale, in the masters; the global batch's loss, and the norm.
+        """Leave the whole gradient, divided by the loss scale, in the masters; return the global batch's loss, and the
+        norm.
 
         loss: (), the sum over the micro-batches of this rank; 0 but on the last stage.
         """
@@ -98,7 +100,7 @@ class Gradients:
         return self._norm(loss, is_finite)
 
     def _are_finite(self) -> Tensor | None:
-        """Of each counted gradient, in fp16, which is rounded to infinity where it does not fit."""
+        """Return whether each counted gradient is finite in fp16, which rounds values beyond its range to infinity."""
         grads = self._counted_gradients()
         if self.dtype != torch.float16 or not grads:
             return None
@@ -121,8 +123,8 @@ class Gradients:
             all_reduce(mine.grad, self.groups.pairs[pair])
 
     def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A vector with the norm of each weight at its place in the model, and the loss: every element is one rank's,
-        and the sum over the stages adds zeros to it."""
+        """Return a vector with the norm of each weight at its place in the model, and the loss: each element is set on
+        one rank, so the sum over the stages only adds zeros."""
         grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + 1, device=loss.device)
         if grads:
@@ -138,7 +140,7 @@ class Gradients:
 
 
 def all_reduce(tensor: Tensor, group: Any) -> None:
-    """The sum over a group's ranks. Raises LostPeer that names the others if one takes no part."""
+    """Sum over a group's ranks. Raises LostPeer that names the others if one takes no part."""
     try:
         dist.all_reduce(tensor, group=group)
     except RuntimeError as error:
@@ -148,7 +150,7 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that are summed at once; a large one by itself."""
+    """Yield tensors that are summed at once; a large one by itself."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,8 +1,8 @@
-"""A rank's link with the launcher that started it: what the rank was told, and what it tells of each step.
+"""A rank's link with its launcher: the rank's orders, and its reports of each step.
 
 SIGUSR1 asks the ranks for a checkpoint and their end. It reaches them at different moments, perhaps in the midst of an
-update; so it stays blocked, and at the beginning of each step all ranks agree whether one of them has seen it. If so,
-the script's handler runs there, in all ranks between the same two steps.
+update. So it stays blocked, and at the beginning of each step all ranks agree whether one of them has received it. If
+so, the script's handler runs there, in all ranks between the same two steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ALIVE_SECONDS = 5.0  # between two signs of life within a step
 
 @functools.cache
 def link() -> Link | None:
-    """None in a process that no launcher started."""
+    """Return the link; None in a process that no launcher started."""
     told = os.environ.get(VARIABLE)
     return Link(**json.loads(told)) if told else None
 
 
 class Link:
-    """`descriptor`: of the pipe to the agent; `folder`: of checkpoints; `checkpoint_every`: steps that a death may
-    cost; `cuts`: those that the launcher chose, None if it leaves the choice to the model."""
+    """`descriptor`: of the pipe to the agent; `folder`: of checkpoints; `checkpoint_every`: most steps that a death may
+    cost; `cuts`: the launcher's choice, None if it leaves the choice to the model."""
 
     def __init__(
         self, descriptor: int, folder: str, checkpoint_every: int | None, cuts: list[int] | None, rank: int, round: int
@@ -46,7 +46,7 @@ class Link:
         self.told_alive = 0.0
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """One line, which the system writes whole."""
+        """Send one line, which the system writes whole."""
         os.write(self.descriptor, (json.dumps({"kind": kind, **self.place, **facts}) + "\n").encode())
 
     def alive(self) -> None:
@@ -55,7 +55,7 @@ class Link:
             self.tell("alive")
 
     def at_boundary(self, model: Any) -> None:
-        """Between two steps: let the script's handler run if a signal came, else save what is due."""
+        """Run the script's handler if a signal came, else save a due checkpoint; called between two steps."""
         if self.is_stopping:
             return
         seen = torch.tensor([float(signal.SIGUSR1 in signal.sigpending())])
@@ -66,15 +66,15 @@ class Link:
             signal.raise_signal(signal.SIGUSR1)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the handler runs here
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        # Each checkpoint is durable when the next is begun: a death costs two of these intervals at most.
+        # Each checkpoint is durable when the next begins, so a death costs at most two of these intervals.
         elif (every := self.checkpoint_every) and model.num_steps and model.num_steps % max(1, every // 2) == 0:
             pending = model.checkpoint()
             if every == 1:
                 pending.result()
 
     def tell_step(self, model: Any, inputs: Mapping[str, Any], facts: dict[str, Any]) -> None:
-        """After a step's passes, before its update. Ranks of the first stage tell of their samples, which the replicas
-        share."""
+        """Report a step after its passes, before its update. Ranks of the first stage report their samples, which the
+        replicas share."""
         if model.stage == 0:
             samples = digest(inputs)
             facts = {**facts, "samples": len(samples), "data": sum(samples) % 2**48}
@@ -82,7 +82,7 @@ class Link:
 
 
 def digest(inputs: Mapping[str, Any]) -> list[int]:
-    """A number for each sample, by all its values: their sum does not depend on how replicas share a batch."""
+    """Hash each sample, by all its values, to a number: the sum does not depend on how replicas share a batch."""
     split = [(name, value) for name, value in sorted(inputs.items()) if isinstance(value, Tensor) and value.ndim]
     size = max((value.shape[0] for _, value in split), default=0)
     hashes = [hashlib.blake2b(digest_size=6) for _ in range(size)]
@@ -94,7 +94,7 @@ def digest(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def num_updates(optimizer: torch.optim.Optimizer) -> int:
-    """Updates that the optimizer has counted."""
+    """Return the number of updates that the optimizer has counted."""
     counts = (state["step"] for state in optimizer.state.values() if "step" in state)
     return int(next(counts, 0))
 

@@ -1,4 +1,5 @@
-"""The weights that an optimizer updates: fp32 masters, which in fp32 are the model's own, and their gradients.
+"""The weights that an optimizer updates, and their gradients: fp32 masters, which for an fp32 model are its own
+weights.
 
 In mixed precision the gradient of each micro-batch is added to its master's in fp32, as soon as it is there.
 """
@@ -47,7 +48,7 @@ class Masters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters to the weights that are computed with."""
+        """Round the masters to the weights of the computation."""
         pairs = [(weight, self.by_name[name]) for name, weight in self.weights.items()]
         rounded = [(weight, master) for weight, master in pairs if weight is not master]
         if rounded:

@@ -23,7 +23,7 @@ from methods.pipeline.profiler import Profiler
 
 
 class Layers(nn.Module):
-    """A part as it runs in a pipeline, without recomputing each layer."""
+    """A stage's part as it runs in a pipeline, without recomputing each layer."""
 
     def __init__(self, part: GptPart) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ class CutGpt(nn.Module):
 
 
 def measure(order: dict[str, Any]) -> None:
-    """As one rank."""
+    """Measure as one rank."""
     workload = Workload(**order["workload"])
     if order.get("device") == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the first question for one
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch first asks for a device
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order["num_ranks"]))
 
     def get_batch(size: int) -> dict[str, Tensor]:
@@ -73,14 +73,14 @@ def measure(order: dict[str, Any]) -> None:
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
     if profiler.rank == 0:
-        # In bf16, too, a rank keeps a master of each weight.
+        # A rank keeps a master of each weight, in bf16, too.
         dataclasses.replace(profile, fp16=workload.dtype != "fp32").write(order["folder"])
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def main() -> None:
-    """The order comes on standard input, for a rank as its argument."""
+    """Entry point. The order comes on standard input, for a rank as its argument."""
     order = json.loads(sys.argv[1]) if len(sys.argv) > 1 else json.load(sys.stdin)
     if len(sys.argv) > 1 or order["num_ranks"] == 1:
         record(measure)(order)

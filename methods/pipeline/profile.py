@@ -1,4 +1,4 @@
-"""What a model's sections, messages and sums cost on a kind of machine: one JSON file; standard library only, but for
+"""The cost of a model's sections, messages and sums on a kind of machine: one JSON file; standard library only, but for
 the check of the file."""
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class NotNegative:
 
 @dataclass(frozen=True)
 class SectionCost(NotNegative):
-    """Of one section's passes of a micro-batch of this many samples."""
+    """The cost of one section's passes of a micro-batch with this many samples."""
 
     size: int
     forward_seconds: float
-    recompute_seconds: float  # a forward pass that keeps what the backward pass needs
+    recompute_seconds: float  # a forward pass that keeps the backward pass's needs
     backward_seconds: float
-    copy_seconds: float  # of what crosses the cut above it, to the host and back
+    copy_seconds: float  # copy of the tensors at the cut above, to the host and back
     saved_bytes: int  # kept between recompute and backward pass
     peak_bytes: int  # beyond weights, gradients and the section's input
-    activation_bytes: int  # that cross the cut above it
+    activation_bytes: int  # tensors at the cut above
 
 
 @dataclass(frozen=True)
 class Section(NotNegative):
     num_params: int
-    update_seconds: float  # of its parameters, by the optimizer
+    update_seconds: float  # the optimizer's update of its parameters
     costs: list[SectionCost]  # by size, up to the last one before memory ran out
 
 
 @dataclass(frozen=True)
 class Message(NotNegative):
-    """From a rank to its neighbor, while both compute."""
+    """A message from a rank to its neighbor, while both compute."""
 
     is_one_machine: bool
     num_bytes: int
@@ -55,7 +55,7 @@ class Message(NotNegative):
 
 @dataclass(frozen=True)
 class Sum(NotNegative):
-    """An all-reduce in a ring of ranks, while all other rings of that size do the same."""
+    """An all-reduce in a ring of ranks, while all other rings of that size run, too."""
 
     num_ranks: int
     num_bytes: int
@@ -65,12 +65,12 @@ class Sum(NotNegative):
 @dataclass(frozen=True)
 class Profile:
     fp16: bool
-    device_bytes: int | None  # of a device's memory; None for a CPU, where it is not the ranks' own
+    device_bytes: int | None  # memory of a device; None for a CPU, whose memory the ranks share
     sections: list[Section]  # the model's parts between neighboring CutPoints
-    messages: list[Message]  # none if one rank measured
+    messages: list[Message]  # empty if one rank measured
     sums: list[Sum]
-    # Passes are as of a rank that has a core. While `num_ranks` of a machine's ranks computed at once they took
-    # `crowding` times as long; its cores serve `num_served`. None: each rank has a device of its own.
+    # Passes are timed as of a rank that has a core. `num_ranks` of a machine's ranks that compute at once take
+    # `crowding` times as long; the machine's cores serve `num_served` ranks. None: each rank has a device of its own.
     crowding: float = 1.0
     num_ranks: int = 1
     num_served: float | None = None
@@ -85,11 +85,11 @@ class Profile:
 
     @property
     def sizes(self) -> list[int]:
-        """Of micro-batches that no section lacked memory for."""
+        """Return the sizes of micro-batches for which no section lacked memory."""
         return sorted(set.intersection(*({cost.size for cost in section.costs} for section in self.sections)))
 
     def at(self, size: int) -> list[SectionCost]:
-        """Each section's cost."""
+        """Return each section's cost at this size."""
         return [next(cost for cost in section.costs if cost.size == size) for section in self.sections]
 
     def write(self, folder: str | Path) -> Path:

@@ -38,15 +38,15 @@ from methods.pipeline.transport import backend_of, gathered, join
 from methods.pipeline.user_pipeline import chosen_device
 
 MOST_REPEATS = 16
-RUNS = 7  # of which the median counts, after one that does not
+RUNS = 7  # runs whose median counts, after one that does not count
 
 
 class Values(NamedTuple):
-    """A micro-batch at a section."""
+    """A micro-batch at a section's boundary."""
 
     received: list[Tensor]
     inputs: list[Any]
-    grads: list[Tensor] | None  # of what it sends; None for the loss
+    grads: list[Tensor] | None  # gradients of the tensors sent; None for the loss
 
 
 class Profiler:
@@ -65,7 +65,7 @@ class Profiler:
         self.sections: list[Part] = []
 
     def initialize(self, get_batch: Callable[[int], Inputs]) -> None:
-        """Cut the model at all of its CutPoints. Raises ValueError, one line, where it cannot be cut."""
+        """Cut the model at all of its CutPoints. Raises ValueError, one line, if it cannot be cut."""
         graph = traced(self.model.train(), get_batch(1))
         self.sections = cut(self.model, graph, range(num_cuts(graph)))
 
@@ -92,11 +92,11 @@ class Profiler:
         self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._too_large: set[tuple[int, int]] = set()
         self._crowded = self._alone = 0.0
-        # In rounds of all sections and sizes, so that a busy while of the machine hits each of them.
+        # Rounds of all sections and sizes, so that a busy while of the machine hits each of them.
         for _ in range(RUNS + 1):
             for first in range(0, len(self.sections), self.world_size):
                 self._meet()
-                # Past the end again from 0: no rank is left idle.
+                # After the last section start again from 0, so that no rank is idle.
                 self._visit((first + self.rank) % len(self.sections), batches)
         own: dict[int, list[SectionCost]] = defaultdict(list)
         for (number, size), each in sorted(self._seconds.items()):
@@ -127,14 +127,15 @@ class Profiler:
     # ---- Sections
 
     def _visit(self, number: int, batches: Mapping[int, Inputs]) -> None:
-        """One pass of each size; a size for which memory runs out is the end of them from now on."""
+        """Run one pass of each size; a size for which memory runs out ends the list from now on."""
         module = self.sections[number].module.to(self.device)
         try:
             for size, batch in batches.items():
                 if (number, size) in self._too_large:
                     break
                 values = self._values(number, size, batch)
-                # As many samples of each size: on busy cores a short pass alone escapes others' time slices.
+                # Run as many samples of each size: on busy cores only a short pass escapes other processes' time
+                # slices.
                 passes = [self._timed(module, values) for _ in range(max(1, min(MOST_REPEATS, max(batches) // size)))]
                 self._seconds[number, size].append([statistics.mean(each) for each in zip(*passes, strict=True)])
                 if (number, size) not in self._bytes:
@@ -161,13 +162,13 @@ class Profiler:
         return Values(received, inputs, grads)
 
     def _drawn(self, like: Tensor) -> Tensor:
-        """A tensor in place of one that another rank's section would make."""
+        """Return a random tensor in place of one that another rank's section would make."""
         if not like.is_floating_point():
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
 
     def _timed(self, module: nn.Module, values: Values) -> list[float]:
-        """Seconds of a forward pass, of the copy of what it sends, of a recompute and of a backward pass."""
+        """Return the seconds of a forward pass, of the copy of its output, of a recompute and of a backward pass."""
         with torch.no_grad():
             found, forward = self._clocked(module, *values.received, *values.inputs)
             _, copy = self._clocked(self._copies, [] if values.grads is None else found)
@@ -176,7 +177,7 @@ class Profiler:
         return [forward, copy, recompute, backward]
 
     def _clocked(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-        """What it returns, and its seconds, without those in which a CPU's rank waited for a core."""
+        """Return the function's result and its seconds, less the time that a CPU's rank waited for a core."""
         self._synchronize()
         began, waited = time.perf_counter(), self._waited_seconds()
         found = work(*arguments)
@@ -187,14 +188,16 @@ class Profiler:
         return found, seconds - waited
 
     def _waited_seconds(self) -> float:
-        """Of this thread, able to run; 0.0 on a device of its own, and where the system does not tell."""
+        """Return the seconds that this thread could run but had no core; 0.0 on a device, and if the system does not
+        tell."""
         with suppress(OSError, IndexError):
             if self.device.type == "cpu":
                 return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
         return 0.0
 
     def _update_seconds(self, module: nn.Module) -> float:
-        """The optimizer's step after its first, which makes its state. The model stays as it is."""
+        """Return the seconds of the optimizer's step after its first, which makes its state. The model stays as it
+        is."""
         copies = [nn.Parameter(weight.detach().float().clone()) for weight in module.parameters()]
         if not copies:
             return 0.0
@@ -208,7 +211,8 @@ class Profiler:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
 
     def _measured_bytes(self, module: nn.Module, values: Values) -> tuple[int, int, int]:
-        """Kept of a pass, its peak, and sent; the weights' gradients are there already, the input's are not."""
+        """Return the bytes that a pass keeps, its peak, and the bytes sent; the weights' gradients exist already, the
+        input's do not."""
         for tensor in values.received:
             tensor.grad = None
         is_cuda, tracker = self.device.type == "cuda", Tracker()
@@ -238,14 +242,15 @@ class Profiler:
         return list(map(json.loads, gathered(json.dumps(own).encode(), group, self.device)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
-        """As the profile has it; the number of ranks is that of rank 0's machine."""
+        """Return the crowding as the profile defines it; the number of ranks is that of rank 0's machine."""
         hosts = self._gathered(socket.gethostname())
         crowded, alone = (sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True))
         num_served = len(os.sched_getaffinity(0)) / torch.get_num_threads() if self.device.type == "cpu" else None
         return crowded / alone, hosts.count(hosts[0]), num_served
 
     def _messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
-        """Half of a round trip to the next rank; first the even ranks with the odd ones above them, then the others."""
+        """Time half of a round trip to the next rank: first from the even ranks to the odd ones above them, then the
+        others."""
         hosts, found = self._gathered(socket.gethostname()), []
         number = self.rank % len(self.sections)
         module, values = (
@@ -279,7 +284,7 @@ class Profiler:
         return seconds
 
     def _sums(self, num_bytes: int) -> list[Sum]:
-        """In rings of 2, 4, 8, ... and all ranks, which lie as the replicas of a stage do."""
+        """Time sums in rings of 2, 4, 8, ... and all ranks, which lie as the replicas of a stage do."""
         found = []
         for num_ranks in sorted({self.world_size, *(2**power for power in range(1, self.world_size.bit_length()))}):
             apart = self.world_size // num_ranks
@@ -301,7 +306,7 @@ class Profiler:
         return [Sum(*key) for key in self._medians(found)]
 
     def _medians(self, own: Sequence[tuple[Any, float]]) -> list[Any]:
-        """Over all ranks."""
+        """Return the medians over all ranks."""
         together: dict[Any, list[float]] = defaultdict(list)
         for found in self._gathered(own):
             for key, seconds in found:
@@ -315,5 +320,5 @@ def _backward(found: Any, grads: Sequence[Tensor] | None) -> None:
         loss.float().reshape(()).backward()
     else:
         wanted = [tensor for tensor in found if tensor.requires_grad]
-        if wanted:  # there is nothing to train below some cuts
+        if wanted:  # below some cuts there is nothing to train
             torch.autograd.backward(wanted, list(grads))

@@ -1,4 +1,4 @@
-"""Which rank has which stage: Varuna's `stage_to_rank_map`, "0,2;1,3;" for two stages with two replicas each; standard
+"""Maps stages to ranks by Varuna's `stage_to_rank_map`, "0,2;1,3;" for two stages with two replicas each; standard
 library only.
 
 Stages are separated by semicolons, replicas by commas. The n-th ranks of all stages are one pipeline: the n-th replica
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankMap:
-    """ranks[stage][replica]. Raises ValueError where that is no map."""
+    """ranks[stage][replica]. Raises ValueError if the ranks make no map."""
 
     ranks: tuple[tuple[int, ...], ...]
 
@@ -35,7 +35,7 @@ class RankMap:
 
     @staticmethod
     def make(num_stages: int, num_replicas: int) -> RankMap:
-        """A pipeline of neighboring ranks for each replica."""
+        """Make a map whose pipelines, one for each replica, have neighboring ranks."""
         return RankMap(
             tuple(tuple(stage + num_stages * replica for replica in range(num_replicas)) for stage in range(num_stages))
         )
@@ -56,12 +56,12 @@ class RankMap:
         return self.num_stages * self.num_replicas
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """The stage and the replica of a rank."""
+        """Return the stage and the replica of a rank."""
         for stage, replicas in enumerate(self.ranks):
             if rank in replicas:
                 return stage, replicas.index(rank)
         raise ValueError(f"stage_to_rank_map: rank {rank} is not in {self}")
 
     def pipeline(self, replica: int) -> list[int]:
-        """The ranks of a replica, by stage."""
+        """Return the ranks of a replica, by stage."""
         return [replicas[replica] for replicas in self.ranks]

@@ -30,18 +30,18 @@ SLOTS = {"F": 1, "R": 1, "B": 2}
 
 
 class Pass(NamedTuple):
-    """F, R or B of a micro-batch, counted from 0."""
+    """F, R or B of a micro-batch; micro-batches count from 0."""
 
     kind: str
     micro_batch: int
 
 
-# Seconds of F, R and B on each stage; micro-batches; seconds of a message, at every cut or at each.
+# Seconds of F, R and B on each stage; micro-batches; seconds of a message, one for all cuts or one for each.
 Pipeline = tuple[Sequence[Mapping[str, float]], int, float | Sequence[float]]
 
 
 def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[Line]:
-    """Pipelines for the event core."""
+    """Return the pipelines as lines of the event core."""
     every_order = units(schedule, [(len(seconds), number) for seconds, number, _ in pipelines])
     is_varuna = schedule == "varuna"  # torch's schedules recompute within the backward pass
     return [
@@ -52,14 +52,14 @@ def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: boo
 
 
 def step_seconds(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[float]:
-    """Of each pipeline alone, with any number of messages under way."""
+    """Return the step of each pipeline alone, with any number of messages under way."""
     found = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
     return [float(run.ended.max()) for run in found]
 
 
 @functools.lru_cache(maxsize=32)
 def orders(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
-    """Every stage's passes in order. Raises ValueError for a schedule that there is not."""
+    """Return every stage's passes in order. Raises ValueError for an unknown schedule."""
     found = []
     for row in units(schedule, [(num_stages, num_micro_batches)])[0]:
         counts = {code: itertools.count() for code in (F, R, B)}
@@ -68,7 +68,7 @@ def orders(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[tupl
 
 
 def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
-    """For each number of stages and of micro-batches, every stage's F, R and B in order, padded with 0."""
+    """Return, for each number of stages and of micro-batches, every stage's F, R and B in order, padded with 0."""
     import numpy as np
 
     if schedule == "varuna":
@@ -84,7 +84,7 @@ def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
 
 
 def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
-    """Varuna's order: every stage's choices, slot by slot, of all pipelines at once."""
+    """Return Varuna's order: every stage's choices, slot by slot, of all pipelines at once."""
     import numpy as np
 
     sizes = [num_stages for num_stages, _ in shapes]
@@ -97,14 +97,14 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
     now = 0
     while (backward < number).any():
         is_free = free <= now
-        # Begun in slots before this one, and ended.
+        # Passes begun in slots before this one, and ended.
         ended_forward, ended_backward = forward - (~is_free & (runs == F)), backward - (~is_free & (runs == B))
         from_below = np.where(is_first, number, np.roll(ended_forward, 1))
         from_above = np.where(is_last, number, np.roll(ended_backward, -1))
-        # Between R and its B a stage waits: only one micro-batch's intermediates are kept.
+        # A stage waits between R and its B, because it keeps only one micro-batch's intermediates.
         holds = ~is_last & (recomputed > backward)
         goes_back = is_free & (np.where(is_last, forward, recomputed) > backward) & (from_above > backward)
-        half_done = np.roll(backward, -1)  # the stage above began a slot ago at least
+        half_done = np.roll(backward, -1)  # the stage above began at least one slot ago
         recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
         goes_on = is_free & ~holds & ~goes_back & ~recomputes & (from_below > forward) & (forward < number)
         for kind, chosen, count in ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward)):

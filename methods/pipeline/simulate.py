@@ -18,31 +18,31 @@ from methods.pipeline.schedule import lines
 if TYPE_CHECKING:
     from harness.simulation.event_core import Array
 
-IN_FLIGHT = 4  # messages of a kind that a stage has under way, as the engine
-LEAST = 0.05  # of a nominal duration: what jitter leaves
+IN_FLIGHT = 4  # messages of a kind that a stage has under way, as in the engine
+LEAST = 0.05  # smallest share of a nominal duration that jitter leaves
 
 
 @dataclass(frozen=True)
 class Network:
-    send_seconds: float = 0.0  # of a message between neighbors on a machine
-    long_send_seconds: float | None = None  # between machines; None: as within one
+    send_seconds: float = 0.0  # a message between neighbors on a machine
+    long_send_seconds: float | None = None  # a message between machines; None: as within one
     stages_per_machine: int = 1
     jitter: float = 0.0  # standard deviation of a message's time, relative to it
-    sends_at_once: int = IN_FLIGHT  # on a link, in each direction; the next message waits
-    sum_seconds: float = 0.0  # of the gradients over replicas, after a stage's last pass in all of them
+    sends_at_once: int = IN_FLIGHT  # messages on a link in each direction; the next message waits
+    sum_seconds: float = 0.0  # sum of the gradients over replicas, after a stage's last pass in all of them
 
     def sends(self, num_stages: int) -> list[float]:
-        """Seconds of a message at each cut."""
+        """Return the seconds of a message at each cut."""
         far = self.send_seconds if self.long_send_seconds is None else self.long_send_seconds
         return [far if (cut + 1) % self.stages_per_machine == 0 else self.send_seconds for cut in range(num_stages - 1)]
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """starts, ends: (F R B, stages, micro-batches) of the first replica, in seconds; not a number: no such pass."""
+    """starts, ends: (F R B, stages, micro-batches) of the first replica, in seconds; NaN if there is no such pass."""
 
     step_seconds: float
-    bubble: float  # share of all stages' time until the last pass in which they wait
+    bubble: float  # share of all stages' time, until the last pass, that is waiting
     starts: Array | None
     ends: Array | None
 
@@ -52,7 +52,7 @@ def simulate(
     num_replicas: int = 1, is_opportunistic: bool = True, pass_jitter: float = 0.0, seed: int = 0,
     keeps_units: bool = False,
 ) -> PipelineRun:  # fmt: skip
-    """`seconds`: of F, R and B on each stage."""
+    """Simulate one step. `seconds`: of F, R and B on each stage."""
     import numpy as np
 
     network = network or Network()

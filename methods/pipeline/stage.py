@@ -1,7 +1,7 @@
 """One rank's stage of a pipeline: the passes of single micro-batches.
 
-Of a forward pass only the stage's inputs are kept, and the state of the random numbers; the recompute makes what the
-backward pass needs, with the same random numbers. The last stage goes back at once, without a recompute.
+A forward pass keeps only the stage's inputs, and the state of the random numbers; the recompute makes the backward
+pass's needs, with the same random numbers. The last stage runs its backward pass at once, without a recompute.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# From a micro-batch's number and what the stage below sent, what goes to the stage above; of the last stage, the loss.
+# A function from a micro-batch's number and the tensors of the stage below to the tensors for the stage above, or on
+# the last stage to the loss.
 Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Stage:
-    """`compute` of the last stage returns a loss whose gradient is weighted; `needs_grad` of each tensor received."""
+    """The passes of a stage. `compute`: on the last stage it returns a loss whose gradient is weighted; `needs_grad`:
+    of each tensor received."""
 
     def __init__(self, compute: Compute, needs_grad: Sequence[bool], *, is_last: bool, device: str = "cpu") -> None:
         self.compute, self.needs_grad, self.is_last = compute, needs_grad, is_last
         self.device = torch.device(device)
-        self.kept: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}  # inputs and random state
-        self.ready: tuple[list[Tensor], Sequence[Tensor]] | None = None  # for the backward pass: inputs and outputs
+        self.kept: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}  # inputs and random state of each micro-batch
+        self.ready: tuple[list[Tensor], Sequence[Tensor]] | None = None  # inputs and outputs for the backward pass
         self.losses: list[Tensor] = []  # of the last stage, one for each micro-batch
 
     def forward(self, number: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What to send up; nothing from the last stage."""
+        """Run the forward pass; return the tensors to send up, none on the last stage."""
         if self.is_last:
             self.ready = self._with_graph(number, inputs)
             self.losses.append(self.ready[1][0].detach())
@@ -43,7 +45,8 @@ class Stage:
             self.ready = self._with_graph(number, inputs)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """From the gradients of the outputs that need one, those of the inputs that do; none for a loss."""
+        """Run the backward pass from the gradients of the outputs that need one; return those of the inputs that do,
+        none for token ids."""
         assert self.ready is not None
         (inputs, outputs), self.ready = self.ready, None
         if self.is_last:
@@ -55,7 +58,7 @@ class Stage:
         return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found]
 
     def forget(self) -> None:
-        """No backward pass follows."""
+        """Forget a micro-batch that gets no backward pass."""
         self.kept, self.ready = {}, None
 
     def _with_graph(self, number: int, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
@@ -69,7 +72,7 @@ class Stage:
 
     @contextmanager
     def _random_state_of(self, states: list[Tensor]) -> Iterator[None]:
-        """The random numbers of that moment; afterwards they go on where they were."""
+        """Restore the random numbers of that moment within this context; afterwards they continue where they were."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else [], device_type="cuda"):
             torch.set_rng_state(states[0])
             if len(states) > 1:

@@ -19,7 +19,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class NotedStage(PipelineStage):
-    """torch's stage, whose passes are noted for a trace."""
+    """torch's stage, with its passes noted for a trace."""
 
     note: Note = staticmethod(unnoted)
 
@@ -33,7 +33,7 @@ class NotedStage(PipelineStage):
 
 
 class TorchSchedule:
-    """`boundary`: a tensor like a micro-batch's between two stages, of any memory."""
+    """GPipe or 1F1B of torch. `boundary`: a tensor like a micro-batch's between two stages, of any memory."""
 
     def __init__(self, schedule: str, batch: Batch, place: tuple[int, int], boundary: Tensor, tokens: Tensor,
                  group: Any, device: str, note: Note = unnoted) -> None:  # fmt: skip
@@ -44,12 +44,12 @@ class TorchSchedule:
             output_args=(boundary.detach().clone().requires_grad_(),), group=group or dist.group.WORLD,
         )  # fmt: skip
         self.stage.note = note  # type: ignore[method-assign]
-        # Gradients are weighted already, so those of micro-batches are sums.
+        # Gradients are weighted already, so the sum over micro-batches is all.
         self.schedule = SCHEDULES[schedule](self.stage, batch.num_micro_batches, loss_fn=batch.loss, scale_grads=False)
         self.batch = batch
 
     def step(self) -> list[Tensor]:
-        """All passes of a step; the losses of the last stage."""
+        """Run all passes of a step; return the losses of the last stage."""
         losses: list[Tensor] = []
         stage = self.batch.part.stage
         inputs = (torch.cat(self.batch.inputs),) if stage.is_first else ()

@@ -1,10 +1,8 @@
 """Messages between neighboring stages: activations up, gradients down, over gloo, each with a tag of its own.
 
-The order of passes is chosen as they run, so that no fixed order of messages could be agreed on. A thread for each
-direction takes messages in, several under way at once; so a stage can ask if one has arrived. Tensors go through the
-host's memory.
-
-All ranks know what will come: shapes and dtypes are fixed before training.
+Passes are ordered as they run, so no fixed order of messages could be agreed on. A thread for each direction receives
+messages, several under way at once; so a stage can ask if one has arrived. Tensors go through the host's memory. All
+ranks know the messages beforehand: shapes and dtypes are fixed before training.
 """
 
 from __future__ import annotations
@@ -24,22 +22,22 @@ from torch import Tensor
 
 from methods.pipeline.stage import Spec, empty
 
-IN_FLIGHT = 4  # messages that a direction has under way, as in the original
-TENSORS = 16  # of a message, at most
+IN_FLIGHT = 4  # messages under way in a direction, as in the original
+TENSORS = 16  # most tensors of a message
 ACTIVATION, GRADIENT = 0, 1
 
 
 class LostPeer(RuntimeError):
-    """A rank that should have sent something, has not."""
+    """A rank has not sent what it should have sent."""
 
 
 def tag_of(kind: int, number: int, index: int) -> int:
-    """Of a tensor of a micro-batch's message: no two under way have the same."""
+    """Return the tag of a tensor of a micro-batch's message: no two messages under way have the same."""
     return (number * TENSORS + index) * 2 + kind
 
 
 class Inbox:
-    """Messages of one kind from one rank, in the order of micro-batches."""
+    """Receives messages of one kind from one rank, in the order of micro-batches."""
 
     def __init__(self, peer: int, kind: int, limit_seconds: float) -> None:
         self.peer, self.kind, self.limit_seconds = peer, kind, limit_seconds
@@ -50,14 +48,14 @@ class Inbox:
         self.thread.start()
 
     def expect(self, messages: list[tuple[int, list[Spec]]]) -> None:
-        """Take in these messages: numbers of micro-batches, and what each one's tensors are."""
+        """Receive these messages: numbers of micro-batches, and each one's tensors."""
         self.expected.put(messages)
 
     def has_arrived(self) -> bool:
         return not self.arrived.empty()
 
     def take(self) -> list[Tensor]:
-        """Wait for the next message. Raises LostPeer after the limit of time, and what its receipt raised."""
+        """Wait for the next message. Raises LostPeer after the limit of time, or the error of its receipt."""
         began = time.monotonic()
         try:
             found = self.arrived.get(timeout=self.limit_seconds)
@@ -77,7 +75,7 @@ class Inbox:
         try:
             while (messages := self.expected.get()) is not None:
                 self._take_in(deque(messages))
-        except Exception as error:  # told where the message is waited for
+        except Exception as error:  # take() raises it
             self.arrived.put(error)
 
     def _take_in(self, messages: deque[tuple[int, list[Spec]]]) -> None:
@@ -92,13 +90,13 @@ class Inbox:
                 ])  # fmt: skip
             message = under_way.popleft()
             for _, work in message:
-                # Beyond any pause of a healthy peer: take() has told of a lost one long before.
+                # longer than any pause of a healthy peer: take() has reported a lost one long before.
                 work.wait(timedelta(days=1))
             self.arrived.put([tensor for tensor, _ in message])
 
 
 class Outbox:
-    """Messages of one kind to one rank."""
+    """Sends messages of one kind to one rank."""
 
     def __init__(self, peer: int, kind: int) -> None:
         self.peer, self.kind = peer, kind
@@ -106,7 +104,7 @@ class Outbox:
         self.under_way: deque[list[tuple[Tensor, Any]]] = deque()
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """Waits for an earlier message if too many are under way."""
+        """Send a message; wait for an earlier one if too many are under way."""
         while len(self.under_way) >= IN_FLIGHT:
             self._wait()
         here = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
@@ -137,12 +135,12 @@ class Transport:
 
     @property
     def waited_seconds(self) -> float:
-        """In which this stage had nothing to do but wait for a neighbor."""
+        """Return the seconds in which this stage could only wait for a neighbor."""
         boxes = (self.activations_in, self.gradients_out, self.gradients_in, self.activations_out)
         return sum(box.waited_seconds for box in boxes if box)
 
     def finish(self) -> None:
-        """Wait until everything sent has been taken."""
+        """Wait until all sent messages have been received."""
         for box in (self.gradients_out, self.activations_out):
             if box:
                 box.finish()
@@ -154,7 +152,7 @@ class Transport:
 
 
 def join(timeout_seconds: float, backend: str = "gloo") -> None:
-    """Meet the other ranks that torchrun's variables name. Raises LostPeer that names those that do not come."""
+    """Meet the other ranks that torchrun's variables name. Raises LostPeer that names the missing ones."""
     limit, began = timedelta(seconds=timeout_seconds), time.monotonic()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, limit)
@@ -173,7 +171,7 @@ def join(timeout_seconds: float, backend: str = "gloo") -> None:
 
 
 def _store(rank: int, limit: timedelta) -> Any:
-    """Where the ranks find one another: torchrun's, or else rank 0's."""
+    """Return the store by which the ranks find one another: torchrun's, or else rank 0's."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_host = rank == 0 and not is_agents

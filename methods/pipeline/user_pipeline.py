@@ -40,12 +40,12 @@ from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport, backend_of, join
 
 __all__ = ["CutPoint", "Varuna"]
-SCALE_WINDOW = 1000  # good steps in a row that double the loss scale
+SCALE_WINDOW = 1000  # good steps in a row, after which the loss scale doubles
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a checkpoint tells of the steps before it."""
+    """A checkpoint's data on the steps before it."""
 
     num_steps: int
     loss_scale: float
@@ -94,7 +94,7 @@ class Varuna(nn.Module):
         if fp16:
             model.half()
         returned = self._probe(parts, sample, chunk_size)
-        # By mode: a traced module's own use of self.training is fixed in its trace.
+        # One engine for each mode, because a trace fixes a module's use of self.training.
         self.modes = {True: parts[self.stage]}
         self.modes[False] = self._in_eval_mode(model, sample, parts)
         mine.to(self.device)
@@ -109,7 +109,7 @@ class Varuna(nn.Module):
         self._engine = self._make_engine(returned, limit_seconds)
         self._loss_scale, self._num_good, self._min_scale, self._is_dynamic = 1.0, 0, 1.0, False
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
-        self.num_steps = 0  # taken, those that overflow included
+        self.num_steps = 0  # steps taken, those that overflow included
         self._same_weights(shared)
 
     # ---- Set-up
@@ -138,7 +138,7 @@ class Varuna(nn.Module):
         return part
 
     def _probe(self, parts: Sequence[Part], sample: Inputs, chunk_size: int) -> dict[int, list[Any]]:
-        """By size of micro-batch, what each part returns. Refuses what cannot be sent, by every process alike, so that
+        """Return each part's result, by size of micro-batch. Every process refuses the same unsendable values, so that
         none waits for one that has refused."""
         chunks = {size: resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
         returned = {size: [*probe(parts, cast(each, self.fp16))] for size, each in chunks.items()}
@@ -155,7 +155,7 @@ class Varuna(nn.Module):
             raise ValueError(f"expected the model's forward pass to return a loss of one element, got {got}")
 
     def _make_engine(self, returned: Mapping[int, Sequence[Any]], limit_seconds: float) -> Engine:
-        """`returned`: by size of micro-batch, what each part returns."""
+        """Make the engine. `returned`: each part's result, by size of micro-batch."""
         stage, last, pipeline = self.stage, self.ranks.num_stages - 1, self.ranks.pipeline(self.replica)
         self._sent: list[list[Spec]] = []
         received: list[list[Spec]] = []
@@ -176,7 +176,7 @@ class Varuna(nn.Module):
 
     @torch.no_grad()
     def _same_weights(self, shared: Sequence[Shared]) -> None:
-        """Replicas, and shared weights, begin as the first one of them."""
+        """Copy the first replica's weights, and the first of shared weights, to the others."""
         masters = self._masters.by_name
         if self._groups.replicas:
             for master in masters.values():
@@ -280,7 +280,8 @@ class Varuna(nn.Module):
         return total
 
     def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
-        """One micro-batch through this stage. The last stage's loss is weighted by its share of the global batch."""
+        """Run one micro-batch through this stage. The last stage's loss is weighted by its share of the global
+        batch."""
         if self._link:
             self._link.alive()
         part, inputs = self.modes[self.training], self._micro_batches[number]
@@ -311,7 +312,7 @@ class Varuna(nn.Module):
         the future is done. `step`: the number of steps taken, if not given. `folder`: the launcher's, if not given."""
         step = self.num_steps if step is None else step
         if folder is None and self._link:
-            if self._link.saved == step:  # to write it again would leave none meanwhile
+            if self._link.saved == step:  # writing it again would leave no complete one meanwhile
                 return self._checkpoints.under_way or done()
             self._link.saved = step
         progress = Progress(self.num_steps, self._loss_scale, self._num_good)
