@@ -112,6 +112,6 @@ class Fsdp2Offload(Method):
             states = (
                 TensorState(name, *map(whole, (p, state["exp_avg"], state["exp_avg_sq"]))) for name, p, state in columns
             )
-            return Trained([state for state in states if rank == 0])  # gathered by all ranks, for the first
+            return Trained([state for state in states if rank == 0])  # all ranks gather the whole tensors, for rank 0
         finally:
             dist.destroy_process_group()

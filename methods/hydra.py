@@ -24,14 +24,14 @@ from methods.sharding.partition import gpt_shards, gpt_tensors
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a gradient's norm on a device, and the number of other scalars there
-MOST_TURNS = 2000  # units of the timeline that a record keeps, the last ones
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a gradient's norm on a device; number of other scalars there
+MOST_TURNS = 2000  # latest units of the timeline that a record keeps
 SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; checked by a rehearsal
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 
 def __getattr__(name: str) -> object:
-    """The classes for users' models, which import torch, unlike this module."""
+    """Return the classes for users' models, which import torch, unlike this module."""
     if name not in ("Model", "ModelOrchestrator", "ModelTask"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from methods.sharding import orchestrator, user_model
@@ -42,9 +42,9 @@ def __getattr__(name: str) -> object:
 @dataclass(frozen=True)
 class Hydra(Method):
     shard_layers: int | None = None  # layers of a shard, or one end; None: as many as fit
-    double_buffer: bool = True  # a second slot, for the next shard
-    intermediates: str = "checkpointed"  # layers are recomputed; or "saved": activations go to the host
-    num_models: int = 1  # each with its own learning rate, the first with the workload's
+    double_buffer: bool = True  # True: a second slot, for the next shard
+    intermediates: str = "checkpointed"  # checkpointed: layers are recomputed; or "saved": activations go to the host
+    num_models: int = 1  # each with its own learning rate; the first has the workload's
     num_batch_sizes: int = 1  # batch sizes for each learning rate: the workload's, and halves of it
     num_devices: int = 1  # processes on a CPU, else GPUs
     hybrid: bool = True  # with more devices than models, split the first model's batches over two devices

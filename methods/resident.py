@@ -44,7 +44,7 @@ class Resident(Method):
 
 
 class Model:
-    """A model with its optimizer. Its gradients are computed as a rounding says, if one is given."""
+    """A model with its optimizer. If a rounding is given, it computes the gradients."""
 
     def __init__(self, workload: Workload, device: str, rounding: Rounding | None = None) -> None:
         import torch
@@ -75,7 +75,7 @@ class Model:
         else:
             loss = self._backward(inputs, targets, parts)
         _take_gradients(self.masters, self.weights, self.scale)
-        # Of another rounding a norm is summed otherwise, too: in parts.
+        # With another rounding the norm is also summed otherwise: in parts.
         norm = global_norm(norms_of([p.grad for p in self.masters], in_blocks=parts > 1 or self.rounding is not None))
         if self.workload.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.workload.clip_norm, norm)

@@ -25,7 +25,7 @@ NUM_BUFFERS = 8  # of parameters
 
 @dataclass(frozen=True)
 class ZeroInfinityNvme(DeepSpeedMethod):
-    disk: str | None = None  # the folder; None: the system's temporary one
+    disk: str | None = None  # folder of the states; None: the system's temporary one
     pipelined: bool | None = None  # read and write during the update; None: if the host has room for the buffers
     reentrant: bool = True  # recompute; torch's newer way gives wrong gradients here (DeepSpeed 0.19.8 on a CPU)
 
@@ -83,18 +83,21 @@ class ZeroInfinityNvme(DeepSpeedMethod):
 
 
 def on_disk(workload: Workload) -> dict[str, int]:
-    """Bytes by kind."""
+    """Return the bytes on the disk by kind."""
     return {"weights": workload.weight_bytes * workload.num_params, "optimizer": 12 * workload.num_params}
 
 
 def num_state_buffers(pipelined: bool) -> int:
-    """With fewer the swapper runs out of them. Pipelined, a step took 2.2 instead of 2.4 s and 0.3 GiB more of the host
-    (8 layers x 512, a disk in the page cache)."""
+    """Return the number of buffers for states: with fewer the swapper runs out of them.
+
+    Pipelined, a step took 2.2 instead of 2.4 s and 0.3 GiB more of the host (8 layers x 512, a disk in the page cache).
+    """
     return 12 if pipelined else 4
 
 
 def sub_group_params(workload: Workload) -> int:
-    """Parameters that step at once: each state of theirs is a file, so the buffers hold a fraction of the states."""
+    """Return the number of parameters that step at once: each state of theirs is a file, so the buffers hold a fraction
+    of the states."""
     return max(1_000_000, workload.num_params // 32)
 
 

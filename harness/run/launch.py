@@ -277,7 +277,7 @@ class Watch:
                 self.record = Record.from_dict(event["record"])
             return
         if event["event"] == "executed":
-            self.executed = [each for each in event["files"] if self.scratch not in Path(each).parents]  # generated code
+            self.executed = [each for each in event["files"] if self.scratch not in Path(each).parents]  # generated
             return
         if self.wall and event["event"] == "phase" and event["phase"] in AFTER_TRAINING:
             self.wall.lift()

@@ -33,7 +33,7 @@ FP16 = {  # the rule of methods/shared/loss_scale.py
 
 
 def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration for this job."""
+    """Return DeepSpeed's configuration for this job."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch_size,
         "gradient_accumulation_steps": 1,
@@ -57,8 +57,11 @@ def train(
     workload: Workload, batches: Any, device: str, adam: str, zero: dict[str, Any], reentrant: bool,
     needed: ExitStack, **extra: Any
 ) -> Training:  # fmt: skip
-    """Train by deepspeed.initialize's engine. `reentrant`: torch's older recompute. `extra`: more configuration.
-    `needed`: is closed when the trained tensors, which are made one by one, have been read."""
+    """Train by deepspeed.initialize's engine.
+
+    `reentrant`: torch's older recompute. `extra`: more configuration. `needed`: is closed after the trained tensors
+    have been read, which are made one by one.
+    """
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable(lacks_to_build("cpu_adam") or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
     deepspeed = import_deepspeed(device)
@@ -66,7 +69,7 @@ def train(
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        # It asks for oneDNN's fp16 instructions, which torch's kernels do not need.
+        # DeepSpeed asks for oneDNN's fp16 instructions, which torch's kernels do not need.
         CPU_Accelerator.is_fp16_supported = lambda self: True
     import torch
     import torch.distributed as dist
@@ -80,7 +83,7 @@ def train(
     for step, (inputs, targets) in enumerate(batches, start=1):
         scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
         loss = engine(inputs, targets, scale)
-        engine.backward(loss / scale)  # which the engine scales again
+        engine.backward(loss / scale)  # the engine multiplies by the scale again
         for group in engine.optimizer.param_groups:
             group["lr"] = workload.learning_rate_at(step)
         engine.step()
@@ -93,14 +96,17 @@ def train(
 
 
 def import_deepspeed(device: str) -> Any:
-    """The package, configured for this device, without its shared-memory communication: one rank does not use it, and
-    its first start would compile it. Raises Unavailable if the package is missing."""
+    """Import the package, configured for this device, without its shared-memory communication.
+
+    One rank does not use that communication, and its first start would compile it. Raises Unavailable if the package is
+    missing.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "LOCAL_SIZE": "1",  # as its launcher says: on a CPU it would start numactl several times a step
+        "LOCAL_SIZE": "1",  # set as DeepSpeed's launcher does: on a CPU it would start numactl several times a step
         "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies there
     }  # fmt: skip
@@ -120,7 +126,7 @@ def import_deepspeed(device: str) -> Any:
 
 
 def _load_built() -> None:
-    """Load the compiled kernels; otherwise every run of DeepSpeed would start ninja to see if they are current."""
+    """Load the compiled kernels; otherwise every run of DeepSpeed would start ninja to check them."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _import_module_from_library
@@ -132,19 +138,20 @@ def _load_built() -> None:
         load("cpu_adam")
     if is_built("async_io"):
         load("pin_memory")
-        PinMemoryBuilder().load()  # makes its symbols known, which the next one needs
+        PinMemoryBuilder().load()  # makes its symbols known, which the next kernel needs
         load("async_io")
 
 
 def use_built_kernel_in_superoffload() -> None:
-    """Its optimizer's process would compile the kernel again, inside the run and with other flags."""
+    """Make SuperOffload's optimizer process load the compiled kernel: it would compile it again, inside the run and
+    with other flags."""
     from deepspeed.runtime.superoffload import superoffload_utils
 
     superoffload_utils.superoffload_optimizer_worker = superoffload_worker
 
 
 def superoffload_worker(*arguments: Any) -> None:
-    """That process, with the compiled kernel."""
+    """Run SuperOffload's optimizer process with the compiled kernel."""
     from deepspeed.runtime.superoffload.superoffload_utils import superoffload_optimizer_worker
 
     _load_built()
@@ -168,7 +175,7 @@ def build(kernel: str) -> None:
         builder = get_accelerator().create_op_builder(KERNELS[kernel][0])
         if not builder.is_compatible(verbose=True):
             raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
-        header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"  # less of torch's headers
+        header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"  # uses fewer of torch's headers
         os.environ["CPATH"] = os.pathsep.join(filter(None, [str(header.parents[1]), os.environ.get("CPATH")]))
         with _compiled_as_one_file():
             builder.load(verbose=True)
@@ -177,8 +184,11 @@ def build(kernel: str) -> None:
 
 @contextmanager
 def _compiled_as_one_file() -> Iterator[None]:
-    """torch compiles an extension's sources as one, without debug symbols: torch's headers are most of a file's
-    compilation. Those of `common`, which take none of them and repeat each other's constants, stay apart."""
+    """Compile an extension's sources as one file, without debug symbols: torch's headers are most of a file's
+    compilation.
+
+    The sources of `common`, which include no torch headers and repeat each other's constants, stay apart.
+    """
     from torch.utils import cpp_extension
 
     load = cpp_extension.load
@@ -198,7 +208,8 @@ def _compiled_as_one_file() -> Iterator[None]:
 
 
 def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
-    """The file's text with those it includes from its own folder and these, each once: many have no include guard."""
+    """Return the file's text with the files that it includes from its own folder and these, each once: many have no
+    include guard."""
     seen.add(file)
 
     def included(match: re.Match[str]) -> str:
@@ -226,7 +237,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if is_partitioned:
-        # The configuration decides the dtype: Init's dtype argument makes bf16 of fp32 on a CPU.
+        # The configuration decides the dtype, because Init's dtype argument makes bf16 of fp32 on a CPU.
         with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
             model = cls(workload)
     else:
@@ -236,11 +247,11 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     named = list(model.named_parameters())
 
     def shape_of(parameter: Any) -> Any:
-        """Also of what stage 3 partitions, which is empty here."""
+        """Return a parameter's shape, also if stage 3 partitions it, which leaves an empty tensor here."""
         return getattr(parameter, "ds_shape", parameter.shape)
 
     def drawn() -> Iterator[tuple[Any, Any]]:
-        """Each parameter and its start, once."""
+        """Yield each parameter and its start, once."""
         for name, parameter in named:
             assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
         starts = initials(((name, shape_of(parameter)) for name, parameter in named), workload)
@@ -259,7 +270,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
     if workload.dtype != "fp32":
-        # Main weights begin at the fp32 start itself, not at its rounding: they are there only now.
+        # Main weights begin at the fp32 start itself, which exists only now, not at its rounding.
         for parameter, value in drawn():
             start(parameter, value)
             safe_set_full_fp32_param(parameter, value)
@@ -268,7 +279,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Modules begin without torch's own starting values, whose drawing takes as long as ours."""
+    """Skip torch's own starting values, whose drawing takes as long as ours."""
     from torch import nn
 
     with ExitStack() as stack:
@@ -278,7 +289,7 @@ def undrawn() -> Iterator[None]:
 
 
 def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
-    """One at a time: stage 3 gathers each on the device, which has no room for all."""
+    """Yield the states one at a time: stage 3 gathers each on the device, which has no room for all."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):

@@ -13,9 +13,9 @@ from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
 from methods.shared.memory_needs import each_page_locked, page_locked
 
-EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # DeepSpeed's compiled kernels
+EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
-SUB_GROUP_PARAMS = 100_000_000  # of stage 3, which step at once
+SUB_GROUP_PARAMS = 100_000_000  # parameters of stage 3 that step at once
 ADAMS = {  # the host's Adam, and its name in the fairness table
     "fused": "torch AdamW, fused, host",  # the default: needs no compiler
     "deepspeed": "DeepSpeedCPUAdam",  # as fast, but compiled

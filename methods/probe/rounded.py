@@ -1,4 +1,5 @@
-"""The reference by other roundings: how far they are from it is what the gate's probe takes for honest.
+"""The reference by other roundings; the gate's probe measures their distance from the plain reference as honest
+rounding.
 
 Found by the probe alone (harness/gate/probe.py); the models take turns, step by step.
 """
@@ -15,7 +16,7 @@ from methods.shared.memory_needs import resident_plan
 
 @dataclass(frozen=True)
 class Rounded(Method):
-    names: str  # of methods/shared/roundings.py, with commas
+    names: str  # roundings of methods/shared/roundings.py, separated by commas
 
     label = "The reference by other roundings"
     scales_loss = True

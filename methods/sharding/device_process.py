@@ -18,19 +18,19 @@ from methods.sharding.device_worker import Worker
 from methods.sharding.shard import Shard, split
 from methods.sharding.unit import Result, Unit
 
-HOST = re.compile("sim (host|pinned)")  # the simulated device's messages when the host's memory ran out
+HOST = re.compile("sim (host|pinned)")  # messages of the simulated device when the host's memory ran out
 
 
 class Failure(NamedTuple):
-    """A failed unit: its traceback; is_memory: it ran out of the device's memory."""
+    """The failure of a unit, with its traceback. is_memory: the unit ran out of the device's memory."""
 
     text: str
     is_memory: bool = False
 
 
 class Here:
-    """The device of this process. `is_alone`: it has one model, whose units are queued and not waited for, and whose
-    failures are raised, but for the device's lack of memory."""
+    """The device of this process. `is_alone`: it trains one model; it queues the units without waiting, and raises
+    their failures, except for lack of device memory."""
 
     connection = None
     told = 0
@@ -51,8 +51,8 @@ class Here:
 
 
 class Elsewhere:
-    """A device in a process of its own, where `make_worker` makes its worker from `given`. On a CPU the number of
-    threads changes the rounding of sums: runs compared bit by bit need the same number."""
+    """A device in a process of its own, whose worker `make_worker` makes from `given`. On a CPU the number of threads
+    changes the rounding of sums: runs compared bit by bit need the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
         # New processes are forked from one that has done their imports and started no thread.
@@ -64,21 +64,21 @@ class Elsewhere:
         self.process = context.Process(target=serve, args=(other, num_threads, make_worker, *given), daemon=True)
         self.process.start()
         other.close()
-        self.told = 0  # number of halvings of shards it was sent
+        self.told = 0  # number of halvings of shards that it was told
         self.moved_bytes = 0
 
     def ready(self) -> None:
-        """Wait until it has made its worker. Raises RuntimeError with the traceback if that failed."""
+        """Wait until the process has made its worker. Raises RuntimeError with the traceback if that failed."""
         failure, _ = self.reply()
         if failure:
             raise RuntimeError(failure.text)
 
     def start(self, unit: Unit, following: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
-        # By value: boundaries are small beside weights, which are shared.
+        # Sent by value: boundaries are small beside weights, which are shared.
         self.connection.send_bytes(pickle.dumps((unit, following, splits)))
 
     def reply(self) -> Any:
-        """The unit's result, or its failure; and its seconds. Raises EOFError if the process has died."""
+        """Return the unit's result or failure, and its seconds. Raises EOFError if the process has died."""
         left, seconds, self.moved_bytes = pickle.loads(self.connection.recv_bytes())
         return left, seconds
 
@@ -90,7 +90,7 @@ class Elsewhere:
 def start_processes(
     names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1
 ) -> list[Any]:
-    """The devices of these torch names, each with a worker of its own; they are closed when the stack is left."""
+    """Start the devices of these torch names, each with a worker of its own; they are closed when the stack is left."""
     devices = [Elsewhere(make_worker, name, models, options, num_threads=num_threads) for name in names]
     for device in devices:
         stack.callback(device.close)
@@ -104,7 +104,7 @@ def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any]) -
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:
-    """The process of a device: runs unit after unit until the connection is closed."""
+    """Run unit after unit in a device's process, until the connection is closed."""
 
     def reply(left: Any, seconds: float = 0.0, moved_bytes: int = 0) -> None:
         connection.send_bytes(pickle.dumps((left, seconds, moved_bytes)))

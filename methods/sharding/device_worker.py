@@ -26,8 +26,8 @@ class Worker:
         self.is_cuda = device.name.type == "cuda"
         self.saves, self.keeps_random = intermediates == "saved", keeps_random
         self.double_buffer, self.rehearses = double_buffer, False
-        self.slots: list[ShardSlot] = []  # made with the first unit, which can report that there is no room
-        self.num_shards = 0  # for which they were made
+        self.slots: list[ShardSlot] = []  # made with the first unit, which can report a lack of memory
+        self.num_shards = 0  # number of shards that the slots were made for
         for module in (module for shard in self._shards() for layer in shard.layers for module in layer.modules()):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device.name))
@@ -39,15 +39,15 @@ class Worker:
         return [shard for model in self.models for shard in model]
 
     def _fit(self, rehearses: bool) -> None:
-        """Make new slots, empty, for the first unit, where shards were halved, and after a rehearsal, whose traffic
-        does not count."""
+        """Make new, empty slots for the first unit, after shards were halved, and after a rehearsal, whose traffic does
+        not count."""
         shards, is_over = self._shards(), self.rehearses and not rehearses
         if self.num_shards != len(shards) or is_over:
             self.device.synchronize()
             for shard in shards:
                 shard.release()
             self.graphs.clear()
-            self.slots, self.num_shards = [], 0  # before there are others
+            self.slots, self.num_shards = [], 0  # free the old slots first
             self.slots = [ShardSlot(self.device, shards) for _ in range(min(1 + self.double_buffer, len(shards)))]
             self.num_shards = len(shards)
         if is_over:
@@ -56,7 +56,7 @@ class Worker:
 
     def prefetch(self, unit: Unit) -> None:
         """Queue copies of the parts that a unit needs into a slot that the running unit does not use; none if there is
-        no such slot. If both need the same shard, only its states may come now."""
+        no such slot. If both units need the same shard, only its states may be copied now."""
         shard, parts = self.models[unit.model][unit.shard], parts_of(unit)
         shard.name = f"model {unit.model} shard {unit.shard}"
         slot = self._slot_of(shard, unit.version)
@@ -66,15 +66,15 @@ class Worker:
             slot.prefetch(shard, unit.version, parts)
 
     def run(self, unit: Unit, following: Unit | None = None) -> Result:
-        """Run a unit; meanwhile prefetch for the one that is expected to follow."""
+        """Run a unit; meanwhile prefetch for the unit that is expected next."""
         self._fit(unit.rehearses)
         self.prefetch(unit)
         self.slot = self._slot_of(self.models[unit.model][unit.shard], unit.version)
         self.unit, self.shard = unit, self.slot.arrive(to_write=unit.kind != FORWARD)
-        self.home = "seconds" if unit.part else "grads"  # the slab at home for its gradients
+        self.home = "seconds" if unit.part else "grads"  # the slab at home for the shard's gradients
         if following is not None:
             self.prefetch(following)
-        # The model has a random state of its own; this process keeps its own.
+        # The model has a random state of its own, and this process keeps its own.
         on_gpu = [self.device.name] if self.is_cuda else []
         with torch.random.fork_rng(on_gpu, enabled=self.keeps_random, device_type="cuda"):
             self.set_random(unit.random)
@@ -84,13 +84,13 @@ class Worker:
         return result._replace(random=random)
 
     def finished(self, result: Result) -> Result:
-        """The result for another process: wait until it is computed, and copy it to the host."""
+        """Return the result for another process: wait until it is computed, and copy it to the host."""
         self.device.synchronize()
         (loss,) = map_tensors(Tensor.cpu, [result.loss])
         return result._replace(loss=loss, norms=result.norms and [norm.cpu() for norm in result.norms])
 
     def forget(self, unit: Unit) -> None:
-        """After a failed unit: discard the contents of its slot, and its graph."""
+        """Discard a failed unit's slot contents and its graph."""
         if self.slot is not None:
             self.slot.shard = self.slot = self.unit = None
         self.graphs.pop(key_of(unit), None)
@@ -100,7 +100,7 @@ class Worker:
             if slot.holds(shard, version):
                 return slot
         free = [slot for slot in self.slots if slot is not self.slot]
-        # The first slot is the one filled longest ago; it goes to the end of the queue.
+        # The first slot is the one filled longest ago; it moves to the end of the queue.
         slot = free[0] if free else self.slots[0]
         self.slots.remove(slot)
         self.slots.append(slot)
@@ -119,8 +119,8 @@ class Worker:
             torch.cuda.set_rng_state(state[1], self.device.name)
 
     def to_host(self, tensors: Tensors) -> Tensors:
-        """Copies, of a GPU's in page-locked memory that lives until the copy has ended; on a CPU the tensors
-        themselves."""
+        """Copy tensors to the host; a GPU's go to page-locked memory that lives until the copy has ended, a CPU's are
+        returned themselves."""
         return map_tensors(lambda t: t.to("cpu", non_blocking=self.is_cuda), tensors)
 
     def to_device(self, tensors: Tensors) -> Tensors:
@@ -142,13 +142,13 @@ class Worker:
         return Result(host, kept)
 
     def loss(self) -> Result:
-        """The forward pass, the loss, and the backward pass of all layers."""
+        """Run the forward pass, the loss, and the backward pass of all layers."""
         with self._span():
             loss, dy = self._loss()
         return self._end(dy)._replace(loss=loss)
 
     def _loss(self) -> tuple[Tensor, Tensors]:
-        """The loss, and the gradient of the input: all else is gone before the gradients go home."""
+        """Return the loss, and the gradient of the input; all other tensors are freed before the gradients go home."""
         *below, last = self.shard.layers
         start = x = leaves(self.to_device(self.unit.x))
         (targets,) = self.to_device((self.unit.targets,))
@@ -164,7 +164,7 @@ class Worker:
             x = leaves(x)
             loss = last(*x, targets)
         if self.unit.part is not None:
-            loss = loss / 2  # the part's share of the whole batch's
+            loss = loss / 2  # the half's share of the whole batch's loss
         after = self.random_state()
         loss.backward()
         dy = tuple(map(gradient, start))
@@ -200,7 +200,7 @@ class Worker:
         return dy
 
     def _start_gradients(self) -> None:
-        """Zeros, plus the gradients that later shards have sent home for shared parameters."""
+        """Return zeros, plus the gradients that later shards have sent home for shared parameters."""
         self.slot.slabs["grads"].zero_()
         if self.shard.sums:
             homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
@@ -231,7 +231,7 @@ class Worker:
             self.slot.offload(parts, names, self.home)
 
     def _step(self, factor: Tensor | None) -> None:
-        """One optimizer step on the shard's own parameters; sends weights and states home."""
+        """Run one optimizer step on the shard's own parameters, and send weights and states home."""
         shard, slot = self.shard, self.slot
         if shard.trained:
             if factor is not None:
@@ -244,7 +244,7 @@ class Worker:
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
 
     def _forward_saved(self) -> Result:
-        """Keep the graph in this process until the shard's backward pass, its tensors on the host."""
+        """Keep the graph in this process, and its tensors on the host, until the shard's backward pass."""
         inputs: list[Tensor | None] = []
         anchor = torch.zeros((), device=self.device.name, requires_grad=True)
         with torch.enable_grad(), self._saving(), self._span():
@@ -256,7 +256,7 @@ class Worker:
         return Result(self.to_host(tuple(part.detach() for part in x)))
 
     def _saving(self) -> Any:
-        """Keep the tensors that autograd saves on the host; of a weight only its place in the shard's slab."""
+        """Keep the tensors that autograd saves on the host; of a weight keep only its place in the shard's slab."""
         weights = self.slot.slabs["weights"].untyped_storage()
 
         def pack(tensor: Tensor) -> Any:
@@ -277,7 +277,7 @@ class Worker:
 
 
 class _Start(torch.autograd.Function):
-    """The start of a saved graph: passes the input through, and keeps its gradient but not the input."""
+    """The start of a saved graph: it passes the input through, and keeps the input's gradient but not the input."""
 
     @staticmethod
     def forward(ctx: Any, inputs: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
@@ -296,7 +296,7 @@ def key_of(unit: Unit) -> tuple[int, int, int | None]:
 
 
 def differentiate(roots: Sequence[Any], dy: Tensors) -> None:
-    """The backward pass from tensors or edges of a graph, but for those without a gradient."""
+    """Run the backward pass from those tensors or edges of a graph that have a gradient."""
     pairs = [(root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
@@ -308,7 +308,7 @@ def call(layer: nn.Module, x: Tensors) -> Tensors:
 
 
 def leaves(x: Tensors) -> Tensors:
-    """The same tensors as leaves of a new graph, with gradients if they are floating point."""
+    """Return the same tensors as leaves of a new graph, with gradients if they are floating point."""
     return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
 
 

@@ -51,7 +51,7 @@ class Dispatcher:
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
         self.chains: dict[Task, list[float]] = {}  # seconds of each task's units
-        self.room = math.inf  # bytes of a slot that a shard may take if it can be halved
+        self.room = math.inf  # most bytes of a slot for a shard that can be halved
         self.splits = list(splits)  # shards that were halved: model and index
 
     def run(self) -> Iterator[tuple[Task, Step]]:
@@ -76,7 +76,7 @@ class Dispatcher:
 
     @property
     def rounds(self) -> int:
-        """Rounds that every model has finished, without those that failed."""
+        """Return the number of rounds that every model has finished, without those that failed."""
         return min((task.rounds for task in self.tasks if not task.failure), default=0)
 
     def _release(self) -> None:
@@ -148,8 +148,8 @@ class Dispatcher:
         return None
 
     def _halve(self, task: Task, unit: Unit) -> bool:
-        """After a unit ran out of memory: halve its shard, and all shards that keep the slots large; those of running
-        models when their units are done. Returns False if no shard can be halved."""
+        """Halve the shard of a unit that ran out of memory, and all shards that keep the slots large; running models'
+        shards follow when their units are done. Returns False if no shard can be halved."""
         tasks = [each for each in self.tasks if each.can_split and not each.failure]
         if task not in tasks or not self._lower_room(tasks):
             return False
@@ -162,7 +162,7 @@ class Dispatcher:
         return True
 
     def halve_all(self) -> bool:
-        """Between two runs: halve the largest shards of all models. Returns False if no shard can be halved."""
+        """Halve the largest shards of all models, between two runs. Returns False if no shard can be halved."""
         able = self._lower_room(self.tasks)
         for task in self.tasks:
             self._fit(task)
@@ -188,8 +188,8 @@ class Dispatcher:
         self.splits.append((task.model, index))
 
     def summary(self) -> dict[str, float]:
-        """Makespan, its prediction from two rounds, the lower bound for these units, the ratio to it, and the devices'
-        utilization; empty for a single model."""
+        """Return the makespan, its prediction from two rounds, the lower bound for these units, the ratio to it, and
+        the devices' utilization; empty for a single model."""
         if len(self.chains) < 2:
             return {}
         makespan, num_devices = max(turned.end for turned in self.timeline), len(self.numbers)
@@ -204,8 +204,8 @@ class Dispatcher:
         }
 
     def _predicted(self, num_devices: int) -> dict[str, float]:
-        """The makespan that the simulation foretells after two rounds, of which the first warms up: as if all later
-        ones took what the second took. Nothing where models were cut anew, failed, or had no third round."""
+        """Return the makespan that the simulation predicts after two rounds: the first warms up, and all later ones are
+        assumed to take as long as the second. Empty if models were cut anew, failed, or had no third round."""
         chains = []
         for task, seconds in self.chains.items():
             per_round, rest = divmod(len(seconds), max(1, task.rounds))
@@ -215,7 +215,7 @@ class Dispatcher:
         return {"predicted_makespan_seconds": simulate(chains, num_devices, self.policy).makespan}
 
     def shares(self) -> list[float]:
-        """Each model's share of the devices' time until now."""
+        """Return each model's share of the devices' time so far."""
         spent = [0.0] * len({task.model for task in self.tasks})
         for turned in self.timeline:
             spent[turned.model] += turned.end - turned.start

@@ -22,7 +22,7 @@ from methods.sharding.task import Task
 
 
 class Embedding(Ends):
-    """(B, T) token ids to (B, T, D)."""
+    """Maps (B, T) token ids to (B, T, D)."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
@@ -32,7 +32,7 @@ class Embedding(Ends):
 
 
 class Head(Ends):
-    """(B, T, D) and (B, T) token ids to the mean loss."""
+    """Maps (B, T, D) and (B, T) token ids to the mean loss."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
@@ -42,7 +42,7 @@ class Head(Ends):
 
 
 def layers(workload: Workload) -> list[NamedLayer]:
-    """The model's layers, without memory: a shard gives them some."""
+    """Return the model's layers without memory; a shard gives them some."""
     with torch.device("meta"):
         modules = [Embedding(workload), *(Layer(workload) for _ in range(workload.num_layers)), Head(workload)]
     prefixes = ["ends.", *(f"layers.{index}." for index in range(workload.num_layers)), "ends."]
@@ -52,7 +52,7 @@ def layers(workload: Workload) -> list[NamedLayer]:
 
 
 def names(workload: Workload) -> list[str]:
-    """All parameters in the model's order, in which the reference sums the global norm."""
+    """Return all parameter names in the model's order, in which the reference sums the global norm."""
     with torch.device("meta"):
         return [name for name, _ in GPT(workload).named_parameters()]
 
@@ -60,7 +60,8 @@ def names(workload: Workload) -> list[str]:
 def at_home(
     workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool, in_halves: bool
 ) -> list[Shard]:
-    """The seeded model on the host, cut into shards of so many layers each. `is_shared`: memory shared by processes."""
+    """Return the seeded model on the host, cut into shards of these numbers of layers. `is_shared`: processes share the
+    memory."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
     settle(shards, None if is_shared else lambda size: device.room(size, torch.uint8, host=True), in_halves=in_halves)
     for shard in shards:
@@ -73,7 +74,7 @@ def at_home(
 
 
 def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState]:
-    """The trained tensors, in this order of names."""
+    """Return the trained tensors, in this order of names."""
     states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
     weights = {name: shard.at_home(name) for shard in shards for name in shard.own}
     moments = {name: (state["exp_avg"], state["exp_avg_sq"]) for name, state in states.items()}
@@ -88,20 +89,20 @@ def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: boo
 
 
 def batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
-    """A batch for rehearsals, of one element of memory."""
+    """Return a batch for rehearsals, of one element of memory."""
     token = torch.zeros((), dtype=torch.int64, device=device)
     return (token.expand(workload.batch_size, workload.seq_len),) * 2
 
 
 def random_state(workload: Workload, device: str) -> Any:
-    """This process's random state, with which a model trained alone starts; None without dropout."""
+    """Return this process's random state, with which a model trained alone starts; None without dropout."""
     if not workload.dropout:
         return None
     return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
 
 
 def device_names(device: str, number: int) -> list[str]:
-    """torch's names of so many devices, which processes run. Raises Unavailable if there are fewer."""
+    """Return torch's names of the devices, which processes run. Raises Unavailable if there are fewer."""
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:
@@ -119,6 +120,6 @@ def raise_failures(tasks: Sequence[Task]) -> None:
 
 
 def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:
-    """The record's entry for a model that is not the first."""
+    """Return the record's entry for a model that is not the first."""
     changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
     return OtherModel.of(changes, steps, tensors(shards, ordered))

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-States = dict[str, Tensor]  # the tensors that an optimizer keeps for a parameter, by its keys for them
+States = dict[str, Tensor]  # the tensors that an optimizer keeps for a parameter, by the optimizer's keys
 MASTER = "master"  # the fp32 weights of mixed precision, which travel as a state
 
 
 def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool) -> dict[str, States]:
-    """The states of each weight as tensors without memory, in mixed precision with an fp32 master: those that the
-    optimizer makes in a step on the meta device. Raises ValueError for an optimizer that keeps anything but tensors."""
+    """Return the states of each weight as tensors without memory, in mixed precision with an fp32 master: those that
+    the optimizer makes in a step on the meta device. Raises ValueError for an optimizer that keeps other values than
+    tensors."""
     if not weights:
         return {}
     parameters = {}
@@ -38,11 +39,11 @@ def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], 
 def step(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], states: list[States], *, is_first: bool
 ) -> None:
-    """One step with the states in a slot. In the first the optimizer makes its states itself, beside the slot: one
-    parameter at a time, so that they are few."""
+    """Take one step with the states in a slot. In the first step the optimizer makes its states itself, outside of the
+    slot, one parameter at a time, so that they are few."""
     rows = [(parameter, parameter.grad, each) for parameter, each in zip(parameters, states, strict=True)]
     for parameter in parameters:
-        parameter.grad = None  # what has none is left out of a step
+        parameter.grad = None  # the optimizer skips a parameter without a gradient
     for together in [[row] for row in rows] if is_first else [rows]:
         for parameter, grad, each in together:
             parameter.grad = grad
@@ -55,7 +56,8 @@ def step(
 
 
 def _keep(made: States, states: States) -> None:
-    """Move a parameter's states into the slot, unless they lie there already; nothing refers to them afterwards."""
+    """Move a parameter's states into the slot, unless they are there already; nothing refers to the old ones
+    afterwards."""
     with torch.no_grad():
         for key, value in made.items():
             if value is not states[key]:

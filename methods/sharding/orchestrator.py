@@ -47,19 +47,19 @@ class ModelTask:
 
     name: str
     model: nn.Module
-    criterion: Callable[..., Tensor]  # of the last layer's output and the targets
-    dataloader: Any  # with a length; yields (inputs, targets)
+    criterion: Callable[..., Tensor]  # function of the last layer's output and the targets
+    dataloader: Any  # has a length; yields (inputs, targets)
     lr: float
     epochs: int = 1
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # of parameters and lr
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # function of parameters and lr
     max_norm: float = 0.0  # clip gradients to this norm; 0: do not
     clipping: str = "global"  # exact: updates are units of their own; or "shard": each shard by its own norm
     shards: Sequence[int] | None = None  # layers of each shard; None: as many as fit the device
     schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1
     seed: int = 0  # of the model's own random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)
-    begun: Any = field(default=None, init=False)  # after first_batch(): that batch, and the iterator of the rest
-    failure: str = field(default="", init=False)  # the traceback that ended it
+    begun: Any = field(default=None, init=False)  # set by first_batch(): that batch, and the iterator of the rest
+    failure: str = field(default="", init=False)  # the traceback that ended the task
 
     def __post_init__(self) -> None:
         if self.clipping not in ("global", "shard"):
@@ -96,7 +96,8 @@ class ModelTask:
 
 
 def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
-    """The original's documents leave a task's name out: model, criterion, dataloader, lr and epochs are all."""
+    """Accept the arguments of the original's documents, which leave a task's name out: model, criterion, dataloader, lr
+    and epochs."""
     numbers = itertools.count()
 
     @functools.wraps(init)
@@ -155,7 +156,7 @@ class ModelOrchestrator:
 
     @property
     def buffer(self) -> None:
-        """The original's room for a second shard, set by trial; here nothing needs it."""
+        """The original's memory for a second shard, set by trial; it has no effect here."""
         return None
 
     @buffer.setter
@@ -189,7 +190,7 @@ class ModelOrchestrator:
         return found
 
     def _longest(self) -> int | None:
-        """The model whose batches are halved: with more devices than models, the longest."""
+        """Return the model whose batches are halved: with more devices than models, the longest."""
         if not self.hybrid or len(self.tasks) >= len(self.devices):
             return None
         able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
@@ -197,20 +198,20 @@ class ModelOrchestrator:
         return max(able, key=lambda number: lengths[number] * self.tasks[number].num_batches, default=None)
 
     def _cut(self, lengths: Sequence[Sequence[int]]) -> list[list[Shard]]:
-        """Each model in shards of so many layers each."""
+        """Return each model in shards of these numbers of layers."""
         return [
             cut(named_layers(task), each, functools.partial(task.optimizer, lr=task.lr), mixed=False)
             for task, each in zip(self.tasks, lengths, strict=True)
         ]
 
     def _lengths(self) -> list[list[int]]:
-        """Layers of each model's shards: as given, else the longest runs with which the predicted peak is within the
-        device's memory. All shards of all models have the same room."""
+        """Return the layers of each model's shards: as given, else the longest runs with which the predicted peak fits
+        the device's memory. All shards of all models have the same room."""
         singles = self._cut([[1] * len(task.layers) for task in self.tasks])
         alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
 
         def runs(*rooms: int) -> list[list[int]]:
-            """With room for each model's shards."""
+            """Return the runs of layers that fit the room for each model's shards."""
             rows = zip(self.tasks, alone, rooms, strict=True)
             return [list(task.shards) if task.shards else longest_runs(layers, room) for task, layers, room in rows]
 
@@ -269,7 +270,7 @@ class ModelOrchestrator:
         return Report(dispatcher.summary(), dispatcher.timeline, failures)
 
     def _chain(self, number: int) -> Task:
-        """The units of a model."""
+        """Return the units of a model."""
         task, shards = self.tasks[number], self.models[number]
         names = [name for shard in shards for name in shard.trained]
         words = {**self.words[number], "learning_rate_at": task.schedule, "random_state": self._random(task.seed)}
@@ -279,13 +280,13 @@ class ModelOrchestrator:
         return Task(*given, **words)
 
     def _random(self, seed: int) -> Any:
-        """A model's random state: the CPU's and, with GPUs, the GPU's."""
+        """Return a model's random state: the CPU's and, with GPUs, the GPU's."""
         names = ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
         return (*(torch.Generator(name).manual_seed(seed).get_state() for name in names), None)[:2]
 
 
 class _Progress:
-    """A line every ten seconds, and one at the end: steps of all models, and the last one's loss."""
+    """Prints a line every ten seconds, and one at the end: steps of all models, and the last one's loss."""
 
     def __init__(self, tasks: Sequence[ModelTask]) -> None:
         self.tasks, self.told = tasks, time.monotonic()

@@ -1,4 +1,4 @@
-"""Where to cut a model into shards: the longest runs of layers that fit; standard library only.
+"""Chooses the cuts of a model into shards: the longest runs of layers that fit; standard library only.
 
 Memory grows with each layer of a run, so taking the longest run that fits gives the fewest shards. Sizes are in bytes,
 by the parameter's name: a parameter that several layers of a run share is counted once.
@@ -15,11 +15,11 @@ from harness.core.job import Workload
 from methods.shared.memory_needs import ALIGNMENT, aligned
 
 Sizes = dict[str, int]
-MOMENTS = 2  # of AdamW, fp32
+MOMENTS = 2  # AdamW's two, in fp32
 
 
 def longest_runs(layers: Sequence[Sizes], room: int) -> list[int]:
-    """Number of layers of each shard, none larger than `room`, which every layer fits."""
+    """Return the number of layers of each shard, none larger than `room`, which every layer fits."""
     lengths: list[int] = []
     held: Sizes = {}
     for sizes in layers:
@@ -33,12 +33,13 @@ def longest_runs(layers: Sequence[Sizes], room: int) -> list[int]:
 
 
 def run_sizes(layers: Sequence[Sizes]) -> set[int]:
-    """Sizes of all runs of layers."""
+    """Return the sizes of all runs of layers."""
     return {sum(held.values()) for start in range(len(layers)) for held in accumulate(layers[start:], or_)}
 
 
 def adamw_bytes(numel: int, weight_bytes: int) -> int:
-    """A parameter in a slot: weight, gradient, moments, step count; in mixed precision an fp32 master."""
+    """Return the bytes of a parameter in a slot: weight, gradient, moments, step count; in mixed precision an fp32
+    master."""
     states = (MOMENTS + (weight_bytes < 4)) * aligned(4 * numel) + ALIGNMENT
     return 2 * aligned(weight_bytes * numel) + states
 
@@ -52,11 +53,12 @@ class GptShard(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """The ends counted as layers."""
+        """Number of layers, each end counted as one."""
         return self.has_embedding + self.num_blocks + self.has_head
 
     def num_bytes(self, workload: Workload, bytes_of: Callable[[int, int], int] = adamw_bytes) -> int:
-        """`bytes_of`: bytes of a parameter by its number of elements and the bytes of a weight."""
+        """Return the shard's bytes. `bytes_of`: bytes of a parameter by its number of elements and the bytes of a
+        weight."""
         embedding, block, head = gpt_tensors(workload)
         ends = (embedding if self.has_embedding else {}) | (head if self.has_head else {})
         size = workload.weight_bytes
@@ -65,8 +67,8 @@ class GptShard(NamedTuple):
 
 
 def gpt_shards(workload: Workload, num_blocks: int) -> list[tuple[int, GptShard]]:
-    """longest_runs() of the harness's GPT by arithmetic: the number of each kind of shard, in order. A shard has room
-    for `num_blocks` blocks, and for either end."""
+    """Return longest_runs() of the harness's GPT by arithmetic: the number of each kind of shard, in order. A shard has
+    room for `num_blocks` blocks, and for either end."""
     block = GptShard(False, 1, False).num_bytes(workload)
     ends = [GptShard(*kind).num_bytes(workload) for kind in ((True, 0, False), (False, 0, True))]
     room = max(num_blocks * block, *ends)
@@ -82,7 +84,7 @@ def gpt_shards(workload: Workload, num_blocks: int) -> list[tuple[int, GptShard]
 
 
 def gpt_tensors(workload: Workload) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Number of elements by parameter name of the GPT's embedding, a block and the head."""
+    """Return the number of elements by parameter name of the GPT's embedding, a block and the head."""
     size, vocab = workload.hidden_size, workload.vocab_size
     matrices = {"qkv": 3 * size, "proj": size, "fc1": 4 * size}
     block = {f"{name}.weight": rows * size for name, rows in matrices.items()} | {"fc2.weight": 4 * size * size}

@@ -1,4 +1,4 @@
-"""Rehearse training for two minibatches, leaving nothing behind, to see that it fits the device.
+"""Rehearses training for two minibatches, leaving nothing behind, to see that it fits the device.
 
 In the second minibatch the optimizer has its states from the start. Shards that run out of memory are halved for good,
 and the rehearsal is repeated. On tensors without memory the same rehearsal predicts the peak. Sizes in bytes.
@@ -45,7 +45,7 @@ def rehearse(
 
 
 def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) -> list[Task]:
-    """Tasks that train on one batch and send nothing home."""
+    """Return tasks that train on one batch and send nothing home."""
     return [
         Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearses=True, **given)
         for number, (shards, batch, given) in enumerate(zip(models, batches, words, strict=True))
@@ -53,8 +53,8 @@ def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) 
 
 
 def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Words, **options: Any) -> int | None:
-    """Peak bytes of a device that trains these models, which have no memory yet, by turns; None if their code does not
-    run without memory. `options`: arguments of the worker."""
+    """Return the peak bytes of a device that trains these models by turns, predicted without memory; None if their code
+    does not run without memory. `options`: arguments of the worker."""
     try:
         with without_memory() as tracker, Device("sim") as device:
             every = [shard for shards in models for shard in shards]
@@ -69,7 +69,7 @@ def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Wor
             for _ in dispatcher.run():
                 pass
             return None if any(task.failure for task in dispatcher.tasks) else tracker.stats()["device_peak"]
-    except Exception:  # users' code may read numbers that are not there
+    except Exception:  # users' code may read numbers, which do not exist here
         return None
 
 

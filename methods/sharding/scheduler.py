@@ -20,7 +20,7 @@ from harness.simulation.event_core import Key, PoolUnit, run_pool
 
 Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
 
-# A free device takes the waiting model with the smallest key; of equal ones the one that waits longest.
+# A free device takes the waiting model with the smallest key; among equal ones the model that waits longest.
 POLICIES: dict[str, Key] = {
     "lrtf": lambda remaining, arrival, draw: -remaining,
     "srtf": lambda remaining, arrival, draw: remaining,
@@ -30,7 +30,7 @@ POLICIES: dict[str, Key] = {
 
 
 def key_of(policy: str) -> Key:
-    """The policy of that name. Raises ValueError listing all."""
+    """Return the policy of that name. Raises ValueError listing all."""
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}: choose one of {', '.join(POLICIES)}")
     return POLICIES[policy]
@@ -38,26 +38,27 @@ def key_of(policy: str) -> Key:
 
 class Schedule(NamedTuple):
     makespan: float
-    units: list[PoolUnit]  # of model, on device, in the order of starts
+    units: list[PoolUnit]  # (model, device, start, end), in the order of starts
 
 
 def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> Schedule:
-    """The policy's schedule under a virtual clock. `seed`: of the random policy. Raises ValueError for an unknown
-    policy, no device, or a time that is not positive."""
+    """Simulate the policy's schedule under a virtual clock. `seed`: of the random policy. Raises ValueError for an
+    unknown policy, no device, or a time that is not positive."""
     _check(chains, num_devices)
     units = run_pool(chains, num_devices, key_of(policy), random.Random(seed).random)
     return Schedule(max(unit.end for unit in units), units)
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:
-    """No schedule is shorter: all devices always busy, or the longest model without a pause."""
+    """Return the larger of two bounds: all devices always busy, or the longest model without a pause. No schedule is
+    shorter."""
     _check(chains, num_devices)
     times = [sum(chain) for chain in chains]
     return max(sum(times) / num_devices, max(times))
 
 
 def whole_models(chains: Chains) -> list[list[float]]:
-    """The same models as one unit each: under lrtf the longest-processing-time rule."""
+    """Return the same models as one unit each: under lrtf the longest-processing-time rule."""
     return [[sum(chain)] for chain in chains]
 
 

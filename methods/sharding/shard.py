@@ -25,7 +25,7 @@ PARTS = ("weights", "grads", "states")  # a shard's own; "borrowed" are weights 
 
 
 class Version(NamedTuple):
-    """Number of updates of a shard's own weights, and of those that it borrows."""
+    """Number of updates of a shard's own weights, and of the weights that it borrows."""
 
     own: int
     borrowed: int
@@ -64,12 +64,12 @@ class Shard:
         columns = [(f"{name} {key}", each.shape, each.dtype) for name in kept for key, each in kept[name].items()]
         self.states_at = Layout(columns)
         self.slabs: dict[str, Tensor] = {}  # at home, one for each part
-        self.sums: set[str] = set()  # names of which later shards have sent home a share of the gradient
+        self.sums: set[str] = set()  # names for which later shards have sent home a share of the gradient
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self.landed: Any = None  # the last copy home has ended
-        self.fetched: Any = None  # the last copy to a device has ended
+        self.landed: Any = None  # event: the last copy home has ended
+        self.fetched: Any = None  # event: the last copy to a device has ended
 
     def num_bytes(self, part: str) -> int:
         """Bytes on a device, with borrowed weights."""
@@ -84,7 +84,7 @@ class Shard:
         return sum(map(self.num_bytes, PARTS))
 
     def at_home(self, name: str, part: str = "weights") -> Tensor:
-        """A parameter's weight or gradient at home, in this shard or its lender."""
+        """Return a parameter's weight or gradient at home, in this shard or its lender."""
         home = self.lenders.get(name, self)
         return home.weights_at.view(home.slabs[part], name)
 
@@ -97,7 +97,7 @@ class Shard:
             weight, grad = self.weights_at.view(slab, name), self.weights_at.view(grads, name)
             if name not in self.parameters:
                 self._place(name, nn.Parameter(weight, requires_grad=name not in self.frozen))
-            # The same parameter in each slot it comes to: the graph of its forward pass knows it by identity.
+            # Keep the parameter objects in every slot: the graph of the forward pass knows them by identity.
             self.parameters[name].data = weight
             self.parameters[name].grad = None if name in self.frozen else grad
 
@@ -113,8 +113,11 @@ class Shard:
         self.parameters, self.masters, self.optimizer = {}, [], None
 
     def step(self, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool) -> None:
-        """One optimizer step of the shard bound to its slot, by its gradients times the factor; `slab`: its states.
-        torch's own optimizer steps on parameters shaped as the model's, to the same bits."""
+        """Take one optimizer step of the shard bound to its slot, by its gradients times the factor; `slab`: its
+        states.
+
+        torch's own optimizer steps on parameters shaped as the model's, to the same bits.
+        """
         states = [self.states(slab, name) for name in self.trained]
         weights = [self.parameters[name] for name in self.trained]
         stepped = weights
@@ -137,7 +140,7 @@ class Shard:
 
 
 def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool) -> list:
-    """Shards of so many layers each, in the model's order."""
+    """Return shards of these numbers of layers, in the model's order."""
     shards: list[Shard] = []
     home: dict[str, Shard] = {}
     start = 0
@@ -186,7 +189,7 @@ def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> 
 
 
 def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False) -> None:
-    """Take memory at home, for batches in halves also for a second gradient. `room`: makes a zeroed slab of so many
+    """Take memory at home; with halved batches also for a second gradient. `room`: makes a zeroed slab of so many
     bytes; None: one piece of memory for all, which processes share."""
     parts = (*PARTS, "seconds") if in_halves else PARTS
     sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
@@ -205,15 +208,15 @@ class ShardSlot:
         self.slabs = {part: device.room(max(ALIGNMENT, sizes[part]), torch.uint8, host=False) for part in PARTS}
         self.shard: Shard | None = None
         self.version = Version(-1, -1)
-        self.valid: set[str] = set()  # the parts that are here as they are at home, or newer
-        self.arrived: Any = None  # the last copy to here has ended
-        self.drained: Any = None  # the last copy from here has ended
+        self.valid: set[str] = set()  # parts whose values are as new as at home, or newer
+        self.arrived: Any = None  # event: the last copy into the slot has ended
+        self.drained: Any = None  # event: the last copy from the slot has ended
 
     def holds(self, shard: Shard, version: Version) -> bool:
         return self.shard is shard and self.version.own == version.own
 
     def prefetch(self, shard: Shard, version: Version, parts: set[str]) -> None:
-        """Queue copies of those parts of a shard that are missing here, after the slot's last use."""
+        """Queue copies of the shard's missing parts into the slot, after its last use."""
         if not self.holds(shard, version):
             self.shard, self.version, self.valid = shard, version, set()
         if self.version.borrowed != version.borrowed:
@@ -232,7 +235,7 @@ class ShardSlot:
         self.valid |= missing
 
     def _own(self, part: str, home_part: str) -> Pair:
-        """A part of the shard here, and at home, without borrowed weights."""
+        """Return a part of the shard in the slot and at home, without borrowed weights."""
         assert self.shard is not None
         size = self.shard.own_size(part)
         return self.slabs[part][:size], self.shard.slabs[home_part][:size]
@@ -242,8 +245,8 @@ class ShardSlot:
         return self.shard.weights_at.view(self.slabs[part], name)
 
     def arrive(self, *, to_write: bool) -> Shard:
-        """Let compute wait for the copies to here and, if it will write here, for those from here; bind the layers to
-        this slot."""
+        """Make compute wait for the copies into the slot and, if it will write there, for those out of it; bind the
+        layers to the slot."""
         assert self.shard is not None
         for event in (self.arrived, self.drained if to_write else None):
             if event is not None:
@@ -252,7 +255,8 @@ class ShardSlot:
         return self.shard
 
     def offload(self, parts: Iterable[str], names: Iterable[str] = (), grads: str = "grads") -> None:
-        """Queue copies home: of these parts, and of the gradients of borrowed names. `grads`: their slab."""
+        """Queue copies home: of these parts, and of the gradients of borrowed names. `grads`: the slab of these
+        gradients."""
         shard, done = self.shard, self.device.compute.record_event()
         assert shard is not None
         homes = (shard, *shard.lenders.values())

@@ -44,8 +44,8 @@ class Task:
         }
         self.next_unit: Unit | None = None
         self.device: Any = None  # the device that keeps this task's graphs, and must run its next unit
-        self.failure = ""  # the traceback of the unit that ended it
-        self.lacks_memory = False  # it failed because the device ran out of memory
+        self.failure = ""  # the traceback of the unit that ended the task
+        self.lacks_memory = False  # True: it failed because the device ran out of memory
         self.can_split = not self.keeps_graphs
         self.twin: Any = None  # the task of the other half of its batches
         self.loss: Any = None  # the last minibatch's, as its norms by parameter name, their norm, and its clip factor
@@ -55,8 +55,8 @@ class Task:
 
     @property
     def remaining(self) -> float:
-        """Seconds of all its units that have not started, as last measured; only of this round if the number of rounds
-        is unknown."""
+        """Return the seconds of all units that have not started, as last measured; only of this round if the number of
+        rounds is unknown."""
         whole = sum(self.seconds[each] for each in self.script)
         batches = self.per_round - self.num_done % self.per_round
         batches_left = batches if math.isinf(self.batches_left) else self.batches_left
@@ -67,13 +67,13 @@ class Task:
         return self.num_done // self.per_round
 
     def _script(self) -> list[tuple[str, int]]:
-        """The units of a minibatch: kind and shard."""
+        """Return the units of a minibatch: kind and shard."""
         last = len(self.shards) - 1
         turn = [(FORWARD, i) for i in range(last)] + [(LOSS, last)] + [(BACKWARD, i) for i in reversed(range(last))]
         return turn + [(UPDATE, i) for i in range(last + 1) if self.update == "later"]
 
     def split(self, index: int) -> None:
-        """Halve a shard between two units: the next unit is of the half that is still to be done."""
+        """Halve a shard between two units; the next unit is of the half that is still to be done."""
         kind, shard = self.script[self.position]
         size = max(1, self.shards[index].num_bytes("weights"))
         split(self.shards, index)
@@ -91,8 +91,8 @@ class Task:
             self.next_unit = self._unit()
 
     def hint(self, ahead: int = 0) -> Unit | None:
-        """The next unit, or one so many units ahead of it, without its tensors: enough to fetch its shard. None if
-        there may be no such unit."""
+        """Return the next unit, or one that many units ahead of it, without its tensors: enough to fetch its shard.
+        None if there may be no such unit."""
         place = self.position + ahead
         if place == len(self.script) and self.batches_left <= 1:
             return None
@@ -126,7 +126,7 @@ class Task:
         )  # fmt: skip
 
     def advance(self, result: Result, seconds: float) -> Step | None:
-        """Process the unit's result. Returns the step after the last unit of a minibatch; then call start()."""
+        """Process the unit's result. Return the step after the last unit of a minibatch; then call start()."""
         kind, index = self.script[self.position]
         shard, self.seconds[kind, index] = self.shards[index], seconds
         self.position += 1
@@ -147,7 +147,8 @@ class Task:
         return self._join() if (kind, index) in ((LOSS, 0), (BACKWARD, 0)) else self._next()
 
     def _join(self) -> Step | None:
-        """After both passes: the global gradient norm, summed in the model's order, and the updates' clip factor."""
+        """After both passes compute the global gradient norm, summed in the model's order, and the updates' clip
+        factor."""
         self.norm = global_norm([self.norms[name] for name in self.names if name in self.norms])
         self.factor = clip_factor(self.norm, self.max_norm) if self.max_norm else None
         return self._next()

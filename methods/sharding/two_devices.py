@@ -1,8 +1,8 @@
-"""One model on two devices: halves of each batch are two chains of units, which join before the updates.
+"""Trains one model on two devices: halves of each batch are two chains of units, which join before the updates.
 
-The host sums their gradients, the first half's first: to the bits of training on two micro-batches whose losses are
-halved, if the criterion is a mean over the batch. The second half has random numbers of its own. A batch of odd size is
-one chain.
+The host sums their gradients, the first half's first. If the criterion is a mean over the batch, the result has the
+bits of training on two micro-batches whose losses are halved. The second half has random numbers of its own. A batch of
+odd size is one chain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from methods.sharding.task import Task
 
 
 class First(Task):
-    """The model, with the first half of its batches."""
+    """The chain of the first half of each batch: it updates the model and yields the steps."""
 
     def __init__(self, *args: Any, second_random: object, **words: Any) -> None:
         super().__init__(*args, **{**words, "update": "later"})
@@ -44,7 +44,7 @@ class First(Task):
 
 
 class Second(Task):
-    """The second half of its batches: no updates, and no steps."""
+    """The chain of the second half of each batch: it has no updates, and yields no steps."""
 
     def __init__(self, first: First, random_state: object) -> None:
         super().__init__(
@@ -64,5 +64,5 @@ class Second(Task):
 
     def _join(self) -> None:
         self._next()
-        if self.twin.next_unit is None:  # it waits
+        if self.twin.next_unit is None:  # this half waits
             self.twin._join()

@@ -43,23 +43,23 @@ class Unit(NamedTuple):
     random: Any = None  # the model's random state
     factor: Tensor | None = None  # clip factor of the update
     learning_rate: float | None = None  # None: the optimizer's own
-    update: str = "later"  # or "now": with the backward pass; or "clipped": the same, by the shard's own norm
-    rehearses: bool = False  # copies nothing home
-    part: int | None = None  # half of the batch, 0 or 1; the halves' gradients have slabs of their own at home
+    update: str = "later"  # later; now: with the backward pass; clipped: the same, by the shard's own norm
+    rehearses: bool = False  # True: copies nothing home
+    part: int | None = None  # half of the batch, 0 or 1; each half's gradients have a slab of their own at home
 
 
 class Result(NamedTuple):
     """A unit's result for the model's next unit. Tensors are on the host; loss and norms on the device."""
 
-    y: Tensors = ()  # the output of a forward pass, the input's gradient of a backward pass
+    y: Tensors = ()  # output of a forward pass, or the input's gradient of a backward pass
     kept: Any = None
     random: Any = None
     loss: Tensor | None = None
-    norms: list[Tensor] | None = None  # of the gradient of each of the shard's trained parameters, fp32
+    norms: list[Tensor] | None = None  # gradient norms of the shard's trained parameters, fp32
 
 
 def parts_of(unit: Unit) -> set[str]:
-    """Parts of its shard that a unit needs on the device."""
+    """Return the parts of its shard that a unit needs on the device."""
     if unit.kind == UPDATE:
         return {"weights", "grads", "states"}
     computes = {"weights", "borrowed"}
@@ -67,5 +67,5 @@ def parts_of(unit: Unit) -> set[str]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], values: Iterable[Any]) -> Tensors:
-    """Other values than tensors stay as they are."""
+    """Apply the function to tensors; other values stay as they are."""
     return tuple(function(value) if isinstance(value, Tensor) else value for value in values)

@@ -1,4 +1,4 @@
-"""A user's model as an ordered list of layers, and at home in shards."""
+"""Turns a user's model into an ordered list of layers, and moves it home in shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from methods.shared.memory_needs import aligned
 
 
 class WithLoss(nn.Module):
-    """The last layer and the criterion: from the layer's inputs and the targets to the loss."""
+    """The last layer with the criterion: from the layer's inputs and the targets to the loss."""
 
     def __init__(self, layer: nn.Module, criterion: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -25,12 +25,12 @@ class WithLoss(nn.Module):
 
 
 def Model(model: nn.Module) -> nn.Module:
-    """The model itself: the original's documents wrap it, here no wrapper is needed."""
+    """Return the model itself: the original's documents wrap it, here no wrapper is needed."""
     return model
 
 
 def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
-    """The layers in order. Raises ValueError if the model has none, or one that cannot be recomputed."""
+    """Return the layers in order. Raises ValueError if the model has none, or one that cannot be recomputed."""
     lists = [model, getattr(model, "layers", None), *model.children()]
     found: Any = next((each for each in lists if isinstance(each, nn.Sequential | nn.ModuleList)), None)
     inside = {id(parameter) for layer in found or () for parameter in layer.parameters()}
@@ -52,7 +52,7 @@ def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def named_layers(task: Any) -> list[NamedLayer]:
-    """The task's layers without their memory, the criterion in the last one."""
+    """Return the task's layers without their memory, the criterion in the last one."""
     names: dict[int, str] = {}
     for index, layer in enumerate(task.layers):
         for local, parameter in layer.named_parameters(remove_duplicate=False):
@@ -82,7 +82,7 @@ def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
 
 
 def shard_sizes(shard: Shard) -> dict[str, int]:
-    """Bytes in a slot by parameter name: weight, gradient, states."""
+    """Return the bytes in a slot by parameter name: weight, gradient, states."""
     found = {}
     for name in shard.sites:
         states = [shard.states_at.places[f"{name} {key}"] for key in shard.states_of.get(name, ())]

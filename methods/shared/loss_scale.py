@@ -25,14 +25,14 @@ class LossScale:
     def __init__(self, workload: Workload) -> None:
         self.is_used = workload.dtype == "fp16"
         self.value = INITIAL_LOSS_SCALE if self.is_used else 1.0
-        self.num_good = 0  # steps in a row
+        self.num_good = 0  # good steps in a row
 
     def overflows(self, norm: Tensor) -> bool:
-        """With a scale in use, wait for the global gradient norm; true if it is not finite."""
+        """True if the global gradient norm is not finite. With a scale in use, this waits for the norm."""
         return self.is_used and not math.isfinite(float(norm))
 
     def step(self, loss: Tensor, norm: Tensor | None, *, is_skipped: bool = False) -> Step:
-        """The step as the method yields it; sets `value` for the next one."""
+        """Return the step as the method yields it; set `value` for the next one."""
         if not self.is_used:
             return Step(loss, norm)
         ended = Step(loss, norm, loss_scale=self.value, is_skipped=is_skipped)

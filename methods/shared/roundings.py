@@ -22,7 +22,7 @@ from torch import Tensor
 from harness.base.named_entries import did_you_mean
 from harness.core import gpt
 
-ULP = 2.0**-24  # of fp32, in which kernels sum, relative
+ULP = 2.0**-24  # relative; of fp32, in which kernels sum
 BLOCK_LOGITS = 2**14
 
 
@@ -37,7 +37,7 @@ ROUNDINGS: dict[str, Rounding] = {}
 
 
 def named(name: str) -> Rounding:
-    """Raises ValueError for an unknown name."""
+    """Return the roundings of these names. Raises ValueError for an unknown name."""
     if name not in ROUNDINGS:
         raise ValueError(f"no rounding {name!r}: {did_you_mean(name, ROUNDINGS)}choose some of {', '.join(ROUNDINGS)}")
     return ROUNDINGS[name]
@@ -49,7 +49,8 @@ def _add(rounding: Rounding) -> Rounding:
 
 
 def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of a function that stands in for the one of this name in torch.nn.functional, which it is given first."""
+    """Make a rounding from a function that replaces a function of torch.nn.functional; it gets the original as its
+    first argument."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         def rounding(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -85,14 +86,14 @@ def samples_reversed(backward: Backward, inputs: Tensor, targets: Tensor) -> Ten
 
 @_kernel("linear")
 def split_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Sums in four parts, each rounded to the dtype."""
+    """Sum products in four parts, each rounded to the dtype."""
     return _split(linear, x, weight, bias, 4)
 
 
 @_kernel("linear")
 def ulp_of_norms(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Each product, of the backward pass, too, up to an ulp of fp32 off, relative to the product of the norms of what
-    is multiplied: any order of its sum keeps that."""
+    """Add noise of up to an ulp of fp32 to each product, of the backward pass, too, relative to the product of its
+    factors' norms: any order of the product's sum stays within that."""
     product: Tensor = Noisy.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
     product = product.view(*x.shape[:-1], -1)
     return product if bias is None else product + bias
@@ -102,20 +103,20 @@ def ulp_of_norms(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias:
 def plain_attention(
     attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, is_causal: bool, dropout_p: float
 ) -> Tensor:
-    """Scores, mask, softmax and values one after the other, each rounded to the dtype."""
+    """Compute scores, mask, softmax and values one after the other, each rounded to the dtype."""
     return attended(query, key, value)
 
 
 @_add
 def head_in_blocks(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of some tokens after the other."""
+    """Compute the loss of some tokens after the other."""
     with replaced(gpt, "NUM_LOGITS", BLOCK_LOGITS):
         return backward(inputs, targets)
 
 
 @_add
 def two_parts(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
-    return backward(inputs, targets, len(inputs) if len(inputs) % 2 else 2)  # of equal sizes
+    return backward(inputs, targets, len(inputs) if len(inputs) % 2 else 2)  # parts of equal sizes
 
 
 @_add
@@ -130,7 +131,7 @@ def products_in_halves(linear: Callable[..., Tensor], x: Tensor, weight: Tensor,
 
 @_kernel("linear")
 def transposed_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A bias is added to what is rounded already, instead of before."""
+    """Add a bias after the product is rounded, instead of before."""
     product = (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
     return product if bias is None else product + bias
 
@@ -151,7 +152,8 @@ def attention_in_double(
 def plain_norm(
     norm: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor, bias: Tensor, epsilon: float
 ) -> Tensor:
-    """In fp32, by the mean of squares instead of the mean square of what is left of the mean."""
+    """Normalize in fp32, by the mean of squares minus the squared mean, instead of the mean square of the differences
+    from the mean."""
     wide = x.float()
     mean = wide.mean(-1, keepdim=True)
     variance = (wide * wide).mean(-1, keepdim=True) - mean * mean
@@ -168,7 +170,7 @@ def plain_gelu(gelu: Callable[..., Tensor], x: Tensor) -> Tensor:
 def products_in_sevenths(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Sums of seven parts, in another order, whose lengths differ."""
+    """Sum products in seven parts of different lengths, in another order."""
     return _split(linear, x.flip(-1), weight.flip(-1), bias, 7)
 
 
@@ -179,14 +181,14 @@ def _split(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tenso
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, diagonal: int = 0) -> Tensor:
-    """Causal attention, (B, heads, T, head size); token i sees those up to i + diagonal."""
+    """Return causal attention, (B, heads, T, head size); token i sees tokens up to i + diagonal."""
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1 + diagonal)
     return scores.masked_fill(is_hidden, -math.inf).softmax(-1) @ value
 
 
 class Noisy(torch.autograd.Function):
-    """x, (N, D), times the transposed weight, (rows, D), as ulp_of_norms says."""
+    """Multiplies x, (N, D), by the transposed weight, (rows, D), with the noise of ulp_of_norms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -200,7 +202,8 @@ class Noisy(torch.autograd.Function):
 
 
 def noisy(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two matrices, with noise that is the same for the same shapes: recompute finds it again."""
+    """Return the product of two matrices, with noise that depends only on their shapes, so that a recompute gives the
+    same bits."""
     product = a.float() @ b.float()
     generator = torch.Generator().manual_seed(product.numel() + a.shape[1])
     noise = torch.rand(product.shape, generator=generator).to(a.device).mul_(2).sub_(1)
