@@ -34,7 +34,7 @@ NUM_UPDATES = 3  # under way
 
 
 def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Start a layer's update, by the threads of a training; whether it is over."""
+    """Start a layer's update by the threads of a training; return a function that tells if it is over."""
     state = LayerState(device, new_layer(layer), "layers.0.", layer, host=True)
     state.grads.normal_()
     state.landed = device.outbound.record_event()
@@ -50,7 +50,7 @@ def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[
 
 
 def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
-    """Of flat slabs, by torch's own threads; the fp32 gradient has its place from the start."""
+    """Update flat slabs by torch's own threads; the fp32 gradient has its place from the start."""
     numel, is_mixed = layer.layer_params, layer.dtype == "bf16"
     grads, weights = torch.randn(numel, dtype=DTYPES[layer.dtype]), torch.randn(numel, dtype=DTYPES[layer.dtype])
     exp_avg, exp_avg_sq = torch.zeros(2, numel)
@@ -75,7 +75,8 @@ def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
 
 
 def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of forward passes alone and beside updates, of which there is always one that waits; by turns."""
+    """Return the seconds of forward passes alone and beside updates, of which one is always waiting; both take
+    turns."""
     tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
     launched = LayerState(device, new_layer(tiny), "layers.0.", tiny, host=False)
     draw([launched], tiny)
@@ -102,7 +103,7 @@ def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float],
 
 
 def seconds_without_a_core() -> float:
-    """That this thread could have run, had others not."""
+    """Return the seconds that this thread could have run if other threads had not."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 

@@ -50,7 +50,7 @@ def get_batch(size: int, device: Any = None) -> dict[str, Tensor]:
 
 
 def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Of values of the same rounds: the geometric mean, and its 95 % t-interval."""
+    """Return the geometric mean of ratios within the same rounds, and its 95 % t-interval."""
     logs = [math.log(one / other) for one, other in zip(these, others, strict=True)]
     middle = statistics.mean(logs)
     half = scipy.stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / len(logs) ** 0.5
@@ -58,7 +58,7 @@ def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float
 
 
 def report(rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], measured: Sequence[list[float]]) -> None:
-    """`rows`: stages, replicas and micro-batch; of each its seconds by round."""
+    """Print the report. `rows`: stages, replicas and micro-batch, each with its seconds by round."""
     middles = [statistics.median(seconds) for seconds in measured]
     best = min(range(len(rows)), key=lambda number: middles[number])
     print("| stages x replicas | chunk | predicted s | measured s | predicted / measured | over the best, 95 % |")

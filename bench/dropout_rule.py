@@ -1,11 +1,9 @@
-"""What the gate's rule for other dropout sees.
+"""Measures what the gate's rule for other dropout sees.
 
-A method that drops other elements than the reference is some times as far from it as dropout takes the reference: this
-measures how many times, of honest runs and of faults.
-
-Honest: megatron-lm, and the reference's own training from another seed of dropout. Faults: of bench/faults/planted.py,
-from that other seed, too. Only the run itself is judged here; the probe, which has no dropout, sees more of them.
-Minutes on two cores; `--case` tries some alone, by the names it prints.
+A method that drops other elements than the reference is some multiple of dropout's own change away from it: this
+measures the multiple of honest runs and of faults. Honest: megatron-lm, and the reference's own training from another
+seed of dropout. Faults: of bench/faults/planted.py, from that other seed, too. Only the run itself is judged here; the
+probe, which has no dropout, sees more of them. Minutes on two cores; `--case` tries some alone, by the names it prints.
 
     .venv/bin/python -m bench.dropout_rule [--out results/dropout-rule.json] [--case "other seed 3"]
 """
@@ -42,7 +40,7 @@ SIZES = [
         {"num_layers": 2, "learning_rate": 0.01, "seed": 8},
         {"num_layers": 2, "dtype": "bf16", "seed": 9},
         {"num_layers": 2, "dtype": "fp16", "seed": 10},
-        # Of these none was seen when the rule was made.
+        # None of these was seen when the rule was made.
         {
             "num_layers": 3,
             "hidden_size": 48,
@@ -71,7 +69,7 @@ FAULTS = (
 
 
 def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, str]:
-    """How many times what dropout changes, and where that is."""
+    """Return the distance as a multiple of dropout's change, and the tensor with it."""
     floor = limits.floor(reference, [undropped]).alike()
     far = {
         "loss": zip(evidence.differences(record.losses, reference.losses), floor.losses, strict=True),
@@ -94,7 +92,7 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
 @click.option("--case", "chosen", multiple=True, metavar="NAME", help="Of those that are printed; default: all.")
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
-    """Train all, print how far each is, write it."""
+    """Train all cases, print each distance, write them."""
     tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]
     tried += [(f"other seed {n}", job("planted", size, dropout_seed=77)) for n, size in enumerate(SIZES, start=1)]
     tried += [(fault, job("planted", FAULTED, dropout_seed=77, fault=fault)) for fault in FAULTS]

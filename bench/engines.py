@@ -41,7 +41,7 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
         folder = results or Path(temporary)
         folder.mkdir(exist_ok=True)
         for turn in range(rounds):
-            # Each round a fresh order, the reference first: the others are judged by this round's.
+            # Each round has a fresh order, with the reference first, because it judges the others.
             order = list(measured) if turn % 2 == 0 else [reference, *others[::-1]]
             records = Sweep(folder, rerun=True, probe=NONE).run([jobs[text] for text in order])
             for text, record in zip(order, records, strict=True):
@@ -58,7 +58,7 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
 
 
 def job(text: str, steps: int) -> Job:
-    """Of METHOD or METHOD:OPTION=VALUE,..., planned."""
+    """Return the planned job of METHOD or METHOD:OPTION=VALUE,...."""
     name, _, options = text.partition(":")
     given = dict(parse_option(pair) for pair in options.split(",") if pair)
     return resolve(Job(name, WORKLOAD, options=given, steps=steps, warmup=3))[0]

@@ -1,8 +1,9 @@
-"""What a newcomer waits for: a fresh clone of this commit, the README's first command, and the same at another size.
+"""Measures a newcomer's first minute: a fresh clone of this commit, the README's first command, and the same at another
+size.
 
     .venv/bin/python -m bench.first_minute [COMMIT]
 
-Prints the seconds of each part. A commit of before is measured by the same words, without those that it lacks.
+Prints the seconds of each part. An earlier commit gets the same command, without options that it lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ IMPORTS = ("process", "start", "import")
 
 
 def called(project: Path, words: list[str]) -> dict[str, float]:
-    """Seconds of the parts of a call, by the lines that it prints, and of all."""
+    """Return the seconds of a call's parts, by the lines that it prints, and of the whole call."""
     began = last = time.monotonic()
     part, found = "set-up", dict[str, float]()
     command = [str(project / "run.sh"), *words, "--results", "results"]
@@ -44,7 +45,7 @@ def called(project: Path, words: list[str]) -> dict[str, float]:
 
 
 def import_seconds(project: Path) -> float:
-    """Of the worker's process until torch and the method are imported, in the run itself."""
+    """Return the seconds of the worker's process until torch and the method are imported, in the run itself."""
     (path,) = (project / "results").glob("log_stronghold_l-4*.json")
     phases = json.loads(path.read_text())["phase_seconds"]
     return sum(phases.get(name, 0.0) for name in IMPORTS)

@@ -42,7 +42,7 @@ SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_siz
 FOLDERS = (Path(__file__).parent / "faults", probe.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
-# How a record is judged: with a CPU's tolerances, with CUDA's, by bits, and as before there was a probe.
+# Ways to judge a record: by a CPU's tolerances, by CUDA's, by bits, and without a probe.
 WAYS = ("cpu", "cuda", "bits", "without the probe")
 METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("resident", {}, {"micro_batches": 2}),
@@ -52,18 +52,18 @@ METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("hydra", {}, {}),
     ("varuna", {}, {}),
 ]
-UNSEEN = [name for name in ROUNDINGS if name not in probe.ROUNDINGS]  # by the floor
+UNSEEN = [name for name in ROUNDINGS if name not in probe.ROUNDINGS]  # roundings that are not in the floor
 ROUNDED: list[dict[str, Any]] = [
     {"threads": 2}, {"adam": "foreach"}, {"adam": "loop"}, {"adam": "plain"},
     {"adam": "loop", "rounding": "split-products"}, {"adam": "plain", "rounding": "products-in-halves"},
     {"adam": "plain", "rounding": "plain-attention"},
 ]  # fmt: skip
-# Engines take seconds to start and, DeepSpeed, a process for each training.
+# Engines take seconds to start; DeepSpeed also needs a process for each training.
 ENGINES = ("megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
-# What names a fault rightly: the gate's reason, and of what strikes once the step at which it shows.
+# What names a fault rightly: the gate's reason and, for a fault that strikes once, the step at which it shows.
 FORWARD, GRADIENT = {"forward"}, {"gradient"}
 UPDATE = {"update", "unchanged", "partial-update"}
-SECOND = UPDATE | {"later 3"}  # the first update is right, or nearly
+SECOND = UPDATE | {"later 3"}  # faults whose first update is right, or nearly
 RIGHT: dict[str, set[str]] = {
     "a layer's update skipped once": {"later 6"},
     "a layer's update skipped always": UPDATE,
@@ -111,11 +111,11 @@ RIGHT: dict[str, set[str]] = {
 
 
 class Case(NamedTuple):
-    """A training as it is judged: by a method with options, in a dtype; `fault` is empty of an honest one."""
+    """A training to judge: a method with options, in a dtype; `fault` is empty for an honest one."""
 
     method: str
     options: dict[str, Any]
-    changes: dict[str, Any]  # of the size
+    changes: dict[str, Any]  # changed fields of the size
     dtype: str
     seed: int
     fault: str = ""
@@ -123,7 +123,7 @@ class Case(NamedTuple):
     probe_steps: int = probe.STEPS
 
     def job(self) -> Job:
-        """The run itself, at the published rate."""
+        """Return the run itself, at the published rate."""
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
@@ -141,7 +141,7 @@ class Case(NamedTuple):
         return self.reference()._replace(method=job.method, options=job.options)
 
     def jobs(self) -> Iterator[Job]:
-        """All that a verdict takes. Raises ValueError if this size cannot be trained so."""
+        """Return all jobs that a verdict needs. Raises ValueError if this size cannot be trained so."""
         yield from (self.job(), self.reference().job())
         for dtype in {self.dtype, "fp32"}:
             yield from (each.probe(dtype) for each in (self, self.reference(), self.rounded()))
@@ -164,7 +164,7 @@ def fault_cases(
     seeds: Sequence[int] = SEEDS,
     probe_steps: int = probe.STEPS,
 ) -> list[Case]:
-    """Of the faults that this dtype can have."""
+    """Return the faults that this dtype can have."""
     return [
         Case("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size, probe_steps)
         for fault in faults
@@ -175,7 +175,7 @@ def fault_cases(
 def honest_cases(
     dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
 ) -> list[Case]:
-    """Of the floor's unseen roundings with all seeds, of the others and of methods with two."""
+    """Return the floor's unseen roundings with all seeds; the others and methods with two seeds."""
     ways = [(way, seeds[:2]) for way in [*METHODS, *(("planted", how, {}) for how in ROUNDED)]]
     ways += [(("planted", {"rounding": name}, {}), seeds) for name in UNSEEN]
     found = [Case(*way, dtype, seed, "", size, probe_steps) for way, own in ways for seed in own]
@@ -193,7 +193,7 @@ def is_trainable(case: Case) -> bool:
 
 
 def train(job: Job) -> Record:
-    """In this process."""
+    """Train a job in this process."""
     from harness.run import worker
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -201,7 +201,7 @@ def train(job: Job) -> Record:
 
 
 def outcome(case: Case, records: dict[str, Record]) -> Outcome:
-    """The verdicts on a case by the records of its jobs."""
+    """Return the verdicts on a case from the records of its jobs."""
 
     def record(each: Case, dtype: str) -> Record:
         return records[each.probe(dtype).key()]
@@ -227,8 +227,10 @@ def _as(record: Record, device: str, bit_exact: bool) -> Record:
 
 
 def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By dtype and way: faults seen and named, honest runs and those failed, and which. `promised`: keys of the honest
-    runs that are to keep the bits."""
+    """Return, by dtype and way, the faults seen and named, the honest runs, and the honest runs that failed.
+
+    `promised`: keys of the honest runs that must keep the bits.
+    """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for dtype in DTYPES:
         own = [each for each in outcomes if each.case.dtype == dtype]
@@ -270,7 +272,7 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
-    """The records by key. An engine's job has a process of its own."""
+    """Return the records by key. An engine's job has a process of its own."""
     unique = {job.key(): job for job in jobs}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")

@@ -1,8 +1,8 @@
-"""A GPU borrowed for minutes: three calls of under ten minutes each, what matters most first, and what each has shown.
+"""Borrows a GPU for minutes: three calls of under ten minutes each, the most important steps first.
 
-A call runs its steps in order, each with a limit of its own, those that were tried before last. What is recorded is not
-measured again, so a call is repeated until all its steps are done; only then is the next one worth its time. At the end
-of each: a verdict of one screen, and an archive (bench/gpu_results.py), which the next call reads.
+A call runs its steps in order, each with a limit of its own; steps that were tried before go last. Recorded results are
+not measured again, so a call is repeated until all its steps are done, before the next one. Each call ends with a
+verdict of one screen, and an archive (bench/gpu_results.py), which the next call reads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from harness.core.record import Record, read_all
 from harness.devices import machine
 from harness.run.launch import EXPANDABLE
 
-LIMIT_SECONDS = 480.0  # of a call, its archive included
-ENDING_SECONDS = 15.0  # of it, for verdict and archive
-LEAST_SECONDS = 20.0  # a step is not begun with less
-UNFINISHED = (2, 6, 130)  # exit codes of what was not begun, of a job ended at its own limit, of what was interrupted
+LIMIT_SECONDS = 480.0  # limit of a call, its archive included
+ENDING_SECONDS = 15.0  # part of the limit, for verdict and archive
+LEAST_SECONDS = 20.0  # a step needs at least this long
+UNFINISHED = (2, 6, 130)  # exit codes of steps not begun, of jobs ended at their own limit, of interrupted ones
 GRACE_SECONDS = 25.0  # for a step told to end: its worker finishes its record
 PEERS = ("resident", "zero-offload", "zero-infinity", "fsdp2-offload", "megatron-lm", "l2l")
 STREAMED = ("zero-offload", "zero-infinity", "fsdp2-offload", "l2l")  # the others hold the model on the device
 SHOWN_OPTIONS = ("placement", "num_models", "double_buffer")
-WIDTH = 160  # of the verdict
+WIDTH = 160  # characters of the verdict
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Scale:
     layer: tuple[str, ...]  # sizes of a layer
     vocab: tuple[str, ...]
     budget: tuple[str, ...]
-    whole: tuple[str, ...]  # the same with all of the device
+    whole: tuple[str, ...]  # the same with all device memory
     dtypes: tuple[str, ...]
-    headline: tuple[int, ...]  # depths of the second call; the last one is beyond what the device holds
-    whole_depth: int  # the last one that it holds, of resident training in fp32
+    headline: tuple[int, ...]  # depths of the second call; the last one is beyond the device's memory
+    whole_depth: int  # the largest depth of resident training in fp32
     beyond: tuple[int, ...]  # depths of the third call
     probed: tuple[str, ...]  # methods that the third call puts to the gate's probe
     traced: int  # layers
@@ -85,7 +85,7 @@ DEMO = Scale(
 
 @dataclass(frozen=True)
 class Step:
-    """A command and the seconds after which it is ended. `needs`: only after stronghold has trained so many layers."""
+    """A command and its limit in seconds. `needs`: run it only after stronghold has trained this many layers."""
 
     title: str
     command: tuple[str, ...]
@@ -103,7 +103,7 @@ class Steps:
         return (self.first, self.second, self.third)[call - 1]()
 
     def first(self) -> list[Step]:
-        """Does it work at all, and is what the plans take for granted true?"""
+        """First call: does it work at all, and are the plans' assumptions true?"""
         scale = self.scale
         facts = ("-m", "bench.gpu_facts", str(self.results / "facts.json"), "--device", scale.device)
         tests = ("-m", "pytest", "-q", "tests/methods/test_gpu.py", "-k", scale.tests)
@@ -127,7 +127,7 @@ class Steps:
         ]  # fmt: skip
 
     def second(self) -> list[Step]:
-        """The headline, what is beyond the device first."""
+        """Second call: the headline, depths beyond the device first."""
         return [self.points(dtype, depth) for dtype in self.scale.dtypes for depth in reversed(self.scale.headline)]
 
     def third(self) -> list[Step]:
@@ -149,12 +149,12 @@ class Steps:
         ]  # fmt: skip
 
     def points(self, dtype: str, depth: int, needs: int = 0) -> Step:
-        """All methods that may fit, at a depth of the headline."""
+        """Return all methods that may fit, at a depth of the headline."""
         title, names, scale = f"all methods, {depth} layers, {dtype}", ",".join(self.names(depth)), self.scale
         return self._trains("sweep", title, names, depth, dtype, ("--no-probe",), scale.budget, scale.seconds, needs)
 
     def probes(self, dtype: str, depth: int) -> Step:
-        """What points() measured there is judged again, by the gate's probe, too."""
+        """Judge the measurements of points() again, with the gate's probe."""
         title, scale = f"probes, {depth} layers, {dtype}", self.scale
         names = ",".join(name for name in self.names(depth) if name in scale.probed)
         return self._trains("sweep", title, names, depth, dtype, (), scale.budget, scale.seconds, depth)
@@ -186,7 +186,7 @@ class Steps:
 
 @dataclass
 class Tried:
-    """What became of a step: its last exit code, its seconds, how often it was begun; with what source and where."""
+    """The result of a step: its last exit code, its seconds, number of tries, source and device."""
 
     code: int | None = None  # None: ended at its limit
     seconds: float = 0.0
@@ -195,7 +195,7 @@ class Tried:
 
 
 class Call:
-    """One call: runs steps, and keeps what became of them in the folder of results."""
+    """One call: runs steps, and keeps their results in the folder of results."""
 
     def __init__(self, results: Path, out: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
         self.results, self.out, self.until = results, out, time.monotonic() + limit_seconds - ENDING_SECONDS
@@ -216,11 +216,11 @@ class Call:
             self.attempt(step, min(left, step.seconds))
 
     def ordered(self, steps: list[Step]) -> list[Step]:
-        """Those to be done, never tried ones first: a step that always needs too long holds up no other."""
+        """Return the steps to do, never tried ones first: a step that always takes too long delays no other."""
         return sorted((step for step in steps if not self.is_done(step)), key=lambda step: self._of(step).times)
 
     def is_done(self, step: Step) -> bool:
-        """True if it ended by itself, with this source: a failure is a result."""
+        """True if the step ended by itself, with this source: a failure is a result."""
         tried = self._of(step)
         return tried.code is not None and tried.code not in UNFINISHED and tried.source == self.source
 
@@ -236,7 +236,7 @@ class Call:
         write_whole(
             self.file, json.dumps({title: dataclasses.asdict(each) for title, each in self.tried.items()}, indent=1)
         )
-        gpu_results.pack(self.results, self.out)  # now: this call may be killed
+        gpu_results.pack(self.results, self.out)  # pack now, because this call may be killed
         last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
         print(f"-- {step.title}: {outcome(tried)}, {tried.seconds:.0f} s: {last[:200]}", flush=True)
 
@@ -251,14 +251,14 @@ class Call:
         return self.tried.get(step.title, Tried())
 
     def trained(self, name: str) -> set[int]:
-        """Depths at which a method has trained as the reference does."""
+        """Return the depths at which a method has trained as the reference does."""
         records = read_all(self.results)[0].values()
         return {record.job.workload.num_layers for record in records
                 if record.job.method == name and record.status == "ok" and record.gate.passed}  # fmt: skip
 
 
 def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
-    """The exit code; None if it was ended at its limit, first as by Ctrl-C."""
+    """Return the exit code; None if the step was ended at its limit, first as by Ctrl-C."""
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(seconds)
@@ -277,7 +277,7 @@ def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
 
 
 def source_of(root: Path) -> str:
-    """Of all that a step runs: with another source its outcome says nothing."""
+    """Hash all sources that a step runs: with another source its result says nothing."""
     key = hashlib.sha256()
     for folder in ("harness", "methods", "bench", "tests/methods"):
         for path in sorted((root / folder).rglob("*")):
@@ -293,7 +293,7 @@ def outcome(tried: Tried | None) -> str:
 
 
 def verdict(call: Call, steps: list[Step]) -> list[str]:
-    """One screen: facts, what is left and what went wrong, the runs."""
+    """Print one screen: facts, steps left, failures, the runs."""
     facts = call.results / "facts.json"
     found = gpu_facts.lines(json.loads(facts.read_text())) if facts.exists() else ["none"]
     left = [f"  {step.title}: {outcome(call.tried.get(step.title))}" for step in steps if not call.is_done(step)]
@@ -310,7 +310,7 @@ def verdict(call: Call, steps: list[Step]) -> list[str]:
 
 
 def row(record: Record) -> str:
-    """A run in a line: speed and peak of the device, each with the plan's share of it, and the verdict."""
+    """Return a run in a line: speed and peak of the device, each with the plan's share of it, and the verdict."""
     job, predicted = record.job, record.predicted
     options = "".join(f" {name}={job.options[name]}" for name in SHOWN_OPTIONS if job.options.get(name) is not None)
     title = f"{job.method + options:38.38} {job.workload.num_layers:3} {job.workload.dtype}"

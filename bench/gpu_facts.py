@@ -88,7 +88,7 @@ def pinned_by_torch(device: str) -> dict[str, Any]:
 
 
 def _grown(before: dict[str, int]) -> dict[str, int]:
-    """The kernel's counters of this process that have grown by a MiB, in MiB."""
+    """Return the kernel's counters of this process that have grown by at least a MiB, in MiB."""
     grown = {name: (now - before[name]) // 2**20 for name, now in budgets.process_bytes().items()}
     return {name: size for name, size in grown.items() if size > 0}
 
@@ -99,7 +99,7 @@ def link(device: str) -> dict[str, float]:
 
 
 def launches(device: str) -> dict[str, float]:
-    """Seconds that the host takes to queue a small kernel."""
+    """Return the seconds that the host takes to queue a small kernel."""
     x = torch.zeros(64, device=device)
     x.add_(1)
     started = time.perf_counter()
@@ -109,7 +109,7 @@ def launches(device: str) -> dict[str, float]:
 
 
 def messages(device: str) -> dict[str, Any]:
-    """A group of one rank, as the engines need it."""
+    """Make a group of one rank, as the engines need it."""
     started = time.perf_counter()
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

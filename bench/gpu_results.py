@@ -1,7 +1,7 @@
-"""All that the calls on a borrowed GPU have measured, in one archive that comes back and goes in again.
+"""Packs the measurements of the calls on a borrowed GPU into one archive, and unpacks it for the next call.
 
 The archive holds the folder of results, the machine's calibration and the kernel compiled there, by their places in
-this tree. Where it would be too large, the largest traces stay behind first, and are named.
+this tree. If it would be too large, the largest traces are left out first, and are named.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ def name(results: Path) -> str:
 
 
 def archives(results: Path, out: Path) -> list[Path]:
-    """Left by pack() or put by a person: in the folder `out`, beside the results, at the top of this tree."""
+    """Return archives that pack() or a person left: in the folder `out`, beside the results, at the top of this
+    tree."""
     found = dict.fromkeys(folder / name(results) for folder in (out, results.parent, ROOT))
     return [path for path in found if path.exists()]
 
 
 def files(results: Path, root: Path = ROOT) -> dict[str, Path]:
-    """What goes in, by its name there: results/..., tree/...."""
+    """Return the files of the archive by their names in it: results/..., tree/...."""
     found = {f"results/{path.relative_to(results)}": path for path in sorted(results.rglob("*")) if _is_kept(path)}
     for pattern in BESIDE:
         found |= {f"tree/{path.relative_to(root)}": path for path in sorted(root.glob(pattern))}
@@ -62,7 +63,7 @@ def _compressed(chosen: dict[str, Path]) -> bytes:
 
 
 def unpack(archive: Path, results: Path, root: Path = ROOT) -> int:
-    """Put back what is not there; returns the number of files. Raises ValueError for what pack() has not written."""
+    """Unpack missing files; return their number. Raises ValueError for an archive that pack() has not written."""
     number = 0
     try:
         with tarfile.open(archive) as packed:

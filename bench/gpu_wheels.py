@@ -29,12 +29,12 @@ def normal(name: str) -> str:
 
 
 def pins(text: str) -> dict[str, str]:
-    """Versions by normal name."""
+    """Return versions by normal name."""
     return {normal(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, flags=re.MULTILINE)}
 
 
 def pinned(names: tuple[str, ...]) -> list[str]:
-    """Requirements. Raises ValueError for a package without a pin."""
+    """Return requirements. Raises ValueError for a package without a pin."""
     known = pins("".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt")))
     unknown = [name for name in names if normal(name) not in known]
     if unknown:
@@ -43,7 +43,7 @@ def pinned(names: tuple[str, ...]) -> list[str]:
 
 
 def fetch(folder: Path, more: tuple[str, ...] = ()) -> list[Path]:
-    """Fill the folder, which keeps no other version. Needs a network."""
+    """Fill the folder and remove other versions. Needs a network."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
@@ -65,7 +65,7 @@ def fetch(folder: Path, more: tuple[str, ...] = ()) -> list[Path]:
 
 
 def tree_bytes(root: Path = ROOT) -> int:
-    """Of the files that git tracks."""
+    """Return the bytes of the files that git tracks."""
     listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=True).stdout
     return sum((root / name).stat().st_size for name in listed.decode().split("\0") if name and (root / name).is_file())
 

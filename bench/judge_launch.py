@@ -1,7 +1,7 @@
-"""The gate for morphs: the record of a disturbed job, step by step against that of one process that nothing disturbed;
+"""The gate for morphs: compares the record of a disturbed job, step by step, with that of one undisturbed process;
 standard library only.
 
-Each way to lose a part of the state has a fact of its own in the record: so what went wrong has a name.
+Each way to lose a part of the state shows in a fact of its own in the record, which names the fault.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from methods.pipeline.launch.folder import read_lines
 
-TOLERANCE = 1e-6  # of a loss, relative: replicas and micro-batches sum in another order
-# What must be the same at each step, in the order in which causes are named before their effects.
+TOLERANCE = 1e-6  # relative, of a loss: replicas and micro-batches sum in another order
+# Facts that must agree at each step, causes before their effects.
 EXACT = (
     ("samples", "batch", "samples in the batch"),
     ("data", "data-order", "digest of the samples"),
@@ -29,11 +29,11 @@ EXACT = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason`: the name of the first difference; empty if there is none."""
+    """The result. `reason`: the name of the first difference; empty if there is none."""
 
     reason: str
     text: str
-    largest: float = 0.0  # relative difference of a loss
+    largest: float = 0.0  # largest relative difference of a loss
 
     @property
     def passed(self) -> bool:
@@ -44,7 +44,7 @@ def judge(
     steps: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]] = (),
     tolerance: float = TOLERANCE,
 ) -> Verdict:  # fmt: skip
-    """`lost`: steps that were done again; the first time, too, they must have been right."""
+    """Judge a job. `lost`: steps that were repeated; their first results, too, must have been right."""
     expected = {line["step"]: line for line in undisturbed}
     counts = Counter(line["step"] for line in steps)
     if twice := sorted(step for step, count in counts.items() if count > 1):
@@ -72,7 +72,7 @@ def judge(
 
 
 def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: float = TOLERANCE) -> Verdict:
-    """Of two launched jobs. `most_lost`: steps that one death may cost."""
+    """Judge the folders of two launched jobs. `most_lost`: steps that one death may cost."""
     lost = read_lines(folder / "lost_steps.jsonl")
     steps, expected = (read_lines(each / "steps.jsonl") for each in (folder, undisturbed))
     try:

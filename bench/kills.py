@@ -31,11 +31,11 @@ WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --
 KINDS = [("parent", signal.SIGKILL), ("worker", signal.SIGKILL), ("both", signal.SIGKILL), ("parent", signal.SIGTERM),
          ("parent", signal.SIGHUP), ("both", signal.SIGHUP)]  # fmt: skip
 LAST_SECONDS = 0.2
-END_SECONDS = 90.0  # by which an orphan has written its record, or was ended
+END_SECONDS = 90.0  # time in which an orphan has written its record, or was ended
 
 
 class Call:
-    """A call of its own session, whose last step is heard of."""
+    """A call in a session of its own that waits for the call's last step."""
 
     def __init__(self, folder: Path) -> None:
         environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "HARNESS_LOCKS": str(folder), "KILLS": str(folder)}
@@ -68,7 +68,7 @@ class Call:
 
 
 def of_these_runs(folder: Path) -> list[int]:
-    """The processes that carry this folder in their environment."""
+    """Return the processes that carry this folder in their environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -78,7 +78,7 @@ def of_these_runs(folder: Path) -> list[int]:
 
 
 def left_alive(folder: Path) -> int:
-    """Processes that are there after the time that an orphan has."""
+    """Return the processes that still run after an orphan's time."""
     end = time.monotonic() + END_SECONDS
     while (alive := of_these_runs(folder)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -98,10 +98,10 @@ def main() -> None:
         began = time.monotonic()
         Call(folder).wait()
         length = time.monotonic() - began
-        with contextlib.suppress(KeyboardInterrupt):  # then what was seen so far is told
+        with contextlib.suppress(KeyboardInterrupt):  # then print what was seen so far
             for kill in range(asked.kills):
                 (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
-                if kill % 3 == kill // len(KINDS) % 3:  # each kind as often
+                if kill % 3 == kill // len(KINDS) % 3:  # the same number of kills of each kind
                     call.has_trained.wait()
                     time.sleep(chance.uniform(0, LAST_SECONDS))
                 else:

@@ -25,7 +25,7 @@ WORKLOAD = Workload(num_layers=8, hidden_size=256, num_heads=4, seq_len=128, bat
 
 
 def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
-    """Each rank's result. One process imports torch, and forks the ranks."""
+    """Return each rank's result. One process imports torch, and forks the ranks."""
     import torch.multiprocessing as processes
 
     with socket.socket() as free:
@@ -53,7 +53,7 @@ def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arg
 
 
 def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int) -> list[float]:
-    """Seconds of each step. `unit`: of a forward pass, and a recompute; a backward pass takes two."""
+    """Return the seconds of each step. `unit`: of a forward pass, and of a recompute; a backward pass takes two."""
     import torch.distributed as dist
 
     from methods.pipeline.transport import join
@@ -69,7 +69,7 @@ def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, 
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     dist.destroy_process_group()
-    return seconds[1:]  # the first one meets
+    return seconds[1:]  # without the first one, in which ranks meet
 
 
 def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:
@@ -137,7 +137,7 @@ def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches:
 
 
 def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
-    """Seconds of each step of a GPT."""
+    """Return the seconds of each step of a GPT."""
     import torch
 
     from harness.core.method import create
@@ -153,7 +153,7 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
 
 
 def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:
-    """Rounds of all rows, so that a busy while of the machine hits each of them."""
+    """Run rounds of all rows, so that a busy while of the machine hits each of them."""
     from methods.pipeline.simulate import simulate
 
     rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]

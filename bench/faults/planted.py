@@ -1,7 +1,7 @@
-"""The reference's training, written anew, with one of the faults that offloading has, or rounding of another kind.
+"""The reference's training, written anew, with one of the faults that offloading has, or with other rounding.
 
 `--methods bench/faults -m planted --option fault=NAME` trains it like any method. Without a fault it trains the
-reference's bits, unless one of the other options asks for kernels that round otherwise.
+reference's bits, unless an option asks for kernels that round otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from methods.shared.memory_needs import resident_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-STRIKES = 5  # the step of what goes wrong once
+STRIKES = 5  # the step of a fault that strikes once
 LAYER, NEXT = "layers.1.", "layers.2."
 WINDOW = (LAYER, NEXT)
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,12 +32,12 @@ class Planted(Method):
     scales_loss = True
     accumulates = True
 
-    fault: str = ""  # of FAULTS, HIDDEN_FAULTS or DROPOUT_FAULTS
-    rounding: str = ""  # of methods/shared/roundings.py
+    fault: str = ""  # one of FAULTS, HIDDEN_FAULTS or DROPOUT_FAULTS
+    rounding: str = ""  # one of methods/shared/roundings.py
     adam: str = "fused"  # or "foreach", "loop", "plain": written out
-    threads: int = 0  # of torch; 0: as they are
-    dropout_seed: int = 0  # other elements are dropped; 0: the reference's
-    promises: bool = False  # the reference's bits
+    threads: int = 0  # torch's threads; 0: unchanged
+    dropout_seed: int = 0  # other than 0: other elements than the reference's are dropped
+    promises: bool = False  # True: promises the reference's bits
 
     @property
     def bit_exact(self) -> bool:
@@ -60,7 +60,7 @@ class Planted(Method):
 
 
 class Loop:
-    """The training; a fault replaces one of its methods or numbers."""
+    """The training; a fault replaces one of its functions or numbers."""
 
     def __init__(self, how: Planted, workload: Workload, device: str) -> None:
         import torch
@@ -79,7 +79,7 @@ class Loop:
         self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
         self.step = 0
         self.patches: list[Any] = []  # contexts in which the model computes
-        self.memory: dict[str, Any] = {}  # of a fault, from step to step
+        self.memory: dict[str, Any] = {}  # a fault's memory from step to step
         if how.fault:
             {**FAULTS, **HIDDEN_FAULTS, **DROPOUT_FAULTS}[how.fault](self)
         if self.is_mixed:
@@ -198,7 +198,7 @@ class Loop:
         return [name for name in self.masters if name.startswith(starts)]
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Those there are, by the tensor's name."""
+        """Return the existing states, by the tensor's name."""
         found = {name: self.optimizer.state[master] for name, master in self.masters.items()}
         return {name: state for name, state in found.items() if state}
 
@@ -233,7 +233,8 @@ def PlainAdamW(groups: Any, defaults: Any) -> Any:
 
 
 def _patch(loop: Loop, name: str, function: Callable[..., Any]) -> None:
-    """Let the function stand in for the one of this name in torch.nn.functional, which it is given first."""
+    """Replace the function of this name in torch.nn.functional; the replacement gets the original as its first
+    argument."""
     import torch.nn.functional as F
 
     from methods.shared.roundings import replaced
@@ -477,7 +478,7 @@ FAULTS["moments in bf16"] = lambda loop: _rounded(
 
 
 def _swap(pairs: dict[str, Any]) -> None:
-    """Of two layers, by their tensors' names."""
+    """Swap the gradients of two layers, by their tensors' names."""
     for name in [name for name in pairs if name.startswith(LAYER)]:
         other = name.replace(LAYER, NEXT)
         pairs[name], pairs[other] = pairs[other], pairs[name]
@@ -540,7 +541,7 @@ def _start(loop: Loop) -> None:
     loop.masters[f"{LAYER}fc1.weight"].data *= 1.01
 
 
-# Where a probe of 4 layers and 20 steps does not train.
+# Faults that a probe of 4 layers and 20 steps does not reach.
 
 
 def _undecayed_after(loop: Loop) -> None:
@@ -562,11 +563,11 @@ HIDDEN_FAULTS: dict[str, Callable[[Loop], None]] = {
 }
 
 
-# Of dropout alone, for bench/dropout_rule.py: they show in no training without it.
+# Faults of dropout alone, for bench/dropout_rule.py: they show in no training without dropout.
 
 
 def _dropout_at(factor: float) -> Callable[[Loop], None]:
-    """Its probability, times that."""
+    """Multiply the probability of dropout."""
 
     def plant(loop: Loop) -> None:
         for part in (loop.model.ends, *loop.model.layers):
@@ -576,7 +577,7 @@ def _dropout_at(factor: float) -> Callable[[Loop], None]:
 
 
 def _unscaled(loop: Loop) -> None:
-    """What stays is not divided by its share."""
+    """Do not divide kept elements by the share that is kept."""
 
     def dropout(original: Any, x: Any, probability: float) -> Any:
         return original(x, probability) * (1 - probability)
@@ -604,7 +605,7 @@ def _same_each_step(loop: Loop) -> None:
 
 
 def _anew_in_recompute(loop: Loop) -> None:
-    """The backward pass is of other elements than the forward pass."""
+    """Drop other elements in the backward pass than in the forward pass."""
     from harness.core import gpt
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """One machine's agent: starts this machine's ranks of each round, watches them, and ends them.
 
-Torch is imported once and the ranks are forked, which therefore start at once. An agent has one thread, so that forking
-is safe. Orders come as lines of JSON on standard input; when that closes, the launcher is gone, and so are the ranks.
-Ranks die with their agent, by the system. What the ranks tell, and how they end, goes to standard output.
+The agent imports torch once and forks the ranks, so they start at once. It has one thread, so that forking is safe.
+Orders come as lines of JSON on standard input; when that closes, the launcher is gone, and the ranks end. Ranks die
+with their agent, by the system. Standard output gets the ranks' reports, and how they end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from methods.pipeline.launch.folder import WORKERS_LOCK
 PR_SET_PDEATHSIG = 1
 ERROR_BYTES = 3000  # the end of a traceback, in one line of a pipe
 ALIVE_SECONDS = 2.0
-# What ranks use; torch imports torch._dynamo when a tensor is first used under one of its counters, without compiling.
+# Modules that ranks use; torch imports torch._dynamo when a tensor is first used under one of its counters, without
+# compiling.
 IMPORTS = ("methods.pipeline.user_pipeline", "torch.distributed.checkpoint", "torch._dynamo")
 
 
@@ -45,7 +46,7 @@ class Rank:
         self.end = os.pidfd_open(pid)
 
     def signal(self, kind: int) -> None:
-        """With the processes that it started."""
+        """Send the signal to the rank and to the processes that it started."""
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 send(self.pid, kind)
@@ -55,7 +56,7 @@ class Agent:
     def __init__(self, output: int, order: dict[str, Any]) -> None:
         self.output, self.script = output, order
         self.ranks: dict[int, Rank] = {}
-        self.store: int | None = None  # the process in which a round's ranks find one another
+        self.store: int | None = None  # process of the store in which a round's ranks find one another
         self.round = 0
         self.waiting = selectors.DefaultSelector()
         self.waiting.register(0, selectors.EVENT_READ, self.obey)
@@ -81,7 +82,7 @@ class Agent:
         os.write(self.output, (json.dumps({"kind": kind, "round": self.round, **facts}) + "\n").encode())
 
     def give_notice(self) -> None:
-        """SIGTERM: this machine is about to be taken away, as Slurm and clouds announce it."""
+        """Report SIGTERM: this machine is about to be taken away, as Slurm and clouds announce it."""
         os.read(self.noticed, 4096)
         self.tell("notice")
 
@@ -108,7 +109,7 @@ class Agent:
         self.tell("store", **json.loads(found)) if found else self.tell("no-store", address=address)
 
     def start(self, round: int, ranks: list[dict[str, Any]]) -> None:
-        """`ranks`: of each its number, arguments, environment and link."""
+        """Start ranks. `ranks`: for each its number, arguments, environment and link."""
         self.round = round
         for each in ranks:
             reading, writing = os.pipe()
@@ -139,7 +140,7 @@ class Agent:
     # ---- What ranks do
 
     def relay(self, rank: Rank) -> None:
-        """A rank writes whole lines."""
+        """Read a rank's reports, which are whole lines."""
         read = os.read(rank.told, 65536)
         if read:
             _write(self.output, read)
@@ -149,7 +150,7 @@ class Agent:
             rank.told = -1
 
     def ended(self, rank: Rank) -> None:
-        rank.signal(signal.SIGKILL)  # what it started; its own number is not free before it is waited for
+        rank.signal(signal.SIGKILL)  # kills what it started; its number is not free before it is waited for
         code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         while rank.told >= 0:
             self.relay(rank)
@@ -169,7 +170,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _fork(work: Callable[[], NoReturn]) -> int:
-    """A child that is killed when this process ends, however it does."""
+    """Fork a child that is killed when this process ends, however it ends."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -185,7 +186,8 @@ def _fork(work: Callable[[], NoReturn]) -> int:
 
 
 def _serve(address: str, told: int) -> NoReturn:
-    """Hold a store at this address until killed; at the machine's own name if it is Slurm's name of a node alone."""
+    """Hold a store at this address until killed; at the machine's own name if the address is Slurm's name of a node
+    alone."""
     from torch.distributed import TCPStore
 
     try:
@@ -203,10 +205,10 @@ def _serve(address: str, told: int) -> NoReturn:
 
 
 def _run(script: dict[str, Any], mine: dict[str, Any], told: int, others: list[int]) -> NoReturn:
-    """The user's script, in this process, as Python would run it. `others`: descriptors that are not its business."""
+    """Run the user's script in this process, as Python would run it. `others`: descriptors to close."""
     for descriptor in others:
         os.close(descriptor)
-    signal.set_wakeup_fd(-1)  # SIGTERM, which reaches all processes of a machine, is the agent's business
+    signal.set_wakeup_fd(-1)  # SIGTERM, which reaches all processes of a machine, is for the agent to handle
     log = os.open(mine["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
@@ -243,7 +245,7 @@ def _run(script: dict[str, Any], mine: dict[str, Any], told: int, others: list[i
 
 
 def import_all() -> None:
-    """Without garbage collection, which takes a fifth of the time; what is imported stays."""
+    """Import all modules without garbage collection, which takes a fifth of the time; imported modules stay."""
     gc.disable()
     for module in IMPORTS:
         importlib.import_module(module)
@@ -252,7 +254,7 @@ def import_all() -> None:
 
 
 def main() -> None:
-    with open(0, "rb", buffering=0, closefd=False) as orders:  # which takes no byte of the next one
+    with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered: takes no byte of the next order
         order = json.loads(orders.readline())
     output = os.dup(1)
     os.set_inheritable(output, False)

@@ -1,4 +1,4 @@
-"""How a job is spread over the workers that are there; standard library only."""
+"""Chooses how a job is spread over the workers there are; standard library only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user fixed: `num_stages` and `chunk_size`, or a profile. Raises ValueError where that is neither."""
+    """The user's settings: `num_stages` and `chunk_size`, or a profile. Raises ValueError if neither is given."""
 
     batch_size: int
     per_machine: int
@@ -47,8 +47,11 @@ class Choice:
             read(self.profile)
 
     def spread(self, num_workers: int) -> Spread:
-        """Over so many workers at most. Fewer workers than stages make fewer stages; as many replicas take part as
-        divide the batch. Raises ValueError if nothing fits."""
+        """Spread a job over at most this many workers.
+
+        Fewer workers than stages make fewer stages; the number of replicas divides the batch. Raises ValueError if
+        nothing fits.
+        """
         if self.profile:
             config = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile)
             best = config.get_min()

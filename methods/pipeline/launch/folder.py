@@ -22,13 +22,13 @@ from harness.base.whole_file import write_whole
 from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, folder_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
-TAKEOVER_SECONDS = 20.0  # by which the ranks of a killed launcher are gone
-KEPT = 2  # complete checkpoints
+TAKEOVER_SECONDS = 20.0  # time in which the ranks of a killed launcher end
+KEPT = 2  # complete checkpoints that are kept
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A process killed while it wrote leaves a last line without an end, which does not count. Raises ValueError, with
-    the number of the line, for one that no launcher writes."""
+    """Read lines of JSON. A process killed while it wrote leaves a last line without an end, which does not count.
+    Raises ValueError, with the number of the line, for a line that no launcher writes."""
     if not path.exists():
         return []
     *lines, _ = path.read_text(errors="replace").split("\n")
@@ -46,7 +46,7 @@ def _read(text: str, place: str) -> dict[str, Any]:
 
 
 def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """A step's line of the record, of what each rank told. Samples are the first stage's ranks'."""
+    """Return a step's line of the record, from what each rank told. Samples are those of the first stage's ranks."""
     owners = [event for event in told.values() if "data" in event]
     data = sum(event["data"] for event in owners) % 2**48
     kept = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
@@ -65,7 +65,7 @@ class Folder:
         self.locks = [open(path / name, "a+") for name in (LOCK, WORKERS_LOCK)]  # noqa: SIM115
         self._lock(self.locks[0], "a launcher", 0.0)
         self._lock(self.locks[1], "ranks of an earlier launcher", TAKEOVER_SECONDS)
-        self.locks.pop().close()  # the agents share it
+        self.locks.pop().close()  # the agents hold the lock, too
         held = path / "job.json"
         there = _read(held.read_text(errors="replace"), str(held)) if held.exists() else {}
         other = [name for name, value in job.items() if there and there.get(name) != value]
@@ -109,10 +109,11 @@ class Folder:
         return self.path / "checkpoints"
 
     def resume(self) -> int | None:
-        """Step of the newest complete checkpoint that the record reaches, and goes on after. None: from the start."""
+        """Return the step of the newest complete checkpoint within the record, and cut the record there; None: start
+        from the beginning."""
         path = self.path / "steps.jsonl"
         found = read_lines(path)
-        # What ranks did after their launcher or an agent was killed, nobody has recorded.
+        # Nobody has recorded what ranks did after their launcher or an agent was killed.
         reached = found[-1]["step"] if found else 0
         complete = complete_steps(self.checkpoints)
         step = max((each for each in complete if each <= reached), default=min(complete, default=None))
@@ -135,7 +136,7 @@ class Folder:
                     shutil.rmtree(path, ignore_errors=True)
 
     def newest_log(self, name: str) -> str:
-        """The last line that an agent printed, if any."""
+        """Return the last line that an agent printed, if any."""
         with contextlib.suppress(OSError):
             lines = (self.path / "logs" / name).read_text(errors="replace").split("\n")
             return next((line.strip() for line in reversed(lines) if line.strip()), "")

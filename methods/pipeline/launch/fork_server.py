@@ -1,7 +1,7 @@
-"""This machine's agents, forked from one process that has imported torch for all of them: seconds of a core each;
-standard library only.
+"""Forks this machine's agents from one process that has imported torch, which takes seconds of a core; standard library
+only.
 
-A launcher has one such process, and sends it the descriptors that a new agent gets. It ends when the launcher does,
+A launcher has one such process, and sends it the descriptors of each new agent. The process ends with the launcher,
 however that ends; agents depend on the launcher alone.
 """
 
@@ -24,14 +24,15 @@ MODULE = "methods.pipeline.launch.fork_server"
 
 
 class ForkServer:
-    """Starts with its first agent, and again where something has killed it."""
+    """Starts with its first agent, and again if something has killed it."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
 
     def fork(self, descriptors: Sequence[int]) -> None:
-        """An agent with these for standard input, output and error output. If it cannot start, they are closed."""
+        """Fork an agent with these descriptors for standard input, output and error output. If it cannot start, they
+        are closed."""
         if self.process is None or self.process.poll() is not None:
             self.connection, theirs = socket.socketpair()
             with theirs, open(self.log, "a") as log:
@@ -51,7 +52,7 @@ class ForkServer:
 
 def main() -> None:
     ctypes.CDLL(None).prctl(agent.PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, agent.ignore)  # both are the agents' business
+    signal.signal(signal.SIGTERM, agent.ignore)  # both signals are for the agents to handle
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with contextlib.suppress(Exception):  # each agent will raise it, into its own log

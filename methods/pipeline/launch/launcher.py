@@ -27,15 +27,15 @@ from methods.pipeline.launch.machines import Line, Remote, is_here, read_list
 from methods.pipeline.launch.pace import Pace
 
 POLL_SECONDS = 0.25  # of the list; a change counts when it is seen twice, since lists are written in several pieces
-START_SECONDS = 60.0  # that a launcher's first round waits for an agent; later ones wait for none
-GRACE_SECONDS = 1.5  # in which the ends of other ranks tell which one was the first
-STOP_SECONDS = 180.0  # for the checkpoint that SIGUSR1 asks for
-END_SECONDS = 10.0  # by which an agent that is told to has ended its ranks
-RETRY_SECONDS = 30.0  # until a machine that was lost is tried again; twice as long each time
-MOST_CRASHES = 3  # in a row without progress
+START_SECONDS = 60.0  # seconds that a launcher's first round waits for an agent; later ones wait for none
+GRACE_SECONDS = 1.5  # seconds in which the ends of other ranks tell which one was the first
+STOP_SECONDS = 180.0  # seconds for the checkpoint that SIGUSR1 asks for
+END_SECONDS = 10.0  # seconds in which an agent that is told to end has ended its ranks
+RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; doubled each time
+MOST_CRASHES = 3  # crashes in a row without progress
 PRUNE_SECONDS = 2.0
 OK, CRASH, TIMEOUT, INTERRUPTED = 0, 3, 6, 130
-# What a rank says when another one is gone: methods/pipeline/transport.py, and gloo.
+# Messages of a rank that lost another one: methods/pipeline/transport.py, and gloo.
 CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connection refused|gloo::EnforceNotMet")
 
 
@@ -63,13 +63,13 @@ class Round:
     spread: Spread
     machines: list[Remote]
     resume_step: int | None
-    seats: list[tuple[Remote, int]]  # of each rank, its machine and its place there
+    seats: list[tuple[Remote, int]]  # for each rank its machine and its place there
     running: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # by step and rank
-    is_seated: bool = False  # ranks run, which can be signalled
-    is_stopping: bool = False  # the ranks have agreed to
+    told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # reports by step and rank
+    is_seated: bool = False  # True: ranks run, and take signals
+    is_stopping: bool = False  # True: the ranks have agreed to stop
     asked_to_stop: float | None = None
     failed_at: float | None = None
     heard: float = field(default_factory=time.monotonic)
@@ -91,7 +91,7 @@ class Launcher:
         self.reason = ""  # why no round runs
 
     def run(self) -> int:
-        """Until the script is done; an exit code. Interrupted by Ctrl-C or SIGTERM, it saves a checkpoint first."""
+        """Run rounds until the script is done; return an exit code. Ctrl-C or SIGTERM saves a checkpoint first."""
         began = time.monotonic()
         try:
             while True:
@@ -116,12 +116,12 @@ class Launcher:
     # ---- Machines
 
     def _watch(self) -> None:
-        """Follow the list: agents start on machines that came, and are to end on those that left."""
+        """Follow the list: start agents on machines that came, end them on machines that left."""
         if time.monotonic() < self.polled + POLL_SECONDS:
             return
         self.polled = time.monotonic()
         found: list[Line] | None = None
-        with contextlib.suppress(ValueError):  # it is being replaced
+        with contextlib.suppress(ValueError):  # the list is being replaced
             found = read_list(self.job.machine_list)
         if found is not None and found == self.seen:
             self.listed = found
@@ -154,7 +154,7 @@ class Launcher:
         agent.close()
 
     def _lose(self, agent: Remote, how: str) -> None:
-        """A machine that is gone, or never came."""
+        """Handle a machine that is gone, or never came."""
         self._dismiss(agent)
         self._retry_later(agent.line)
         last = "" if agent.is_ready else f": {self.folder.newest_log(agent.log.name)}"
@@ -166,7 +166,7 @@ class Launcher:
         self.retry[line] = (time.monotonic() + wait, 2 * wait)
 
     def _wanted(self) -> tuple[Spread | None, list[Remote]]:
-        """The configuration for the machines that are there, and those of them that it uses."""
+        """Return the configuration for the machines there are, and the machines that it uses."""
         ready = [agent for agent in self.agents if agent.is_ready and not agent.is_leaving]
         per_machine = self.job.choice.per_machine
         if not ready:
@@ -188,7 +188,7 @@ class Launcher:
     # ---- A round
 
     def _train(self, spread: Spread, machines: list[Remote]) -> int | None:
-        """One round; the job's exit code if it was the last."""
+        """Run one round; return the job's exit code if it was the last."""
         running = self._start(spread, machines)
         pace = Pace(spread.num_stages)
         while True:
@@ -271,7 +271,7 @@ class Launcher:
             agent.send({"do": "signal"})
 
     def _end(self, running: Round) -> None:
-        """End the ranks that are left, and wait until none is."""
+        """End the ranks that are left, and wait for them."""
         self.round = None
         waiting = {agent for agent in running.machines if not agent.is_lost}
         for agent in waiting:
@@ -293,7 +293,7 @@ class Launcher:
     # ---- What agents and ranks tell
 
     def _take(self, seconds: float) -> None:
-        """Take in all that was told, after this long at most."""
+        """Read all reports that come within this time."""
         with contextlib.suppress(queue.Empty):
             self._hear(*self.told.get(timeout=seconds))
             while True:
@@ -345,7 +345,7 @@ class Launcher:
             running.heard = time.monotonic()
 
     def _advance(self, running: Round, pace: Pace) -> None:
-        """Record the steps that all ranks have told of, and who is slow."""
+        """Record the steps that all ranks have reported, and the slow ranks."""
         spread = running.spread
         while running.told and len(running.told[min(running.told)]) == spread.num_ranks:
             step = min(running.told)
@@ -385,7 +385,7 @@ class Launcher:
 
     def _after_failure(self, running: Round) -> int | None:
         is_lost = any(agent.is_lost for agent in running.machines)
-        codes = dict(running.codes)  # those that _end() kills are no cause
+        codes = dict(running.codes)  # ranks that _end() kills are no cause
         self._end(running)
         failed = {rank: code for rank, code in codes.items() if code}
         own = {rank: code for rank, code in failed.items() if not CONSEQUENCE.search(running.errors.get(rank, ""))}
@@ -394,7 +394,7 @@ class Launcher:
             self.say("the script has no handler of SIGUSR1: going on from an earlier checkpoint")
             return None
         if is_lost or (running.is_stopping and not own):
-            return None  # a machine that is lost has been named
+            return None  # a lost machine has been reported already
         if own and not killed:
             rank = min(own)
             text = running.errors.get(rank) or f"exit code {own[rank]}"

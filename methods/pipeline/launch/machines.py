@@ -1,5 +1,5 @@
-"""Machines of a list that changes, and the agent on each: a process here, by ssh elsewhere, by srun under Slurm;
-standard library only.
+"""Follows a list of machines that changes, and starts an agent on each: a process here, by ssh elsewhere, by srun under
+Slurm; standard library only.
 
 The list has an address a line; `#` begins a comment. An address on several lines is as many machines.
 """
@@ -30,14 +30,14 @@ from harness.base.child_process import child_environment
 from methods.pipeline.launch.fork_server import ForkServer
 
 AGENT = "methods.pipeline.launch.agent"
-PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")  # by ssh
-CLOSE_SECONDS = 5.0  # by which an agent has ended
+PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")  # variables that ssh passes on
+CLOSE_SECONDS = 5.0  # time in which an agent has ended
 SILENT_SECONDS = 30.0  # after which a machine that closes no connection counts as lost
 
 
 @dataclass(frozen=True, order=True)
 class Line:
-    """A machine: an address, and which of its lines in the list."""
+    """A machine: an address, and the number of its line among those with this address."""
 
     address: str
     number: int
@@ -47,7 +47,7 @@ class Line:
 
 
 def read_list(path: Path) -> list[Line]:
-    """Raises ValueError where there is none."""
+    """Read the machines of a list. Raises ValueError if there is no list."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -76,7 +76,7 @@ def is_here(address: str) -> bool:
 
 
 def command(address: str) -> list[str]:
-    """That starts an agent on another machine."""
+    """Return the command that starts an agent on another machine."""
     environment = child_environment()
     words = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment)]
     words += [sys.executable, "-m", AGENT]
@@ -86,7 +86,7 @@ def command(address: str) -> list[str]:
 
 
 class Remote:
-    """An agent as its launcher sees it. What it tells goes to `told`, with the agent; None when it is gone."""
+    """An agent as its launcher sees it. Its reports go to `told`, with the agent; None when it is gone."""
 
     def __init__(
         self, line: Line, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any], here: ForkServer
@@ -94,8 +94,8 @@ class Remote:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
         self.began = self.heard = time.monotonic()
-        self.process: subprocess.Popen[bytes] | None = None  # that leads to another machine
-        self.pid: int | None = None  # of the one to kill
+        self.process: subprocess.Popen[bytes] | None = None  # the process that leads to another machine
+        self.pid: int | None = None  # number of the process to kill
         (reading, orders), (answers, writing) = os.pipe(), os.pipe()
         with open(log, "a") as errors:
             if is_here(line.address):
@@ -114,7 +114,7 @@ class Remote:
         self.send(order)
 
     def send(self, order: dict[str, Any]) -> None:
-        """An agent that is gone says so by itself."""
+        """Send an order; an agent that is gone is reported elsewhere."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.write(json.dumps(order) + "\n")
             self.orders.flush()
@@ -123,10 +123,10 @@ class Remote:
         return self.is_ready and time.monotonic() > self.heard + SILENT_SECONDS
 
     def close(self) -> None:
-        """The agent ends its ranks and itself."""
+        """Let the agent end its ranks and itself."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.close()
-        self.thread.join(CLOSE_SECONDS if self.pid else 0)  # one not yet forked ends at once when it is
+        self.thread.join(CLOSE_SECONDS if self.pid else 0)  # an agent that is not forked yet ends at once when it is
         if self.thread.is_alive() and self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -134,7 +134,7 @@ class Remote:
     def _listen(self, told: queue.SimpleQueue[Any]) -> None:
         for text in self.answers:
             self.heard = time.monotonic()
-            with contextlib.suppress(ValueError):  # a line cut off by a kill
+            with contextlib.suppress(ValueError):  # a kill may cut a line off
                 event = json.loads(text)
                 if event["kind"] == "ready" and not self.process:
                     self.pid = event["pid"]
