@@ -66,7 +66,7 @@ def plan(exact: bool, **words: Any) -> None:
     if is_elsewhere:
         host = memories.host_bytes(name, asked)
         jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs]
-    # Several ranks or devices cannot be simulated; a plan needs no device.
+    # A plan needs no device; several ranks or devices cannot be simulated.
     jobs = [dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
             for job in jobs]  # fmt: skip
     found = [plan_table.row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
@@ -90,7 +90,7 @@ def _num_devices(job: Job) -> int:
 
 
 def _published_room(name: str, asked: Budget) -> Room:
-    """Of the published machine: what its allocators reserved is in the laws."""
+    """Return the published machine's budget; the laws already contain what its allocators reserved."""
     there = named_machines.load(name)
     host = asked.host_bytes or there.room.host_bytes
     return Room(asked.device_bytes or there.device_bytes, host, rates=there.room.rates)

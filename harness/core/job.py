@@ -17,9 +17,9 @@ from harness.core.rates import Rates
 
 GIB = 2**30
 MOST = 10**9  # upper bound of every count, so that products stay finite
-MOST_LAYERS = 2**20  # plans take a step for each layer
-MOST_PLANNED = 1e100  # bytes: what a float holds with room, and more than any product of counts
-# What a plan counts bytes of, in each memory.
+MOST_LAYERS = 2**20  # a plan takes one step for each layer
+MOST_PLANNED = 1e100  # bytes: far below a float's largest, and more than any product of counts
+# The kinds of bytes that a plan counts in each memory.
 MEMORIES = ("device", "host", "disk")
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -113,13 +113,15 @@ class Workload:
     @property
     def flops_per_step(self) -> float:
         """Floating-point operations of one step: forward, full recompute of every layer, backward; causal attention is
-        half of full. Not counted: the embedding's look-up, elementwise work. A recompute that stops before a layer's
-        last product does 8 T D^2 a layer less."""
+        half of full. Not counted: the embedding's look-up, elementwise work.
+
+        A recompute that stops before a layer's last product saves 8 T D^2 for each layer.
+        """
         return 4 * self.num_layers * self.layer_flops + self.head_flops_per_step
 
     @property
     def model_flops_per_step(self) -> float:
-        """The same without the recompute, as for MFU."""
+        """Floating-point operations of one step without the recompute, as MFU counts them."""
         return 3 * self.num_layers * self.layer_flops + self.head_flops_per_step
 
     @property
@@ -282,7 +284,7 @@ class Plan:
         return found
 
     def shortfall(self, room: Room) -> str | None:
-        """The first memory that does not suffice, with its kinds, or None if the plan fits."""
+        """Return the first memory that does not suffice, with its kinds of bytes; None if the plan fits."""
         for memory in self.lacks(room):
             plan, have = self.pooled(room), getattr(room, f"{memory}_bytes")
             parts = ", ".join(f"{kind} {gib(size)}" for kind, size in getattr(plan, memory).items() if size)

@@ -124,7 +124,7 @@ class Method(ABC):
 
     @abstractmethod
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """What training needs, by arithmetic. Raises ValueError for options that make no sense at this size."""
+        """Compute the bytes that training needs. Raises ValueError for options that make no sense at this size."""
 
     def settled(self, plan: Plan) -> Self:
         """Return this method with the options that its plan has chosen, so that train() chooses none."""

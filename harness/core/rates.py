@@ -27,7 +27,7 @@ FACTS = (
     ("disk_write_gb_per_second", "disk_write_bytes_per_second", 1e9),
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
-TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people, of which no rate is made
+TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people, which give no rate
 LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)  # in which every plan's arithmetic stays finite
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 

@@ -35,7 +35,7 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
     if device == "cuda":
         there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
         check_device(budget.device_bytes)
-    if device == "sim":  # its memory is the host's
+    if device == "sim":  # sim's device memory is the host's
         there = Room(machine.host_bytes(), machine.host_bytes())
     for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
         asked, most = getattr(budget, name), getattr(there, name)

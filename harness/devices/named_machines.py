@@ -83,8 +83,8 @@ class Machine:
 
     @property
     def room(self) -> Room:
-        """What plans may fill, and a simulated device has: of the GPU without the reserve for what plans do not count.
-        Rates are in the dtype of its facts' precision, else fp32."""
+        """Return what plans may fill, and the memory of a simulated device: the GPU's without the reserve for what
+        plans do not count. Rates are in the dtype of its facts' precision, else fp32."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
         given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         if self.device_bytes is not None:

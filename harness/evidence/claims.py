@@ -26,10 +26,10 @@ from harness.figures.point import METRICS
 
 FOLDER = ROOT / "claims"
 PAPER_MACHINE = named_machines.PUBLISHED
-MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # where a claim holds
-REGISTRY = Registry("claim", FOLDER)  # what is added is read instead of this project's
-AXES = ("num_layers", "window_size")  # along which a shape is claimed
-EXTREMES = ("largest", "smallest")  # of the windows measured
+MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # machines on which a claim holds
+REGISTRY = Registry("claim", FOLDER)  # added claims replace this project's
+AXES = ("num_layers", "window_size")  # the axes of a shape
+EXTREMES = ("largest", "smallest")  # of the measured windows
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 
 

@@ -178,7 +178,7 @@ class Campaign:
             self.finished += [found["record"]] if found["record"] else []
             return
         host = machine.room(job.budget, job.device).host_bytes
-        if host is not None and point.plan.host_bytes > host:  # it would exhaust this machine
+        if host is not None and point.plan.host_bytes > host:  # the run would exhaust this machine
             record = self.sweep.run([job])[0]
         else:
             record = self.sweep.attempt(job, self._repeats(job) - point.missing + 1, place)

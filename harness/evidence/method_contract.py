@@ -143,7 +143,7 @@ def _alone(file: Path) -> Iterator[Subject]:
 
 
 def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
-    """Bytes of device and host, and these with the disk's."""
+    """Return planned bytes of device and host, and of device, host and disk."""
     plan = method.create(subject.name, {}, subject.folders).plan(workload, Room())
     memory = plan.device_bytes + plan.host_bytes
     return memory, memory + plan.disk_bytes

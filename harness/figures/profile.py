@@ -20,8 +20,8 @@ from methods.shared.memory_needs import state_bytes
 
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
-PROBE = {"steps": 5, "warmup": 2}  # of a search: memory has settled
-ROOM = 0.9  # of a budget: what a plan with free choices may fill, as plans leave something out
+PROBE = {"steps": 5, "warmup": 2}  # runs of a search: memory has settled by then
+ROOM = 0.9  # share of a budget that a plan with free choices may fill, because plans leave something out
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Profile:
 
     @property
     def room(self) -> Room:
-        """What plans may fill, on any machine the same: of a GPU without the stated context."""
+        """Return what plans may fill, the same on any machine: a GPU's budget without the stated context."""
         room = self.budget.room
         if self.device != "cuda" or room.device_bytes is None:
             return room
@@ -64,8 +64,8 @@ class Profile:
         return min(self.window, num_layers)
 
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
-        """A timed run. The plan settles options that are numbers, so that the record can be found again; the choice of
-        kernels is left to the measuring machine."""
+        """Return a timed run. The plan settles options that are numbers, so that the record can be found again; the
+        measuring machine chooses kernels."""
         workload, have = self.workload.at_depth(num_layers), self.room.device_bytes
         room = dataclasses.replace(self.room, device_bytes=have and int(ROOM * have))
         plan = method.create(name, options).plan(workload, room)
@@ -78,7 +78,7 @@ class Profile:
         return Job(name, workload, {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"])
 
     def largest_planned(self, name: str) -> int:
-        """Layers that should fit, by the method's plan."""
+        """Return the number of layers that should fit, by the method's plan."""
         trained, room = method.create(name, {}), self.room
         return method.largest_depth(
             lambda depth: trained.plan(self.workload.at_depth(depth), room).shortfall(room) is None

@@ -165,7 +165,7 @@ class Slurm:
         return paths
 
     def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
-        """submitit's parameters for a job: sbatch's options, and srun's, which starts the container."""
+        """Return submitit's parameters for a job: sbatch's options, and srun's, which starts the container."""
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
         found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"}

@@ -24,7 +24,7 @@ from methods.pipeline.profile import Profile, SectionCost, read
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import step_seconds
 
-GRADIENT_BYTES = 4  # of a parameter, as replicas sum them
+GRADIENT_BYTES = 4  # bytes of a gradient that replicas sum
 # Of a parameter: its weight, gradient, and what Adam keeps.
 STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))}
 AT_ONCE = 16  # configurations predicted side by side

@@ -52,7 +52,7 @@ class Choice:
             yield window
 
     def _fastest(self) -> Plan | None:
-        """None without rates, where the placement is given, and where nothing fits."""
+        """Return the fastest plan; None without rates, if the placement is given, or if nothing fits."""
         room, given = self.room, (self.placement, self.resident_layers)
         if room.rates is None or room.device_bytes is None or given != (None, None):
             return None
@@ -74,15 +74,15 @@ class Choice:
         if room.host_bytes and (clipping, self.clipping) == ("speculate", None):
             room = replace(room, host_bytes=int(room.host_bytes / SPARE_ROOM))
         counts = choose(workload, room, plan_of, "RPWS", clipping)
-        if counts is None and self.disk and clipping != "speculate":  # no disk while the host can hold it all
+        if counts is None and self.disk and clipping != "speculate":  # use no disk if the host can hold all states
             counts = choose(workload, room, plan_of, "RPWSD", clipping)
         if counts is None:
             return None
         return with_forecast(plan_of(workload, counts), workload, room, counts, clipping)
 
     def _most_resident(self) -> Plan:
-        """The first filling that fits, on the disk only if none does without; where none does at all, the narrowest
-        window's."""
+        """Return the first filling that fits, on the disk only if none fits without it; if none fits at all, the
+        narrowest window's."""
         room, clipping, fillings = self.room, self.clipping or "deferred", list(self._fillings())
         on_disk = ((window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ()))
         for window, kinds in itertools.chain(fillings, on_disk):
