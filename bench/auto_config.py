@@ -28,7 +28,7 @@ from methods.varuna import AutoConfig, CutPoint, Profiler, Varuna
 WORDS, TOKENS, WIDTH, NUM_BLOCKS = 1000, 64, 128, 6
 
 
-class Model(nn.Module):
+class MeasuredModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
@@ -84,7 +84,7 @@ def report(rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], me
 @click.option("--steps", default=10, help="Of each configuration in a round, taken in turns.")
 def main(batch_size: int, rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
-    profiler = Profiler(Model())
+    profiler = Profiler(MeasuredModel())
     profiler.initialize(get_batch)
     sizes = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
     world_size, models = profiler.world_size, dict[tuple[int, ...], Varuna]()
@@ -101,7 +101,9 @@ def main(batch_size: int, rounds: int, steps: int) -> None:
         if not models:
             for row in table:
                 if (key := (row.num_stages, row.num_replicas, row.chunk_size)) in predicted:
-                    model = Varuna(Model(), row.stage_to_rank_map, get_batch, batch_size, row.chunk_size, cuts=row.cuts)
+                    model = Varuna(
+                        MeasuredModel(), row.stage_to_rank_map, get_batch, batch_size, row.chunk_size, cuts=row.cuts
+                    )
                     model.set_optimizer(torch.optim.AdamW(model.parameters()))
                     models[key] = model
         seconds: dict[tuple[int, ...], list[float]] = {key: [] for key in models}

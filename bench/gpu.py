@@ -84,7 +84,7 @@ DEMO = Scale(
 
 
 @dataclass(frozen=True)
-class Step:
+class GpuStep:
     """A command and its limit in seconds. `needs`: run it only after stronghold has trained this many layers."""
 
     title: str
@@ -99,10 +99,10 @@ class Steps:
     def __init__(self, scale: Scale, results: Path) -> None:
         self.scale, self.results = scale, results
 
-    def of(self, call: int) -> list[Step]:
+    def of(self, call: int) -> list[GpuStep]:
         return (self.first, self.second, self.third)[call - 1]()
 
-    def first(self) -> list[Step]:
+    def first(self) -> list[GpuStep]:
         """First call: does it work at all, and are the plans' assumptions true?"""
         scale = self.scale
         facts = ("-m", "bench.gpu_facts", str(self.results / "facts.json"), "--device", scale.device)
@@ -112,9 +112,9 @@ class Steps:
         window, streamed = ("--option", "resident_layers=0"), ("--placement", f"S{scale.traced}")
         depth, half, deepest = scale.headline[0], min(24, scale.whole_depth), scale.headline[-1]
         return [
-            Step("facts", ("env", f"PYTORCH_ALLOC_CONF={EXPANDABLE}", sys.executable, *facts), 90),
-            Step("the host's kernel", (sys.executable, "-c", kernel), 60),
-            Step("tests", (sys.executable, *tests), 150),
+            GpuStep("facts", ("env", f"PYTORCH_ALLOC_CONF={EXPANDABLE}", sys.executable, *facts), 90),
+            GpuStep("the host's kernel", (sys.executable, "-c", kernel), 60),
+            GpuStep("tests", (sys.executable, *tests), 150),
             self.verb("rates", *calibrate, seconds=90),
             self.run("nothing resident, bf16", "stronghold", scale.traced, "bf16", *window, trace="window-bf16"),
             self.run("nothing resident, fp32", "stronghold", scale.traced, "fp32", *window, trace="window-fp32"),
@@ -126,11 +126,11 @@ class Steps:
             self.run("beyond the device", "stronghold", deepest, "fp32", seconds=300),
         ]  # fmt: skip
 
-    def second(self) -> list[Step]:
+    def second(self) -> list[GpuStep]:
         """Second call: the headline, depths beyond the device first."""
         return [self.points(dtype, depth) for dtype in self.scale.dtypes for depth in reversed(self.scale.headline)]
 
-    def third(self) -> list[Step]:
+    def third(self) -> list[GpuStep]:
         """The largest depths, what a step does there, the headline's probes, several models, and the largest sizes."""
         scale, proven = self.scale, self.scale.headline[-1]
         points = [self.points(dtype, depth, proven) for dtype in scale.dtypes for depth in scale.beyond]
@@ -148,12 +148,12 @@ class Steps:
             self.verb("report", "report", seconds=120),
         ]  # fmt: skip
 
-    def points(self, dtype: str, depth: int, needs: int = 0) -> Step:
+    def points(self, dtype: str, depth: int, needs: int = 0) -> GpuStep:
         """Return all methods that may fit, at a depth of the headline."""
         title, names, scale = f"all methods, {depth} layers, {dtype}", ",".join(self.names(depth)), self.scale
         return self._trains("sweep", title, names, depth, dtype, ("--no-probe",), scale.budget, scale.seconds, needs)
 
-    def probes(self, dtype: str, depth: int) -> Step:
+    def probes(self, dtype: str, depth: int) -> GpuStep:
         """Judge the measurements of points() again, with the gate's probe."""
         title, scale = f"probes, {depth} layers, {dtype}", self.scale
         names = ",".join(name for name in self.names(depth) if name in scale.probed)
@@ -165,7 +165,7 @@ class Steps:
     def run(
         self, title: str, name: str, depth: int, dtype: str, *words: str, trace: str = "",
         budget: tuple[str, ...] | None = None, seconds: float = 90, needs: int = 0,
-    ) -> Step:  # fmt: skip
+    ) -> GpuStep:  # fmt: skip
         traced = ("--trace", str(self.results / f"trace-{trace}.json")) if trace else ()
         given = budget or self.scale.budget
         asked = (*words, *traced, "--no-probe")
@@ -174,14 +174,14 @@ class Steps:
     def _trains(
         self, verb: str, title: str, names: str, depth: int, dtype: str, words: tuple[str, ...],
         budget: tuple[str, ...], seconds: float, needs: int,
-    ) -> Step:  # fmt: skip
+    ) -> GpuStep:  # fmt: skip
         sizes = ("-m", names, "-l", str(depth), "--dtype", dtype, *self.scale.layer, *self.scale.vocab)
         asked = (*sizes, *words, *budget, *self.scale.steps)
         return self.verb(title, verb, *asked, seconds=seconds, needs=needs)
 
-    def verb(self, title: str, *words: str, seconds: float, needs: int = 0) -> Step:
+    def verb(self, title: str, *words: str, seconds: float, needs: int = 0) -> GpuStep:
         command = (sys.executable, "-m", "harness", *words, "--results", str(self.results))
-        return Step(title, command, seconds, needs)
+        return GpuStep(title, command, seconds, needs)
 
 
 @dataclass
@@ -194,7 +194,7 @@ class Tried:
     source: str = ""
 
 
-class Call:
+class GpuCall:
     """One call: runs steps, and keeps their results in the folder of results."""
 
     def __init__(self, results: Path, out: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
@@ -204,7 +204,7 @@ class Call:
         told = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.tried = {title: Tried(**fields) for title, fields in told.items()}
 
-    def run(self, steps: list[Step]) -> None:
+    def run(self, steps: list[GpuStep]) -> None:
         for step in self.ordered(steps):
             if step.needs and step.needs not in self.trained("stronghold"):
                 print(f"-- {step.title}: left out, stronghold has not trained {step.needs} layers yet", flush=True)
@@ -215,16 +215,16 @@ class Call:
                 continue
             self.attempt(step, min(left, step.seconds))
 
-    def ordered(self, steps: list[Step]) -> list[Step]:
+    def ordered(self, steps: list[GpuStep]) -> list[GpuStep]:
         """Return the steps to do, never tried ones first: a step that always takes too long delays no other."""
         return sorted((step for step in steps if not self.is_done(step)), key=lambda step: self._of(step).times)
 
-    def is_done(self, step: Step) -> bool:
+    def is_done(self, step: GpuStep) -> bool:
         """True if the step ended by itself, with this source: a failure is a result."""
         tried = self._of(step)
         return tried.code is not None and tried.code not in UNFINISHED and tried.source == self.source
 
-    def attempt(self, step: Step, seconds: float) -> None:
+    def attempt(self, step: GpuStep, seconds: float) -> None:
         log = self.results / "steps" / (re.sub(r"\W+", "-", step.title) + ".txt")
         log.parent.mkdir(parents=True, exist_ok=True)
         tried, started = self._of(step), time.monotonic()
@@ -247,7 +247,7 @@ class Call:
             flush=True,
         )
 
-    def _of(self, step: Step) -> Tried:
+    def _of(self, step: GpuStep) -> Tried:
         return self.tried.get(step.title, Tried())
 
     def trained(self, name: str) -> set[int]:
@@ -292,7 +292,7 @@ def outcome(tried: Tried | None) -> str:
     return "ended at its limit" if tried.code is None else "done" if tried.code == 0 else f"exit code {tried.code}"
 
 
-def verdict(call: Call, steps: list[Step]) -> list[str]:
+def verdict(call: GpuCall, steps: list[GpuStep]) -> list[str]:
     """Print one screen: facts, steps left, failures, the runs."""
     facts = call.results / "facts.json"
     found = gpu_facts.lines(json.loads(facts.read_text())) if facts.exists() else ["none"]
@@ -341,7 +341,7 @@ def main(number: int, results: Path, demo: bool, limit_seconds: float) -> None:
         print(f"{gpu_results.unpack(archive, results)} files put back from {archive}", flush=True)
     steps = Steps(DEMO if demo else cuda(machine.host_bytes()), results)
     asked = [step for each in ((1, 2, 3) if demo else (number,)) for step in steps.of(each)]
-    call = Call(results, out, limit_seconds)
+    call = GpuCall(results, out, limit_seconds)
     try:
         call.run(asked)
     finally:

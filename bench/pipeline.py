@@ -79,7 +79,7 @@ def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches
     from methods.pipeline.stage import Stage
     from methods.pipeline.transport import Transport
 
-    class Sleeping(Stage):
+    class SleepingStage(Stage):
         def forward(self, number: int, inputs: Any) -> Any:
             time.sleep(unit)
             return [torch.zeros(1)]
@@ -95,7 +95,7 @@ def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches
     transport = Transport(rank - 1 if rank else None, rank + 1 if rank < last else None, 60.0)
     specs = [[(torch.Size([1]), torch.float32)]] * num_micro_batches
     order = order_of(num_stages, rank, num_micro_batches)
-    stage = Sleeping(lambda number, inputs: (), [True] * bool(rank), is_last=rank == last)
+    stage = SleepingStage(lambda number, inputs: (), [True] * bool(rank), is_last=rank == last)
     is_free = schedule == "varuna"
     return Engine(stage, transport, order, specs, specs, is_opportunistic=is_free).step
 
@@ -118,12 +118,14 @@ def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches:
             time.sleep(3 * unit)
             return grads[0].clone()
 
-    class Sleeping(nn.Module):
+    class SleepingModule(nn.Module):
         def forward(self, x: Any) -> Any:
             return Sleep.apply(x)
 
     like = torch.zeros(1, 1, requires_grad=True)
-    stage = PipelineStage(Sleeping(), rank, num_stages, torch.device("cpu"), input_args=(like,), output_args=(like,))
+    stage = PipelineStage(
+        SleepingModule(), rank, num_stages, torch.device("cpu"), input_args=(like,), output_args=(like,)
+    )
     loop = CLASSES[schedule](stage, num_micro_batches, loss_fn=lambda x, target: x.sum(), scale_grads=False)
     batch, last = torch.zeros(num_micro_batches, 1, requires_grad=True), num_stages - 1
 

@@ -43,13 +43,13 @@ class L2L(Method):
         from methods.shared.loss_scale import LossScale
         from methods.streaming.embedding_and_head import ResidentEnds
         from methods.streaming.layer_state import LayerState, draw
-        from methods.streaming.slot import Gradients, Slot
+        from methods.streaming.slot import GradientRoom, Slot
 
         with Device(device, num_workers=num_update_threads(device)) as gpu:
             ends, names = ResidentEnds(gpu, workload), [f"layers.{i}." for i in range(workload.num_layers)]
             layers = [LayerState(gpu, new_layer(workload), name, workload, host=True) for name in names]
             draw(layers, workload)
-            slot, gradients, scale = Slot(layers[0]), Gradients(layers[0]), LossScale(workload)
+            slot, gradients, scale = Slot(layers[0]), GradientRoom(layers[0]), LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 learning_rate = workload.learning_rate_at(step)
                 xs = ends.embed(inputs)

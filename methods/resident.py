@@ -37,13 +37,13 @@ class Resident(Method):
         return describe(workload, "torch, called in this file", "torch AdamW, fused, device")
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        model = Model(workload, device)
+        model = ReferenceModel(workload, device)
         for number, (inputs, targets) in enumerate(batches, start=1):
             yield model.step(number, inputs, targets)
         return Trained(model.tensors())
 
 
-class Model:
+class ReferenceModel:
     """A model with its optimizer. If a rounding is given, it computes the gradients."""
 
     def __init__(self, workload: Workload, device: str, rounding: Rounding | None = None) -> None:

@@ -19,7 +19,7 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe
-from methods.streaming.choose_placement import Choice
+from methods.streaming.choose_placement import PlacementChoice
 from methods.streaming.placement import parse, shrink, text_of
 
 
@@ -43,7 +43,7 @@ class Stronghold(Method):
     build = staticmethod(adamw_kernel.build)
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        return Choice(workload, room, **asdict(self)).plan()
+        return PlacementChoice(workload, room, **asdict(self)).plan()
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         """The same mixture of layers; a window that slides in the model slides in its twin."""

@@ -94,12 +94,12 @@ class VarunaMethod(Method):
         return row | {"recompute": "every stage but the last, from its input"}
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods.pipeline.gpt_pipeline import GptPipeline, Shape, joined
+        from methods.pipeline.gpt_pipeline import GptPipeline, PipelineShape, joined
         from methods.shared.loss_scale import LossScale
 
         assert self.num_stages and self.chunk_size
         ranks = RankMap.make(self.num_stages, self.world_size // self.num_stages)
-        shape = Shape(ranks, self.chunk_size, self.schedule, float(self.peer_seconds))
+        shape = PipelineShape(ranks, self.chunk_size, self.schedule, float(self.peer_seconds))
         with joined(self.world_size, device, shape.limit_seconds) as rank:
             pipeline = GptPipeline(workload, shape, rank, device)
             gradients, scale = pipeline.gradients, LossScale(workload)

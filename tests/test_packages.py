@@ -77,6 +77,17 @@ def test_no_file_imports_itself_round_a_circle() -> None:
             visit(module, ())
 
 
+def test_a_class_name_is_defined_once() -> None:
+    """Each word has one meaning (docs/glossary.md); tests take no product's name either."""
+    found: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    of_product = {name: [each for each in modules if not each.startswith("tests.")] for name, modules in found.items()}
+    assert {name: found[name] for name, own in of_product.items() if own and len(found[name]) > 1} == {}
+
+
 def test_a_method_sees_no_other() -> None:
     for module in FILES:
         if package_of(module) == "methods":

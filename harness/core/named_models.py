@@ -17,7 +17,7 @@ EXAMPLE = "gpt2: {num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 1024
 
 
 @dataclass(frozen=True)
-class Model:
+class NamedModel:
     """An entry of models.yaml: fields of a Workload, and their source."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
@@ -41,6 +41,6 @@ def names(file: Path = FILE) -> list[str]:
     return list(entries(file, EXAMPLE))
 
 
-def load(name: str, file: Path = FILE) -> Model:
+def load(name: str, file: Path = FILE) -> NamedModel:
     """Return the model of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
-    return entry(Model, name, (file,), EXAMPLE)
+    return entry(NamedModel, name, (file,), EXAMPLE)

@@ -31,13 +31,13 @@ VERDICTS = (*PASSING, "failed", "untested")
 if TYPE_CHECKING:
     Values = list[float]
     Evidence: TypeAlias = dict[str, Any]
-    Machine: TypeAlias = Evidence
+    MachineFacts: TypeAlias = Evidence
     Other: TypeAlias = Evidence
-    Schedule: TypeAlias = Evidence
-    Software: TypeAlias = Evidence
+    ScheduleFacts: TypeAlias = Evidence
+    SoftwareFacts: TypeAlias = Evidence
     Tensor: TypeAlias = Evidence
 else:
-    from harness.core.record_parts import Evidence, Machine, Other, Schedule, Software, Tensor, Values
+    from harness.core.record_parts import Evidence, MachineFacts, Other, ScheduleFacts, SoftwareFacts, Tensor, Values
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Record:
     interval_steps: int = 1  # what one value of losses and step_seconds is the mean of
     clock: str = "cpu"
     is_timed: bool = True  # False where another untimed run was on the device meanwhile: its seconds do not count
-    machine: Machine = field(default_factory=dict)
-    software: Software = field(default_factory=dict)
+    machine: MachineFacts = field(default_factory=dict)
+    software: SoftwareFacts = field(default_factory=dict)
     started: float = 0.0  # Unix time
     losses: Values = field(default_factory=list)
     grad_norms: Values = field(default_factory=list)
@@ -88,7 +88,7 @@ class Record:
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0
-    schedule: Schedule = field(default_factory=dict)  # of several models: num_models, makespan, bound, use
+    schedule: ScheduleFacts = field(default_factory=dict)  # of several models: num_models, makespan, bound, use
     data_sha256: str = ""
     kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table

@@ -48,7 +48,7 @@ class Evidence(TypedDict, total=False):
     probe_steps: int
 
 
-class Machine(TypedDict, total=False):
+class MachineFacts(TypedDict, total=False):
     """What programs read of a machine; it may say more."""
 
     gpu: str
@@ -60,14 +60,14 @@ class Machine(TypedDict, total=False):
     ranks: list[dict[str, Any]]
 
 
-class Software(TypedDict, total=False):
+class SoftwareFacts(TypedDict, total=False):
     """What programs read of versions and source; it may say more."""
 
     source: str  # the hash of the code that decides how the method trains
     unlisted: list[str]  # files whose code the run executed, and which that hash lacks
 
 
-class Schedule(TypedDict, total=False):
+class ScheduleFacts(TypedDict, total=False):
     """What programs read of the schedule of several models or after a checkpoint; it may say more."""
 
     num_models: int
@@ -76,5 +76,5 @@ class Schedule(TypedDict, total=False):
     turns: list[list[Any]]
 
 
-for kind in (Evidence, Machine, Schedule, Software):  # a TypedDict takes no statement in its body
+for kind in (Evidence, MachineFacts, ScheduleFacts, SoftwareFacts):  # a TypedDict takes no statement in its body
     kind.__pydantic_config__ = OTHER_FIELDS  # type: ignore[union-attr]

@@ -113,7 +113,7 @@ class Machine:
         self.room  # noqa: B018  raises ValueError where a size is wrong
 
 
-class Machines(Registry):
+class MachineRegistry(Registry):
     def add(self, places: Iterable[Path]) -> None:
         """Add files of machines. Raises ValueError if an entry is wrong, because tables, figures and reports ask every
         machine."""
@@ -127,7 +127,7 @@ class Machines(Registry):
         super().add(files)
 
 
-REGISTRY = Machines("machine", FILE)
+REGISTRY = MachineRegistry("machine", FILE)
 
 
 def names(*files: Path) -> list[str]:

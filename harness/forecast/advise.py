@@ -27,7 +27,7 @@ MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingPlace:
     """Where to train: what plans may fill there, and the peak that MFU is a share of."""
 
     name: str | None  # in machines.yaml; None: this machine
@@ -49,16 +49,18 @@ class Place:
         return sheet.peak_flops(dtype) if sheet else None
 
 
-def named_place(name: str, asked: Budget) -> Place:
-    return Place(name, named_machines.load(name).about, "cuda", asked)
+def named_place(name: str, asked: Budget) -> TrainingPlace:
+    return TrainingPlace(name, named_machines.load(name).about, "cuda", asked)
 
 
-def this_place(asked: Budget) -> Place:
+def this_place(asked: Budget) -> TrainingPlace:
     device = machine.devices()[0]
     if device == "cpu" and asked.device_bytes:
         device = "sim"
     facts = machine.facts()
-    return Place(None, f"this machine: {facts.get('gpu') or facts['cpu']}, {facts['cores']} cores", device, asked)
+    return TrainingPlace(
+        None, f"this machine: {facts.get('gpu') or facts['cpu']}, {facts['cores']} cores", device, asked
+    )
 
 
 def sized(num_params: float) -> Workload:
@@ -105,7 +107,7 @@ class Try(NamedTuple):
 class Advice:
     """A question; rows() is its answer."""
 
-    place: Place
+    place: TrainingPlace
     workload: Workload
     tokens: float | None = None
     records: tuple[Record, ...] = ()
@@ -149,7 +151,7 @@ class Advice:
         """What the method lacks to run here, and how to get it; of another machine that is not known."""
         return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
 
-    def _try(self, name: str, place: Place, workload: Workload, options: dict[str, Any]) -> Try:
+    def _try(self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any]) -> Try:
         trained = method.create(name, options, self.folders)
         method.check(trained, workload, self.folders)
         room = place.room_for(workload)
@@ -180,7 +182,7 @@ class Advice:
                         return f"{text}: {more:.1f}x the tokens a second"
         return f"-l {depth}" if depth and now.lacks else None
 
-    def _changes(self, name: str) -> Iterator[tuple[str, Place, Workload, dict[str, Any]]]:
+    def _changes(self, name: str) -> Iterator[tuple[str, TrainingPlace, Workload, dict[str, Any]]]:
         """What costs nothing first: other numbers, another batch, the disk; then memory, then another GPU."""
         place, workload = self.place, self.workload
         sheet = named_machines.load(place.name).datasheet if place.name else None

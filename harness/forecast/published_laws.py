@@ -31,7 +31,7 @@ HOST_TAKEN_BYTES = int(3.06 * GIB)
 EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB where 16 bytes a parameter are 26,193
 
 
-class Limits(NamedTuple):
+class PublishedLimits(NamedTuple):
     """The largest depths that a law allows: by the device with an ideal allocator, by the device with the logged one,
     by the host."""
 
@@ -66,17 +66,17 @@ class Law(NamedTuple):
     def host_bytes(self, workload: Workload) -> int:
         return int((self.host_bytes_per_param or 0) * workload.num_params)
 
-    def limits(self, device_bytes: int, host_bytes: int) -> Limits:
+    def limits(self, device_bytes: int, host_bytes: int) -> PublishedLimits:
         def deepest(need: Callable[[Workload], float], have: float) -> int:
             return largest_depth(lambda depth: need(PUBLISHED.at_depth(depth)) <= have)
 
-        return Limits(
+        return PublishedLimits(
             deepest(self.device_bytes, device_bytes),
             deepest(self.device_bytes, device_bytes / self.reserved_per_allocated),
             deepest(self.host_bytes, host_bytes) if self.host_bytes_per_param else None,
         )
 
-    def verdict(self, limits: Limits) -> str:
+    def verdict(self, limits: PublishedLimits) -> str:
         """What bound the published run, and if its largest size was the limit."""
         said = f"bound by the {limits.binding}"
         if limits.binding == "device" and limits.device > 1.1 * limits.device_as_reserved:

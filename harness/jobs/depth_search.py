@@ -19,7 +19,7 @@ REFINED_FROM = 8  # layers; a smaller guess is found sooner than refined
 MAX_TRIALS = 40
 
 
-class Outcome(NamedTuple):
+class DepthOutcome(NamedTuple):
     """The end of one probe."""
 
     passed: bool
@@ -28,18 +28,18 @@ class Outcome(NamedTuple):
     evidence: Any = None
 
 
-class Trial(NamedTuple):
+class DepthTrial(NamedTuple):
     num_layers: int
-    outcome: Outcome
+    outcome: DepthOutcome
 
 
 @dataclass
-class Answer:
+class DepthAnswer:
     """Every trial in order, and what follows from them."""
 
     least: int = 1
     most: int = 2**20
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[DepthTrial] = field(default_factory=list)
     stopped: str = ""  # why the search stopped without an answer
 
     @property
@@ -85,16 +85,16 @@ class Answer:
 
 
 def search(
-    probe: Callable[[int], Outcome], guess: int, *, least: int = 1, most: int = 2**20, repeats: int = 1,
+    probe: Callable[[int], DepthOutcome], guess: int, *, least: int = 1, most: int = 2**20, repeats: int = 1,
     refine: Callable[[], int] | None = None, max_trials: int = MAX_TRIALS,
-) -> Answer:  # fmt: skip
+) -> DepthAnswer:  # fmt: skip
     """Find the largest depth from `least` to `most` that trains.
 
     `repeats` probes decide each side of the edge; several also look one layer beyond it. `refine` makes a better guess
     after two small runs. The search stops early, with a reason, if a probe ends for another reason than size, or after
     `max_trials`.
     """
-    answer = Answer(least, most)
+    answer = DepthAnswer(least, most)
     guess = max(least, min(guess, most))
     stride = max(1, round(GALLOP * guess))
     if refine is not None and guess >= max(REFINED_FROM, 4 * least):
@@ -114,15 +114,15 @@ def search(
     return answer
 
 
-def _try(answer: Answer, probe: Callable[[int], Outcome], depth: int) -> None:
+def _try(answer: DepthAnswer, probe: Callable[[int], DepthOutcome], depth: int) -> None:
     outcome = probe(depth)
     if outcome.stop:
         answer.stopped = f"at {depth} layers: {outcome.stop}"
     else:
-        answer.trials.append(Trial(depth, outcome))
+        answer.trials.append(DepthTrial(depth, outcome))
 
 
-def _next(answer: Answer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
+def _next(answer: DepthAnswer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
     """Return the next depth to try and the stride after it; None if all is known."""
     below, first = answer.largest, answer.first_failing
     last, above = answer.last_passing, answer.failed_above

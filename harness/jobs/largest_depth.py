@@ -14,7 +14,7 @@ from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
-from harness.jobs.depth_search import Answer, Outcome, extrapolate, search
+from harness.jobs.depth_search import DepthAnswer, DepthOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
 
 BEYOND_PLAN = 4  # depths up to this many times the planned one are tried, and up to 64 layers
@@ -46,14 +46,14 @@ class Probes:
             told = "a search is over depths: leave --placement out, or give its last run no length, as in R2W"
             raise ValueError(f"{error}; {told}") from error
 
-    def __call__(self, num_layers: int) -> Outcome:
+    def __call__(self, num_layers: int) -> DepthOutcome:
         """Run at this depth. If a run fails against its plan and other options should need less memory, try them, too:
         a depth is too large if no options train it."""
         if num_layers in self.decided:
             return self._run(self.decided[num_layers])
         job, plan = self._planned(num_layers)
         if refused := self._refusal(plan):
-            return Outcome(False, evidence=refused)
+            return DepthOutcome(False, evidence=refused)
         tried, outcome = [job], self._run(job)
         while not outcome.passed and not outcome.stop:
             self._learn(outcome.evidence, plan)
@@ -65,12 +65,12 @@ class Probes:
         self.decided[num_layers] = tried[-1]
         return outcome
 
-    def _run(self, job: Job) -> Outcome:
+    def _run(self, job: Job) -> DepthOutcome:
         number = 1 + sum(record.job == job for record in self.records)
         record = self.sweep.attempt(job, number, {"role": f"probe {len(self.records) + 1}"})
         self.records.append(record)
         stop = "" if record.is_result else f"{record.status}: {record.reason}"
-        return Outcome(record.status == "ok", memory_of(record), stop, record)
+        return DepthOutcome(record.status == "ok", memory_of(record), stop, record)
 
     def guess(self) -> int:
         """Layers of the deepest model whose plan and expected excess fit."""
@@ -174,7 +174,7 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
     }
 
 
-def _binding(answer: Answer, best: Record | None, room: Room) -> str:
+def _binding(answer: DepthAnswer, best: Record | None, room: Room) -> str:
     """The memory that binds, and the largest run's share of it."""
     if answer.is_unlimited:
         return f"none up to {answer.most} layers, the most tried"

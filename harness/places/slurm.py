@@ -64,7 +64,7 @@ class Options:
     container_image: str | None = None
 
 
-class State(NamedTuple):
+class SlurmState(NamedTuple):
     """A job's state as Slurm writes it: COMPLETED, FAILED, TIMEOUT ...; exit code and signal, as 0:9."""
 
     name: str = ""
@@ -223,7 +223,7 @@ class Slurm:
                 return
             time.sleep(POLL_SECONDS)
 
-    def _complete(self, job: Job, key: str, stem: Path, number: str, state: State, logs: Path) -> Path:
+    def _complete(self, job: Job, key: str, stem: Path, number: str, state: SlurmState, logs: Path) -> Path:
         path = Path(f"{stem}.json")
         deadline = time.monotonic() + (LATE_SECONDS if state.name == "COMPLETED" else 1.0)
         while not path.exists() and time.monotonic() < deadline:
@@ -253,7 +253,7 @@ class Slurm:
         return place_record(path, place, evidence, end if end.status in better else None)
 
 
-def named(state: State, phase: str, limit_bytes: int) -> failures.Failure:
+def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
     """Name the end of a job by its state under Slurm."""
     code, _, number = state.exit_code.partition(":")
     if state.name == "OUT_OF_MEMORY":
@@ -270,12 +270,12 @@ def named(state: State, phase: str, limit_bytes: int) -> failures.Failure:
     return failures.of_process(failures.End(phase, int(code or 0)))
 
 
-def states_of(ids: list[str]) -> dict[str, State]:
+def states_of(ids: list[str]) -> dict[str, SlurmState]:
     """Read the jobs' states from sacct, as submitit does; without accounting from scontrol, which forgets a job after
     some minutes."""
     from submitit.slurm.slurm import SlurmInfoWatcher
 
-    forgotten, told = State(), {}
+    forgotten, told = SlurmState(), {}
     if ids and shutil.which("sacct"):
         words = ["sacct", "-X", "-P", "-o", "JobID,State,ExitCode,NodeList", "-j", ",".join(ids)]
         told = SlurmInfoWatcher().read_info(subprocess.run(words, capture_output=True, text=True).stdout)
@@ -284,10 +284,12 @@ def states_of(ids: list[str]) -> dict[str, State]:
         jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
         told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
         if done.returncode == 0:  # a forgotten job has ended
-            forgotten = State("FORGOTTEN")
+            forgotten = SlurmState("FORGOTTEN")
     found = {}
     for number in ids:
         job = told.get(number)
         # sacct writes "CANCELLED by 1000".
-        found[number] = State(job["State"].split()[0], job["ExitCode"], job.get("NodeList", "")) if job else forgotten
+        found[number] = (
+            SlurmState(job["State"].split()[0], job["ExitCode"], job.get("NodeList", "")) if job else forgotten
+        )
     return found

@@ -39,7 +39,7 @@ PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "sou
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A figure with its table. `svg` is a data URI."""
 
     case: str  # its number, or its name
@@ -132,7 +132,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     }
 
 
-def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[Section]:
+def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:
     """Return every figure of these records, case by case. Raises ValueError if none is of the wanted profile."""
     records = [entry.record for entry in entries]
     there, traced = list(tables(records, results)), list(traces(records, results))
@@ -157,9 +157,11 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
         yield _section(overlap.NAME, of, title, overlap.figure(found, note), note, table)
 
 
-def _section(name: int | str, profile: str, title: str, made: plot.Figure, caption: str, table: DataFrame) -> Section:
+def _section(
+    name: int | str, profile: str, title: str, made: plot.Figure, caption: str, table: DataFrame
+) -> PageSection:
     svg = f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
-    return Section(str(name), profile, title, svg, caption, table)
+    return PageSection(str(name), profile, title, svg, caption, table)
 
 
 def tables(records: Sequence[Record], results: Path | None = None) -> Iterator[tuple[Profile, int, list[FigureRow]]]:
@@ -202,7 +204,7 @@ def untrained(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
 
 
-def commands(runs: Sequence[Record], sections: Sequence[Section]) -> list[str]:
+def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
     """Return the commands that repeat the runs: cases by profile, then jobs of no case; references run by
     themselves."""
     cases = _each(scaled.call("all" if each.case.isdigit() else each.case, each.profile) for each in sections)

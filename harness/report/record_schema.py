@@ -47,7 +47,7 @@ folder of `--resume` holds: after a change of these measure into a new folder of
 # For each class: a field's name, its type and default, and the remark beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
 PARTS = (Record, Job, Workload, Budget, Rates, Gate, record_parts.Tensor, record_parts.Other, record_parts.Evidence,
-         record_parts.Machine, record_parts.Software, record_parts.Schedule)  # fmt: skip
+         record_parts.MachineFacts, record_parts.SoftwareFacts, record_parts.ScheduleFacts)  # fmt: skip
 
 
 def page() -> str:

@@ -38,7 +38,7 @@ ORPHAN_SECONDS = 60.0
 Emit = Callable[[dict[str, Any]], None]
 
 
-class Clock:
+class StepClock:
     """Marks between steps: CUDA events, for which no step waits, or the CPU's counter."""
 
     def __init__(self, device: str) -> None:
@@ -134,7 +134,7 @@ class Run:
         self.measured["data_sha256"] = data.sha256(tokens)
         batches = torch.from_numpy(tokens).to(job.device)
         inputs, targets = batches[..., :-1].contiguous(), batches[..., 1:].contiguous()
-        self.clock = Clock(job.device)
+        self.clock = StepClock(job.device)
         torch.manual_seed(job.workload.seed)
         taking = Taking(job.device, self.emit)
         trace = Trace(job) if job.trace else None

@@ -14,20 +14,20 @@ from typing import NamedTuple
 HOUR = 3600.0
 
 
-class Change(NamedTuple):
+class MachineChange(NamedTuple):
     """From this moment on this many machines are there."""
 
     seconds: float
     num_machines: int
 
 
-class Span(NamedTuple):
+class MachineSpan(NamedTuple):
     start: float
     end: float
     samples_per_second: float  # only samples that stay in the model: steps lost later do not count
 
 
-def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[Change]:
+def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
     """Draw a trace: each of `most` machines is there and away in turns.
 
     Each turn's time is drawn from an exponential distribution, three times as long there as away; on average
@@ -42,17 +42,17 @@ def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[Cha
                 break
             is_there = not is_there
             moments.append((now, 1 if is_there else -1))
-    found, number = [Change(0.0, most)], most
+    found, number = [MachineChange(0.0, most)], most
     for seconds, change in sorted(moments):
         number += change
-        found.append(Change(seconds, number))
+        found.append(MachineChange(seconds, number))
     return found
 
 
 def through(
-    trace: Sequence[Change], end: float, speed: Callable[[int], float], *, checkpoint_seconds: float,
+    trace: Sequence[MachineChange], end: float, speed: Callable[[int], float], *, checkpoint_seconds: float,
     pause_seconds: float, tells: bool,
-) -> list[Span]:  # fmt: skip
+) -> list[MachineSpan]:  # fmt: skip
     """Return the spans of a job on a trace.
 
     `speed`: samples per second on this many machines. `pause_seconds`: from a change until steps go on. `tells`: the
@@ -69,10 +69,10 @@ def through(
         if not tells and number + 1 < len(trace):
             kept -= kept % checkpoint_seconds
         if stop > start:
-            spans.append(Span(start, stop, speed(change.num_machines) * kept / (stop - start)))
+            spans.append(MachineSpan(start, stop, speed(change.num_machines) * kept / (stop - start)))
         begin = stop
     return spans
 
 
-def samples(spans: Sequence[Span]) -> float:
+def samples(spans: Sequence[MachineSpan]) -> float:
     return sum((span.end - span.start) * span.samples_per_second for span in spans)

@@ -38,7 +38,7 @@ ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # cost noth
 
 
 @dataclass(frozen=True)
-class Machine:
+class VirtualMachine:
     """Rates; infinite ones take no time."""
 
     device_flops_per_second: float = math.inf
@@ -85,7 +85,7 @@ class VirtualTime:
 
     zero = 0.0
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: VirtualMachine) -> None:
         self.machine = machine
         self.busy_seconds: defaultdict[str, float] = defaultdict(float)
         self.device_flops = 0.0
@@ -161,7 +161,7 @@ class Spans:
 class Due:
     """An update that waits for its gradient, or is under way. `about`: a span with its labels, at any time."""
 
-    def __init__(self, pool: Workers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
+    def __init__(self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
         self.pool, self.deadline, self.released, self.left, self.about = pool, deadline, released, seconds, about
         self.end = math.inf
 
@@ -170,7 +170,7 @@ class Due:
         self.pool.streams.wait(self.pool.streams.thread, self.end)
 
 
-class Workers(Pool):
+class VirtualWorkers(Pool):
     """As harness/devices/update_threads.py's: all threads share the update of the earliest deadline among those whose
     gradient has landed. The order is settled when an update is waited for."""
 
@@ -206,14 +206,14 @@ class Workers(Pool):
                 self.waiting.remove(first)
 
 
-def virtual_run(method: Method, workload: Workload, machine: Machine, steps: int = 3) -> VirtualRun:
+def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, steps: int = 3) -> VirtualRun:
     """Train under the machine's clock."""
     training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
     clock = VirtualTime(machine)
     with watching(clock, machine.num_workers) as streams:
         spans = Spans(streams)
         streams.span = spans.span
-        workers = Workers(streams, clock, machine.num_workers, spans)
+        workers = VirtualWorkers(streams, clock, machine.num_workers, spans)
         streams.workers = lambda num_threads: workers  # type: ignore[method-assign]
         step_ends = [streams.compute.now for _ in training]
         streams.compute.synchronize()

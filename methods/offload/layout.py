@@ -14,7 +14,7 @@ from methods.offload.adamw import Piece
 from methods.shared.memory_needs import ALIGNMENT, aligned
 
 
-class Place(NamedTuple):
+class SlabPlace(NamedTuple):
     """Elements [start, stop) of a slab, or bytes if the tensor has a dtype of its own."""
 
     start: int
@@ -28,11 +28,11 @@ class Layout:
     them, the slab is of bytes (uint8)."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Size, torch.dtype | None]]) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, SlabPlace] = {}
         self.numel = 0  # elements of the slab
         for name, shape, dtype in tensors:
             size, unit = (shape.numel() * dtype.itemsize, 1) if dtype else (shape.numel(), 4)
-            self.places[name] = Place(self.numel, self.numel + size, shape, dtype)
+            self.places[name] = SlabPlace(self.numel, self.numel + size, shape, dtype)
             self.numel += aligned(size, ALIGNMENT // unit)  # starts as an allocation in fp32 would
 
     @property

@@ -30,14 +30,14 @@ STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, 
 AT_ONCE = 16  # configurations predicted side by side
 
 
-class Choice(NamedTuple):
+class ConfigChoice(NamedTuple):
     num_stages: int
     chunk_size: int  # samples of a micro-batch
     step_seconds: float
 
 
 @dataclass(frozen=True)
-class Row:
+class ConfigRow:
     """A configuration, and what it is predicted to need. `cuts`: the CutPoints at which stages meet, for Varuna."""
 
     num_stages: int
@@ -85,7 +85,7 @@ class Row:
         return max(parts, key=lambda part: parts[part])
 
 
-def predict(rows: Sequence[Row]) -> list[float]:
+def predict(rows: Sequence[ConfigRow]) -> list[float]:
     """Return the predicted step of each configuration in seconds. Beyond a number of micro-batches the pipeline is
     full, and each further one takes the same time."""
     numbers: list[list[int]] = []
@@ -134,12 +134,12 @@ class AutoConfig:
                 f" within a batch of {batch_size}; try to profile smaller ones"
             )
 
-    def get_min(self) -> Choice:
+    def get_min(self) -> ConfigChoice:
         """The fastest that fits. Raises ValueError, one line, if none does."""
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
             raise ValueError(self.why_not())
-        best: tuple[float, Row] | None = None
+        best: tuple[float, ConfigRow] | None = None
         fitting.sort(key=lambda row: row.least_seconds)
         for start in range(0, len(fitting), AT_ONCE):
             some = [row for row in fitting[start : start + AT_ONCE] if best is None or row.least_seconds < best[0]]
@@ -148,7 +148,7 @@ class AutoConfig:
             found = min(zip(predict(some), some, strict=True), key=lambda pair: pair[0])
             best = found if best is None or found[0] < best[0] else best
         assert best is not None
-        return Choice(best[1].num_stages, best[1].chunk_size, best[0])
+        return ConfigChoice(best[1].num_stages, best[1].chunk_size, best[0])
 
     def why_not(self) -> str:
         """Tell what the configuration that needs least lacks, if nothing fits."""
@@ -161,13 +161,13 @@ class AutoConfig:
             f" {gib(capacity)} there are; try {', '.join(tries)}, devices of more memory or a smaller model"
         )
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[ConfigRow]:
         """All configurations, the fastest first; last those that do not fit, by their memory."""
         each = zip(self._rows, predict(self._rows), strict=True)
         rows = [replace(row, step_seconds=seconds) for row, seconds in each]
         return sorted(rows, key=lambda row: (not row.fits, row.step_seconds if row.fits else row.device_bytes))
 
-    def _of_size(self, size: int) -> list[Row]:
+    def _of_size(self, size: int) -> list[ConfigRow]:
         """Return the configurations of this micro-batch for all numbers of stages. Replicas share a batch evenly, so
         their number divides it."""
         costs, params = self.profile.at(size), [section.num_params for section in self.profile.sections]
@@ -183,7 +183,7 @@ class AutoConfig:
 
     def _row(
         self, size: int, cuts: list[int], num_replicas: int, costs: Sequence[SectionCost], params: Sequence[int]
-    ) -> Row:
+    ) -> ConfigRow:
         starts, num_micro_batches = [0, *(cut + 1 for cut in cuts)], -(-self.batch_size // num_replicas // size)
         stages = [slice(*ends) for ends in zip(starts, [*starts[1:], len(costs)], strict=True)]
         passes = [_passes(costs[stage], is_last=stage is stages[-1]) for stage in stages]
@@ -199,7 +199,7 @@ class AutoConfig:
         ]
         served, here = self.profile.num_served or inf, min(self.gpus_per_vm, len(stages) * num_replicas)
         sends = [_at(self._messages, costs[cut].activation_bytes) + costs[cut].copy_seconds for cut in cuts]
-        return Row(
+        return ConfigRow(
             len(stages), num_replicas, size, num_micro_batches, max(needs),
             self.capacity is None or max(needs) <= self.capacity, tuple(cuts), tuple(passes), max(sends, default=0.0),
             self._sum_seconds(max(summed), num_replicas),

@@ -30,7 +30,7 @@ from methods.shared.loss_scale import LossScale
 
 
 @dataclass(frozen=True)
-class Shape:
+class PipelineShape:
     """The distribution of a job over its ranks."""
 
     ranks: RankMap
@@ -40,7 +40,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Progress:
+class GptProgress:
     """A checkpoint's data on the steps before it; lists hold one value a step."""
 
     workload: dict[str, Any]
@@ -78,7 +78,7 @@ def joined(world_size: int, device: str, limit_seconds: float) -> Iterator[int]:
 class GptPipeline:
     """One rank's part of the pipeline."""
 
-    def __init__(self, workload: Workload, shape: Shape, rank: int, device: str) -> None:
+    def __init__(self, workload: Workload, shape: PipelineShape, rank: int, device: str) -> None:
         ranks = shape.ranks
         self.workload, self.ranks, self.rank, self.device = workload, ranks, rank, device
         self.stages = gpt_stages(workload, ranks.num_stages)
@@ -153,7 +153,7 @@ class GptPipeline:
         """Save a checkpoint after the last of these steps, counted from the first of the job. `source`: hash of the
         method's source."""
         norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
-        progress = Progress(
+        progress = GptProgress(
             asdict(self.workload), scale.value, scale.num_good, [float(step.loss) for step in steps], norms,
             [step.loss_scale for step in steps], [step.is_skipped for step in steps], source,
         )  # fmt: skip
@@ -162,7 +162,7 @@ class GptPipeline:
     def resume(self, folder: str, scale: LossScale) -> tuple[list[Step], str]:
         """Continue after the newest complete checkpoint; return the steps until then, and the source that trained them.
         Raises ValueError if it is of another workload."""
-        step, progress = self.checkpoints.load(folder, Progress)
+        step, progress = self.checkpoints.load(folder, GptProgress)
         for name, value in asdict(self.workload).items():
             if (there := progress.workload.get(name)) != value:
                 raise ValueError(

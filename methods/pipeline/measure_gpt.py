@@ -22,7 +22,7 @@ from methods.pipeline.partition import GptStage
 from methods.pipeline.profiler import Profiler
 
 
-class Layers(nn.Module):
+class LayersSection(nn.Module):
     """A stage's part as it runs in a pipeline, without recomputing each layer."""
 
     def __init__(self, part: GptPart) -> None:
@@ -33,7 +33,7 @@ class Layers(nn.Module):
         return self.part.bottom(x)
 
 
-class Head(Layers):
+class HeadSection(LayersSection):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         return self.part.ends.loss(x, targets)
 
@@ -46,9 +46,9 @@ class CutGpt(nn.Module):
         def part(*stage: Any) -> GptPart:
             return build(workload, GptStage(*stage), "cpu")[0]
 
-        self.parts = nn.ModuleList(Layers(part(layer, 1, layer == 0, False)) for layer in range(last))
+        self.parts = nn.ModuleList(LayersSection(part(layer, 1, layer == 0, False)) for layer in range(last))
         self.cutpoints = [CutPoint() for _ in range(last)]
-        self.head = Head(part(last, 0, False, True))
+        self.head = HeadSection(part(last, 0, False, True))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = inputs

@@ -27,10 +27,10 @@ class Rounded(Method):
         return dataclasses.replace(plan, device={kind: num_models * size for kind, size in plan.device.items()})
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods.resident import Model
+        from methods.resident import ReferenceModel
         from methods.shared.roundings import named
 
-        models = [Model(workload, device, named(name)) for name in self.names.split(",")]
+        models = [ReferenceModel(workload, device, named(name)) for name in self.names.split(",")]
         steps: list[list[Step]] = [[] for _ in models]
         for number, (inputs, targets) in enumerate(batches, start=1):
             for told, model in zip(steps, models, strict=True):

@@ -21,7 +21,7 @@ from methods.sharding.unit import Result, Unit
 HOST = re.compile("sim (host|pinned)")  # messages of the simulated device when the host's memory ran out
 
 
-class Failure(NamedTuple):
+class UnitFailure(NamedTuple):
     """The failure of a unit, with its traceback. is_memory: the unit ran out of the device's memory."""
 
     text: str
@@ -46,7 +46,7 @@ class Here:
         started = time.perf_counter()
         self.done = run_unit(self.worker, unit, following, self.is_alone), time.perf_counter() - started
 
-    def reply(self) -> tuple[Result | Failure, float]:
+    def reply(self) -> tuple[Result | UnitFailure, float]:
         return self.done
 
 
@@ -113,7 +113,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
     try:
         worker = make_worker(*given)
     except Exception:
-        return reply(Failure(traceback.format_exc()))
+        return reply(UnitFailure(traceback.format_exc()))
     reply(None)
     with suppress(EOFError):
         while True:
@@ -125,7 +125,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
             reply(left, time.perf_counter() - started, worker.device.moved_bytes)
 
 
-def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | Failure:
+def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | UnitFailure:
     """Run a unit to its end; returns its result or failure. `is_alone` as in Here."""
     try:
         left = worker.run(unit, following)
@@ -135,4 +135,4 @@ def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = F
         if is_alone and not is_memory:
             raise
         worker.forget(unit)
-        return Failure(traceback.format_exc(), is_memory)
+        return UnitFailure(traceback.format_exc(), is_memory)

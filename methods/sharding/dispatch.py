@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from harness.core.method import Step
-from methods.sharding.device_process import Failure
+from methods.sharding.device_process import UnitFailure
 from methods.sharding.scheduler import key_of, lower_bound, simulate
 from methods.sharding.task import Task
 from methods.sharding.unit import FORWARD, Unit
@@ -131,13 +131,13 @@ class Dispatcher:
         except (EOFError, OSError):
             self.devices.remove(device)
             device.close()
-            left, seconds = Failure(f"the process of its device ended with code {device.process.exitcode}"), 0.0
+            left, seconds = UnitFailure(f"the process of its device ended with code {device.process.exitcode}"), 0.0
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
         if task.failure:  # the other half of its batch has failed meanwhile
             return None
         self.chains.setdefault(task, []).append(now - started)
-        if not isinstance(left, Failure):
+        if not isinstance(left, UnitFailure):
             step = task.advance(left, seconds)
             if task.can_split:
                 self._fit(task)

@@ -36,17 +36,17 @@ def key_of(policy: str) -> Key:
     return POLICIES[policy]
 
 
-class Schedule(NamedTuple):
+class UnitSchedule(NamedTuple):
     makespan: float
     units: list[PoolUnit]  # (model, device, start, end), in the order of starts
 
 
-def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> Schedule:
+def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> UnitSchedule:
     """Simulate the policy's schedule under a virtual clock. `seed`: of the random policy. Raises ValueError for an
     unknown policy, no device, or a time that is not positive."""
     _check(chains, num_devices)
     units = run_pool(chains, num_devices, key_of(policy), random.Random(seed).random)
-    return Schedule(max(unit.end for unit in units), units)
+    return UnitSchedule(max(unit.end for unit in units), units)
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:

@@ -36,7 +36,7 @@ from methods.offload.layout import new_layer
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
 from methods.streaming.layer_state import LayerState, draw
-from methods.streaming.slot import Gradients, Slot
+from methods.streaming.slot import GradientRoom, Slot
 
 CPU_LAYER_FLOPS = 1.5e10  # FLOPs of a forward pass: a fifth of a second on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # more than any cache holds
@@ -167,7 +167,7 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
     its slot."""
     here = LayerState(device, new_layer(workload), "layers.0.", workload, host=False)
     home = LayerState(device, new_layer(workload), "layers.0.", workload, host=True, streamed=True)
-    slot, grads, step = Slot(home, whole=True), Gradients(home).slab, home.next_step(1e-4)
+    slot, grads, step = Slot(home, whole=True), GradientRoom(home).slab, home.next_step(1e-4)
     updates: dict[str, Callable[[], Any]] = {
         "on_device": lambda: here.update(1e-4, None),
         "streamed": lambda: home.adamw(grads, slot.state, slot.state, home.chunks, step, None),

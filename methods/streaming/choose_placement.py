@@ -19,7 +19,7 @@ SPARE_ROOM = 9 / 8  # margin on speculation's host memory before it is chosen: a
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlacementChoice:
     """A workload and its room, and the options of STRONGHOLD that are fixed; None: to be chosen."""
 
     workload: Workload

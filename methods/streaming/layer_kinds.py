@@ -27,10 +27,10 @@ from methods.offload.layout import new_layer
 from methods.streaming.disk import shelves
 from methods.streaming.layer_state import LayerState, draw
 from methods.streaming.placement import num_gradients
-from methods.streaming.slot import Gradients, Slot
+from methods.streaming.slot import GradientRoom, Slot
 
 
-class Resident:
+class ResidentLayer:
     """R: a layer wholly on the device, updated there after the norm is known."""
 
     def __init__(self, state: LayerState) -> None:
@@ -58,7 +58,7 @@ class Hosted:
 
     slot: Slot
 
-    def __init__(self, state: LayerState, rooms: Iterator[Gradients], copier: Any) -> None:
+    def __init__(self, state: LayerState, rooms: Iterator[GradientRoom], copier: Any) -> None:
         self.state, self.rooms, self.copier = state, rooms, copier
 
     def new_slot(self) -> Slot:
@@ -106,7 +106,7 @@ class Streamed:
     due: tuple[AdamStep, Tensor | None] | None = None  # a waiting update, and its clip factor
     has_state = False  # True: the state is in the slot for this step's backward pass
 
-    def __init__(self, state: LayerState, rooms: Iterator[Gradients]) -> None:
+    def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
 
     def new_slot(self) -> Slot:
@@ -164,7 +164,7 @@ class Streamed:
         self.has_state = False
 
 
-Layer = Resident | Hosted | Streamed
+Layer = ResidentLayer | Hosted | Streamed
 
 
 def new_layers(
@@ -184,11 +184,11 @@ def new_layers(
         draw([*some.values()], workload)
         found |= some
     states = [found[i] for i in range(len(kinds))]
-    rooms = cycle([Gradients(states[0]) for _ in range(num_gradients(kinds, window_size))])
+    rooms = cycle([GradientRoom(states[0]) for _ in range(num_gradients(kinds, window_size))])
 
     def of_kind(kind: str, state: LayerState) -> Layer:
         if kind == "R":
-            return Resident(state)
+            return ResidentLayer(state)
         if kind == "S":
             return Streamed(state, rooms)
         # Parked layers wait for their updates in a thread of their own, because travelling layers must not wait behind

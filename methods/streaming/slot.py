@@ -78,7 +78,7 @@ class Slot:
         return self.copier.submit(work)
 
 
-class Gradients:
+class GradientRoom:
     """Room on the device for one layer's gradient on its way home."""
 
     def __init__(self, layer: LayerState) -> None:

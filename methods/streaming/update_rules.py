@@ -21,7 +21,7 @@ from harness.devices.streams import Device
 from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.streaming.embedding_and_head import ResidentEnds
-from methods.streaming.layer_kinds import Hosted, Layer, Resident, Streamed
+from methods.streaming.layer_kinds import Hosted, Layer, ResidentLayer, Streamed
 
 
 class Timing(NamedTuple):
@@ -33,10 +33,10 @@ class Timing(NamedTuple):
     by_factor: tuple[type, ...]
 
 
-IMMEDIATE = Timing(lambda layer, rate, clip: layer.update_now(rate, clip), (Resident,), ())
-DEFERRED = Timing(lambda layer, rate, clip: layer.send_gradient(), (Resident, Hosted, Streamed), (Hosted,))
+IMMEDIATE = Timing(lambda layer, rate, clip: layer.update_now(rate, clip), (ResidentLayer,), ())
+DEFERRED = Timing(lambda layer, rate, clip: layer.send_gradient(), (ResidentLayer, Hosted, Streamed), (Hosted,))
 SPECULATIVE = Timing(
-    lambda layer, rate, clip: layer.update_ahead(rate, clip), (Resident, Hosted, Streamed), (Hosted, Streamed)
+    lambda layer, rate, clip: layer.update_ahead(rate, clip), (ResidentLayer, Hosted, Streamed), (Hosted, Streamed)
 )
 TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 

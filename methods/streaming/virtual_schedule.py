@@ -18,7 +18,7 @@ from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.devices import named_machines
 from harness.forecast.resources import device_update_seconds, seconds_of
-from harness.simulation.virtual_clock import Machine, VirtualRun, virtual_run
+from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
 from methods.streaming.placement import parse
 from methods.streaming.planner import Counts, forecast, rows
 
@@ -73,7 +73,7 @@ def scale_model(workload: Workload) -> Workload:
     return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)
 
 
-def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> Machine:
+def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> VirtualMachine:
     """The machine on which the scale model takes as long as the workload at these rates. All traffic of the host's
     memory, copies included, is charged to the updates."""
     model = scale_model(workload)
@@ -81,7 +81,7 @@ def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: st
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
     carried = [row for row in rows(workload, rates, clipping) if row.name == "host memory"][-1].total(counts)
     host_seconds = max(seconds_of("host cores", 1, rates), carried / on_host if on_host else 0.0)
-    return Machine(
+    return VirtualMachine(
         device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,
         link_bytes_per_second=min(rates.inbound_bytes_per_second, rates.outbound_bytes_per_second) * params,
         device_update_params_per_second=params / device_update_seconds(1, workload, rates),

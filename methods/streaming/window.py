@@ -6,7 +6,7 @@ last, so the turn from forward to backward fetches nothing. A parked layer keeps
 
 from __future__ import annotations
 
-from methods.streaming.layer_kinds import Hosted, Layer, Resident, Streamed
+from methods.streaming.layer_kinds import Hosted, Layer, ResidentLayer, Streamed
 from methods.streaming.placement import rings
 from methods.streaming.slot import Slot
 from methods.streaming.update_rules import UpdateRule
@@ -16,7 +16,7 @@ class Window:
     """The slots of the layers that are not resident."""
 
     def __init__(self, layers: list[Layer], kinds: str, window_size: int, rule: UpdateRule) -> None:
-        away = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, Resident)}
+        away = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, ResidentLayer)}
         pairs = [(away[i], away[j]) for ring in rings(kinds, window_size) for i, j in ring.above.items()]
         self.above = dict(pairs)  # a layer leaves its slot to the one above it
         self.below = {above: layer for layer, above in pairs}

@@ -23,7 +23,7 @@ from methods.pipeline.profile import FILE as PROFILE_FILE
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 if TYPE_CHECKING:
-    from methods.pipeline.auto_config import AutoConfig, Row
+    from methods.pipeline.auto_config import AutoConfig, ConfigRow
 
 DOES_NOT_FIT = 4
 MOST_PASSES = 10**8  # of a schedule: some minutes
@@ -129,7 +129,7 @@ def configure(
         sys.exit(DOES_NOT_FIT)
 
 
-def _show(rows: list[Row], config: AutoConfig) -> None:
+def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
     """The best, and what limits each."""
     names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
     cells = [

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bench import gpu, gpu_facts, gpu_results, gpu_wheels
-from bench.gpu import Call, Step, Steps
+from bench.gpu import GpuCall, GpuStep, Steps
 from harness.base.checkout import ROOT
 from harness.cli.main import door
 from harness.core.job import GIB, Job, Workload
@@ -33,25 +33,25 @@ CUDA = gpu.cuda(128 * GIB)
 PYTHON = sys.executable
 
 
-def step(title: str, code: str = "", seconds: float = 60, needs: int = 0) -> Step:
-    return Step(title, (PYTHON, "-c", code), seconds, needs)
+def step(title: str, code: str = "", seconds: float = 60, needs: int = 0) -> GpuStep:
+    return GpuStep(title, (PYTHON, "-c", code), seconds, needs)
 
 
-def call(folder: Path, limit_seconds: float = 120) -> Call:
-    return Call(folder, folder / "out", limit_seconds)
+def call(folder: Path, limit_seconds: float = 120) -> GpuCall:
+    return GpuCall(folder, folder / "out", limit_seconds)
 
 
-def words(found: Step, option: str) -> str:
+def words(found: GpuStep, option: str) -> str:
     return found.command[found.command.index(option) + 1]
 
 
 @pytest.fixture(params=[CUDA, gpu.DEMO], ids=["cuda", "demo"])
-def steps(request: pytest.FixtureRequest, tmp_path: Path) -> list[Step]:
+def steps(request: pytest.FixtureRequest, tmp_path: Path) -> list[GpuStep]:
     made = Steps(request.param, tmp_path)
     return [one for number in (1, 2, 3) for one in made.of(number)]
 
 
-def test_the_door_takes_every_command(steps: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_door_takes_every_command(steps: list[GpuStep], monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = [one.command[3:] for one in steps if one.command[1:3] == ("-m", "harness")]
     assert len(verbs) >= 20
     for verb, *rest in verbs:
@@ -61,7 +61,7 @@ def test_the_door_takes_every_command(steps: list[Step], monkeypatch: pytest.Mon
         command.make_context(verb, list(rest))
 
 
-def test_titles_tell_steps_apart(steps: list[Step]) -> None:
+def test_titles_tell_steps_apart(steps: list[GpuStep]) -> None:
     assert len({one.title for one in steps}) == len(steps)
 
 

@@ -11,7 +11,7 @@ from cases import case7
 from harness.core import method
 from harness.figures import profile
 from harness.figures.point import FigureRow
-from harness.simulation.machine_trace import Change, samples, synthetic, through
+from harness.simulation.machine_trace import MachineChange, samples, synthetic, through
 from methods.pipeline.profile import Profile, Section, SectionCost
 from tests.figures.test_case import DEMO, FACTS, METHODS, record
 
@@ -74,7 +74,7 @@ def test_the_trace_takes_the_pause_that_was_measured(tmp_path: Path) -> None:
 def test_a_trace_by_hand() -> None:
     """10 samples/s on each machine; one of two leaves after 150 s, and is back after 200. Who morphs pauses 5 s twice;
     who restarts has a checkpoint every 100 s, pauses 20 s, and goes on with one."""
-    trace, speed = [Change(0, 2), Change(150, 1), Change(200, 2)], lambda number: 10.0 * number
+    trace, speed = [MachineChange(0, 2), MachineChange(150, 1), MachineChange(200, 2)], lambda number: 10.0 * number
     morphed, restarted = (
         through(trace, 300, speed, checkpoint_seconds=100, pause_seconds=pause, tells=tells)
         for pause, tells in ((5, True), (20, False))

@@ -28,7 +28,7 @@ from tests.support.tiny import TINY, write_ending
 MIB = 2**20
 
 
-class Row(NamedTuple):
+class Fate(NamedTuple):
     """What a method does after its first step, and what the record must say."""
 
     name: str
@@ -72,43 +72,43 @@ pages = mmap.mmap(file.fileno(), 4096); file.truncate(0); pages[0]
 """
 KILLED_CHILD = "os.kill(os.getpid(), 9)"
 ROWS = (
-    Row("device", sim("device"), "oom-device", "allocator", "device", NUMBERS + "lower -l, -b, --seq or -w, or raise"),
-    Row("host-account", sim("host"), "oom-host", "allocator", "host", NUMBERS + "lower -l or -b, or raise --host-mem"),
-    Row("pinned", sim("pinned"), "oom-host", "allocator", "pinned", NUMBERS + "lower -l or raise --host-memory"),
-    Row("torch-absurd", "torch.empty(2**50)", "oom-host", "allocator", "host", "asked for 4194304.0 GiB"),
-    Row("numpy", "import numpy; numpy.empty(2**50)", "oom-host", "allocator", "host", "asked for 8388608.0 GiB"),
-    Row("python", "bytearray(2**50)", "oom-host", "allocator", "host", "MemoryError"),
-    Row("rlimit", "kept = []\nwhile True: kept.append(torch.ones(2**20))", "oom-host", "rlimit", "host",
+    Fate("device", sim("device"), "oom-device", "allocator", "device", NUMBERS + "lower -l, -b, --seq or -w, or raise"),
+    Fate("host-account", sim("host"), "oom-host", "allocator", "host", NUMBERS + "lower -l or -b, or raise --host-mem"),
+    Fate("pinned", sim("pinned"), "oom-host", "allocator", "pinned", NUMBERS + "lower -l or raise --host-memory"),
+    Fate("torch-absurd", "torch.empty(2**50)", "oom-host", "allocator", "host", "asked for 4194304.0 GiB"),
+    Fate("numpy", "import numpy; numpy.empty(2**50)", "oom-host", "allocator", "host", "asked for 8388608.0 GiB"),
+    Fate("python", "bytearray(2**50)", "oom-host", "allocator", "host", "MemoryError"),
+    Fate("rlimit", "kept = []\nwhile True: kept.append(torch.ones(2**20))", "oom-host", "rlimit", "host",
         "of 320.0 MiB in use", 320),
-    Row("rlimit-python", "kept = []\nwhile True: kept.append(bytearray(2**20))", "oom-host", "rlimit", "host",
+    Fate("rlimit-python", "kept = []\nwhile True: kept.append(bytearray(2**20))", "oom-host", "rlimit", "host",
         "of 320.0 MiB in use", 320),
-    Row("kernel-kill", FILL, "oom-host", "kernel-kill", "host", "of 320.0 MiB in use", 320),
-    Row("loader-kernel-kill", LOADER.format(FILL), "oom-host", "kernel-kill", "host", "a process of its", 320),
-    Row("loader-killed", LOADER.format(KILLED_CHILD), "crash", "exception", "", "DataLoader worker"),
-    Row("loader-memory-error", LOADER.format("return bytearray(2**50)"), "oom-host", "allocator", "host",
+    Fate("kernel-kill", FILL, "oom-host", "kernel-kill", "host", "of 320.0 MiB in use", 320),
+    Fate("loader-kernel-kill", LOADER.format(FILL), "oom-host", "kernel-kill", "host", "a process of its", 320),
+    Fate("loader-killed", LOADER.format(KILLED_CHILD), "crash", "exception", "", "DataLoader worker"),
+    Fate("loader-memory-error", LOADER.format("return bytearray(2**50)"), "oom-host", "allocator", "host",
         "MemoryError"),
-    Row("bad-alloc", "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()", "oom-host", "log", "host",
+    Fate("bad-alloc", "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()", "oom-host", "log", "host",
         "bad_alloc"),
-    Row("wrapped", WRAPPED.format(""), "oom-host", "swallowed", "host", "can't allocate memory"),
-    Row("wrapped-from", WRAPPED.format(" from error"), "oom-host", "swallowed", "host", "can't allocate memory"),
-    Row("wrapped-from-none", WRAPPED.format(" from None"), "oom-host", "swallowed", "host", "can't allocate memory"),
-    Row("disk", "file = open('/dev/full', 'w'); file.write('x'); file.flush()", "does-not-fit", "file system", "disk",
+    Fate("wrapped", WRAPPED.format(""), "oom-host", "swallowed", "host", "can't allocate memory"),
+    Fate("wrapped-from", WRAPPED.format(" from error"), "oom-host", "swallowed", "host", "can't allocate memory"),
+    Fate("wrapped-from-none", WRAPPED.format(" from None"), "oom-host", "swallowed", "host", "can't allocate memory"),
+    Fate("disk", "file = open('/dev/full', 'w'); file.write('x'); file.flush()", "does-not-fit", "file system", "disk",
         "out of room on the disk at step 1"),
-    Row("import", "import no_such_engine", "unavailable", "import", "import", "no_such_engine"),
-    Row("unavailable", "raise Unavailable('needs an engine: pip install it')", "unavailable", "import", "import",
+    Fate("import", "import no_such_engine", "unavailable", "import", "import", "no_such_engine"),
+    Fate("unavailable", "raise Unavailable('needs an engine: pip install it')", "unavailable", "import", "import",
         "pip install it"),
-    Row("import-handled", FALLBACK, "crash", "exception", "", "ValueError: no fallback either"),
-    Row("numeric", "raise ValueError('the loss is NaN')", "crash", "numeric", "", "the loss is NaN"),
-    Row("error", "raise RuntimeError('bad\\n luck')", "crash", "exception", "", "RuntimeError: bad luck at step 1"),
-    Row("exit-0", "os._exit(0)", "crash", "exit", "",
+    Fate("import-handled", FALLBACK, "crash", "exception", "", "ValueError: no fallback either"),
+    Fate("numeric", "raise ValueError('the loss is NaN')", "crash", "numeric", "", "the loss is NaN"),
+    Fate("error", "raise RuntimeError('bad\\n luck')", "crash", "exception", "", "RuntimeError: bad luck at step 1"),
+    Fate("exit-0", "os._exit(0)", "crash", "exit", "",
         "exit 0 without a result at step 1; look for sys.exit() and os._exit() in the method's file"),
-    Row("exit-1", "os._exit(1)", "crash", "exit", "", "exit 1 without a result at step 1"),
-    Row("sys-exit", "sys.exit(0)", "crash", "exit", "",
+    Fate("exit-1", "os._exit(1)", "crash", "exit", "", "exit 1 without a result at step 1"),
+    Fate("sys-exit", "sys.exit(0)", "crash", "exit", "",
         "exit 0 without a result at step 1; look for sys.exit() and os._exit() in the method's file"),
-    Row("sigkill", "os.kill(os.getpid(), signal.SIGKILL)", "killed", "signal", "", "SIGKILL from outside at step 1"),
-    Row("sigsegv", "ctypes.string_at(0)", "crash", "signal", "", "ended by SIGSEGV at step 1"),
-    Row("sigbus", TRUNCATED, "crash", "signal", "", "ended by SIGBUS at step 1"),
-    Row("interrupt", "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "interrupted", "interrupt", "", "step 1"),
+    Fate("sigkill", "os.kill(os.getpid(), signal.SIGKILL)", "killed", "signal", "", "SIGKILL from outside at step 1"),
+    Fate("sigsegv", "ctypes.string_at(0)", "crash", "signal", "", "ended by SIGSEGV at step 1"),
+    Fate("sigbus", TRUNCATED, "crash", "signal", "", "ended by SIGBUS at step 1"),
+    Fate("interrupt", "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "interrupted", "interrupt", "", "step 1"),
 )  # fmt: skip
 
 # Near another row, or slow.
@@ -140,7 +140,7 @@ def memory_group(make_memory_group):
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=pytest.mark.heavy if row.name in HEAVY else ()) for row in ROWS]
 )
-def test_each_end_has_its_name(tmp_path: Path, row: Row, request: pytest.FixtureRequest) -> None:
+def test_each_end_has_its_name(tmp_path: Path, row: Fate, request: pytest.FixtureRequest) -> None:
     if row.kind == "kernel-kill":
         request.getfixturevalue("memory_group")
     started = forks.launch if row.name in BY_EXCEPTION else launch

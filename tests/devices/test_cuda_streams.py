@@ -19,7 +19,7 @@ from tests.support import bugs, planting
 from tests.support.bugs import Bug
 from tests.support.fake_cuda import FakeCuda, FakeEvent
 from tests.support.fake_gpu import FakeGpu
-from tests.support.training import Result, tiny, train, train_resident
+from tests.support.training import TrainingResult, tiny, train, train_resident
 
 STEPS = 3
 
@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return found
 
 
-def trained(cuda: FakeCuda, method: str, workload: Any, **options: Any) -> Result:
+def trained(cuda: FakeCuda, method: str, workload: Any, **options: Any) -> TrainingResult:
     """On the second GPU, its tensors read as the gate reads them."""
     with cuda.running():
         result = train(method, workload, STEPS, "cuda:1", **options)

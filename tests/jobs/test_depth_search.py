@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.jobs.depth_search import Answer, Outcome, extrapolate, search
+from harness.jobs.depth_search import DepthAnswer, DepthOutcome, extrapolate, search
 
 depths = st.integers(1, 500)
 
 
-def up_to(edge: int) -> Callable[[int], Outcome]:
-    return lambda num_layers: Outcome(num_layers <= edge, "device")
+def up_to(edge: int) -> Callable[[int], DepthOutcome]:
+    return lambda num_layers: DepthOutcome(num_layers <= edge, "device")
 
 
 @given(edge=depths, guess=depths, repeats=st.integers(1, 3))
@@ -52,10 +52,10 @@ def test_two_small_runs_mend_a_plan_that_is_far_off(edge: int, error: float, sta
     """Real needs are a line in depth, the guess is half to twice as deep: two small runs, the edge, what fails."""
     budget, measured = start + slope * edge + slope // 2, []
 
-    def probe(num_layers: int) -> Outcome:
+    def probe(num_layers: int) -> DepthOutcome:
         need = start + slope * num_layers
         measured.append((num_layers, {"run": need}))
-        return Outcome(need <= budget, "device")
+        return DepthOutcome(need <= budget, "device")
 
     def refine() -> int:
         return max(depth for depth in range(1, 2000) if extrapolate(measured, depth) <= budget)
@@ -74,7 +74,7 @@ def test_beside_a_mended_guess_that_fails_the_next_depth_below_is_tried_first() 
 def test_a_depth_that_passes_by_chance_lies_in_the_interval(flaky: int, guess: int, repeats: int, seed: int) -> None:
     chance = random.Random(seed)
     answer = search(
-        lambda depth: Outcome(depth < flaky or (depth == flaky and chance.random() < 0.5)), guess, repeats=repeats
+        lambda depth: DepthOutcome(depth < flaky or (depth == flaky and chance.random() < 0.5)), guess, repeats=repeats
     )
     assert answer.failed_above is not None and answer.largest <= flaky <= answer.failed_above
     if flaky in answer.passing and flaky in answer.failing:
@@ -88,7 +88,7 @@ def test_a_blurred_edge_is_an_interval_within_the_blur(
     """All depths up to `edge` pass, all beyond edge + width fail."""
     chance = random.Random(seed)
     answer = search(
-        lambda depth: Outcome(depth <= edge or (depth <= edge + width and chance.random() < 0.5)),
+        lambda depth: DepthOutcome(depth <= edge or (depth <= edge + width and chance.random() < 0.5)),
         guess, repeats=repeats, max_trials=1000,
     )  # fmt: skip
     assert answer.failed_above is not None and edge <= answer.largest < answer.failed_above <= edge + width + 1
@@ -96,7 +96,7 @@ def test_a_blurred_edge_is_an_interval_within_the_blur(
 
 @pytest.mark.parametrize("guess", [20, 10, 40, 19])
 def test_a_failure_below_a_pass_is_found_beside_the_edge_and_reported_as_an_interval(guess: int) -> None:
-    answer = search(lambda depth: Outcome(depth <= 30 and depth != 20), guess=guess, repeats=2)
+    answer = search(lambda depth: DepthOutcome(depth <= 30 and depth != 20), guess=guess, repeats=2)
     if 20 in answer.failing:
         assert (answer.largest, answer.failed_above, answer.is_sharp) == (19, 31, False)
         assert answer.mixed()[0] == 20 and answer.mixed()[-1] == 30
@@ -106,7 +106,7 @@ def test_a_failure_below_a_pass_is_found_beside_the_edge_and_reported_as_an_inte
 
 @given(passes=st.lists(st.booleans(), min_size=60, max_size=60), guess=st.integers(1, 60))
 def test_no_trial_contradicts_the_interval_whatever_the_oracle(passes: list[bool], guess: int) -> None:
-    answer = search(lambda depth: Outcome(passes[depth - 1]), guess, most=60)
+    answer = search(lambda depth: DepthOutcome(passes[depth - 1]), guess, most=60)
     assert len(answer.trials) <= 40
     assert all(depth > answer.largest for depth in answer.failing)
     if answer.failed_above is not None:
@@ -114,14 +114,16 @@ def test_no_trial_contradicts_the_interval_whatever_the_oracle(passes: list[bool
 
 
 def test_an_end_that_is_not_about_size_stops_the_search() -> None:
-    answer = search(lambda depth: Outcome(True) if depth < 5 else Outcome(False, stop="crash: bad luck"), guess=3)
+    answer = search(
+        lambda depth: DepthOutcome(True) if depth < 5 else DepthOutcome(False, stop="crash: bad luck"), guess=3
+    )
     assert answer.stopped == "at 6 layers: crash: bad luck" and answer.failing == []
     assert answer.passing == [3, 4] and not answer.is_sharp
 
 
 def test_trials_are_bounded() -> None:
     chance = random.Random(2)
-    answer = search(lambda depth: Outcome(chance.random() < 0.5), guess=200, repeats=5)
+    answer = search(lambda depth: DepthOutcome(chance.random() < 0.5), guess=200, repeats=5)
     assert len(answer.trials) == 40 and answer.stopped == "no edge was found in 40 trials"
 
 
@@ -139,4 +141,4 @@ def test_each_phase_is_extrapolated_on_its_own(slopes: tuple[int, int], starts: 
 
 
 def test_an_answer_without_a_pass_says_so() -> None:
-    assert (Answer().largest, Answer().failed_above, Answer().is_unlimited) == (0, None, False)
+    assert (DepthAnswer().largest, DepthAnswer().failed_above, DepthAnswer().is_unlimited) == (0, None, False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.core.job import Workload
-from tests.support.training import STEPS, Result, plain_losses, tiny, train, train_resident
+from tests.support.training import STEPS, TrainingResult, plain_losses, tiny, train, train_resident
 
 DEPTHS = (1, 2, 5)
 
@@ -26,7 +26,7 @@ def windows() -> list[tuple[int, int, int]]:
     ]
 
 
-def difference(result: Result, reference: Result) -> str:
+def difference(result: TrainingResult, reference: TrainingResult) -> str:
     """Where two trainings part first, in words; empty where they are the same to the last bit."""
     for name in ("losses", "grad_norms"):
         pairs = zip(getattr(result, name), getattr(reference, name), strict=True)

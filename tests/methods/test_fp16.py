@@ -27,7 +27,7 @@ from methods.shared.loss_scale import LossScale
 from tests.methods.test_agree import difference, largest_difference
 from tests.support.bugs import COMMITTED, overflow
 from tests.support.planting import planted
-from tests.support.training import EDGE, Result, answers_within, overflowing, tiny, train, train_resident
+from tests.support.training import EDGE, TrainingResult, answers_within, overflowing, tiny, train, train_resident
 
 STEPS = 8
 
@@ -44,17 +44,17 @@ def from_far_above(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "LOSS_SCALE_WINDOW", 2)
 
 
-def resident(workload: Workload) -> Result:
+def resident(workload: Workload) -> TrainingResult:
     """Resident training, once per workload and scale."""
     return resident_from(workload, loss_scale.INITIAL_LOSS_SCALE, loss_scale.LOSS_SCALE_WINDOW)
 
 
 @functools.cache
-def resident_from(workload: Workload, initial_scale: float, window: int) -> Result:
+def resident_from(workload: Workload, initial_scale: float, window: int) -> TrainingResult:
     return train("resident", workload, STEPS)
 
 
-def skipped(result: Result) -> list[int]:
+def skipped(result: TrainingResult) -> list[int]:
     return [step for step, norm in enumerate(result.grad_norms, start=1) if not math.isfinite(norm)]
 
 

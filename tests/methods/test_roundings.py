@@ -10,7 +10,7 @@ import torch
 from harness.core import data
 from harness.core.method import create
 from harness.gate import probe
-from methods.resident import Model
+from methods.resident import ReferenceModel
 from methods.shared.roundings import ROUNDINGS, named
 from tests.support.tiny import TINY
 
@@ -21,7 +21,7 @@ def gradients(rounding: str | None) -> dict[str, torch.Tensor]:
     """By the names of the model's tensors, of the first step, as its first moments tell them."""
     load = dataclasses.replace(SIZE, clip_norm=0.0)
     tokens = torch.from_numpy(data.batches(load, 1))[0]
-    model = Model(load, "cpu", named(rounding) if rounding else None)
+    model = ReferenceModel(load, "cpu", named(rounding) if rounding else None)
     model.step(1, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     return {state.name: state.exp_avg for state in model.tensors() if state.exp_avg is not None}
 

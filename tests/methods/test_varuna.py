@@ -26,7 +26,7 @@ from tests.support import cli
 from tests.support.pipeline_bugs import BUGS
 from tests.support.ranks import on_ranks
 from tests.support.tiny import SIZES
-from tests.support.training import Result, overflowing, tiny, train
+from tests.support.training import TrainingResult, overflowing, tiny, train
 
 PLACES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1)]  # stages and replicas
 EVERY = [(place, schedule) for place in PLACES for schedule in SCHEDULES]
@@ -51,11 +51,11 @@ def overflow_job(**more: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def resident(workload: Workload = WORKLOAD, steps: int = STEPS) -> Result:
+def resident(workload: Workload = WORKLOAD, steps: int = STEPS) -> TrainingResult:
     return train("resident", workload, steps)
 
 
-def distance(found: dict[str, Any], reference: Result) -> float:
+def distance(found: dict[str, Any], reference: TrainingResult) -> float:
     """The largest relative difference of a loss or a norm; infinite where one is not finite, or was skipped."""
     worst = 0.0
     for ours, theirs in ((found["losses"], reference.losses), (found["norms"], reference.grad_norms)):
@@ -67,7 +67,7 @@ def distance(found: dict[str, Any], reference: Result) -> float:
     return worst
 
 
-class Trained:
+class TrainedByRanks:
     """Results of trainings that share one start of ranks, by name."""
 
     def __init__(self, jobs: dict[Any, dict[str, Any]]) -> None:
@@ -80,7 +80,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> TrainedByRanks:
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     jobs: dict[Any, dict[str, Any]] = {each: job(*each, steps=QUICK_STEPS) for each in QUICK}
     jobs["one micro-batch"] = job((2, 1), chunk_size=4, steps=8)
@@ -92,32 +92,32 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         jobs[name] = (
             overflow_job(bug=name) if "overflow" in name else job(BUG_PLACES.get(name, (2, 1)), steps=4, bug=name)
         )
-    return Trained(jobs)
+    return TrainedByRanks(jobs)
 
 
 @pytest.fixture(scope="module")
-def every() -> Trained:
-    return Trained({each: job(*each) for each in EVERY})
+def every() -> TrainedByRanks:
+    return TrainedByRanks({each: job(*each) for each in EVERY})
 
 
 @pytest.mark.parametrize("each", QUICK, ids=str)
-def test_losses_and_norms_are_those_of_one_process(each: Any, quick: Trained) -> None:
+def test_losses_and_norms_are_those_of_one_process(each: Any, quick: TrainedByRanks) -> None:
     assert distance(quick.first(each), resident(steps=QUICK_STEPS)) < 1e-6
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("each", EVERY, ids=str)
-def test_every_place_and_schedule_has_the_losses_and_norms_of_one_process(each: Any, every: Trained) -> None:
+def test_every_place_and_schedule_has_the_losses_and_norms_of_one_process(each: Any, every: TrainedByRanks) -> None:
     assert distance(every.first(each), resident()) < 1e-6
 
 
-def test_every_rank_tells_the_same_losses_and_norms(quick: Trained) -> None:
+def test_every_rank_tells_the_same_losses_and_norms(quick: TrainedByRanks) -> None:
     for name, ranks in quick.by_name.items():
         told = [(found["losses"], found["norms"]) for found in ranks if found]
         assert name in METHOD_BUGS or all(str(each) == str(told[0]) for each in told), name
 
 
-def test_one_micro_batch_has_the_very_bits_of_resident_training(quick: Trained) -> None:
+def test_one_micro_batch_has_the_very_bits_of_resident_training(quick: TrainedByRanks) -> None:
     found, reference = quick.first("one micro-batch"), resident(steps=8)
     assert (found["losses"], found["norms"]) == (reference.losses, reference.grad_norms)
     assert found["tensors"] == {state.name: [bits(state.weight), bits(state.exp_avg)]
@@ -132,20 +132,20 @@ def test_one_rank_has_the_very_bits_of_resident_training_dropout_included() -> N
     assert all(bits(ours.weight) == bits(theirs.weight) for ours, theirs in pairs)
 
 
-def test_bf16_is_within_the_gates_tolerance(quick: Trained) -> None:
+def test_bf16_is_within_the_gates_tolerance(quick: TrainedByRanks) -> None:
     workload = dataclasses.replace(WORKLOAD, dtype="bf16", learning_rate=0.1)
     pairs = zip(quick.first("bf16")["losses"], resident(workload, 8).losses, strict=True)
     assert max(abs(ours - theirs) / theirs for ours, theirs in pairs) < 5e-3
 
 
 @functools.cache
-def overflowing_resident() -> Result:
+def overflowing_resident() -> TrainingResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("methods.shared.loss_scale.INITIAL_LOSS_SCALE", ABOVE)
         return train("resident", overflowing(batch_size=4), 8)
 
 
-def test_every_rank_skips_the_steps_that_resident_training_skips(quick: Trained) -> None:
+def test_every_rank_skips_the_steps_that_resident_training_skips(quick: TrainedByRanks) -> None:
     """Three, of which the last has no gradient beyond fp16 but the sum of the embedding's two."""
     for found in quick.by_name["overflow"][:2]:
         assert found["skipped"] == [not math.isfinite(norm) for norm in found["norms"]] == [True] * 3 + [False] * 5
@@ -161,7 +161,7 @@ def test_one_rank_has_the_very_bits_of_resident_training_through_overflows(monke
 
 
 @pytest.mark.parametrize("name", METHOD_BUGS)
-def test_a_planted_bug_shows(name: str, quick: Trained) -> None:
+def test_a_planted_bug_shows(name: str, quick: TrainedByRanks) -> None:
     """In the losses or norms of the first rank, by a hundred times the tolerance and more."""
     found = quick.first(name)
     if "overflow" in name:
@@ -170,7 +170,7 @@ def test_a_planted_bug_shows(name: str, quick: Trained) -> None:
         assert distance(found, resident(steps=4)) > 1e-4
 
 
-def test_a_job_resumes_with_other_stages_and_replicas(quick: Trained) -> None:
+def test_a_job_resumes_with_other_stages_and_replicas(quick: TrainedByRanks) -> None:
     """Of 2 stages x 2 replicas after 4 steps, 3 stages go on: all losses and norms are of one training."""
     assert quick.first("resumed")["losses"][:4] == pytest.approx(quick.first("saved")["losses"], rel=1e-7)
     assert distance(quick.first("resumed"), resident(steps=QUICK_STEPS)) < 1e-6

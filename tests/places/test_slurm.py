@@ -25,7 +25,7 @@ from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.places.docker import PYTHON
 from harness.places.place import order
-from harness.places.slurm import Slurm, State, named, options_of
+from harness.places.slurm import Slurm, SlurmState, named, options_of
 from methods.pipeline.launch.folder import read_lines
 from tests.run.test_ranks import MEETING, SHARDED, processes, wait_for_steps
 from tests.support import cli, tiny
@@ -262,9 +262,9 @@ def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:
 
 def test_slurms_states_are_named_by_more_than_their_exit_codes() -> None:
     ends = {
-        State("OUT_OF_MEMORY", "0:0", "n1"): "oom-host", State("TIMEOUT", "0:0", "n1"): "timeout",
-        State("NODE_FAIL", "0:0", "n1"): "killed", State("FAILED", "0:9", "n1"): "killed",
-        State("CANCELLED", "0:0", ""): "interrupted", State("FAILED", "1:0", "n1"): "crash",
-        State("COMPLETED", "0:0", "n1"): "crash",  # it left no record
+        SlurmState("OUT_OF_MEMORY", "0:0", "n1"): "oom-host", SlurmState("TIMEOUT", "0:0", "n1"): "timeout",
+        SlurmState("NODE_FAIL", "0:0", "n1"): "killed", SlurmState("FAILED", "0:9", "n1"): "killed",
+        SlurmState("CANCELLED", "0:0", ""): "interrupted", SlurmState("FAILED", "1:0", "n1"): "crash",
+        SlurmState("COMPLETED", "0:0", "n1"): "crash",  # it left no record
     }  # fmt: skip
     assert {state: named(state, "step 1", 0).status for state in ends} == ends

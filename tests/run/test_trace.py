@@ -27,7 +27,7 @@ from harness.run import trace
 from harness.run.launch import launch
 from harness.run.timeline import Span, Timeline, common, length, read, share, steps, union, write
 from harness.run.trace import STEPS, Taking
-from harness.simulation.virtual_clock import Machine, VirtualRun, virtual_run
+from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
 from tests.report.test_page import RECORDS, Page, measured
 from tests.support import records
 from tests.support.training import tiny
@@ -61,7 +61,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def virtual() -> VirtualRun:
-    machine = Machine(
+    machine = VirtualMachine(
         device_flops_per_second=1e9, link_bytes_per_second=1e7, device_update_params_per_second=1e8,
         host_update_params_per_second=1e6, num_workers=2,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from bench import virtual
 from harness.core.job import Workload
 from harness.core.method import create
 from harness.simulation.fake_streams import watching
-from harness.simulation.virtual_clock import Machine, Spans, VirtualRun, VirtualTime, Workers, virtual_run
+from harness.simulation.virtual_clock import Spans, VirtualMachine, VirtualRun, VirtualTime, VirtualWorkers, virtual_run
 from methods.streaming.virtual_schedule import scale_model
 from tests.support.training import tiny
 
@@ -28,9 +28,9 @@ STEPS = 3
 UPDATE_BYTES = 40  # per parameter: the gradient scaled, AdamW's four slabs read and written
 
 
-def machine(transfer_seconds: float, update_seconds: float, num_workers: int = 1) -> Machine:
+def machine(transfer_seconds: float, update_seconds: float, num_workers: int = 1) -> VirtualMachine:
     """One layer takes a second to compute forward, so long over the link, and so long to update."""
-    return Machine(
+    return VirtualMachine(
         device_flops_per_second=FORWARD_FLOPS,
         link_bytes_per_second=4 * WORKLOAD.layer_params / transfer_seconds if transfer_seconds else math.inf,
         host_bytes_per_second=UPDATE_BYTES * WORKLOAD.layer_params / update_seconds if update_seconds else math.inf,
@@ -39,7 +39,7 @@ def machine(transfer_seconds: float, update_seconds: float, num_workers: int = 1
 
 
 @functools.cache
-def run(method: str, machine: Machine, **options: Any) -> VirtualRun:
+def run(method: str, machine: VirtualMachine, **options: Any) -> VirtualRun:
     return virtual_run(create(method, options), WORKLOAD, machine, STEPS)
 
 
@@ -125,7 +125,7 @@ def on_device(num_bytes: int) -> torch.Tensor:
 
 
 def test_two_streams_run_side_by_side() -> None:
-    with watching(VirtualTime(Machine(device_bytes_per_second=1.0))) as streams:
+    with watching(VirtualTime(VirtualMachine(device_bytes_per_second=1.0))) as streams:
         other = streams.stream()
         on_device(100).zero_()
         with streams.use(other):
@@ -134,7 +134,7 @@ def test_two_streams_run_side_by_side() -> None:
 
 
 def test_event_makes_the_second_stream_wait() -> None:
-    with watching(VirtualTime(Machine(device_bytes_per_second=1.0))) as streams:
+    with watching(VirtualTime(VirtualMachine(device_bytes_per_second=1.0))) as streams:
         other = streams.stream()
         on_device(100).zero_()
         other.wait_event(streams.compute.record_event())
@@ -146,7 +146,7 @@ def test_event_makes_the_second_stream_wait() -> None:
 
 def test_launches_hold_up_a_stream_that_has_little_to_do() -> None:
     """Launched at 4, 8 and 12; each takes a second."""
-    with watching(VirtualTime(Machine(device_bytes_per_second=1.0, launch_seconds=4.0))) as streams:
+    with watching(VirtualTime(VirtualMachine(device_bytes_per_second=1.0, launch_seconds=4.0))) as streams:
         for _ in range(3):
             on_device(1).zero_()
         assert (streams.thread.now, streams.compute.now) == (12, 13)
@@ -154,13 +154,13 @@ def test_launches_hold_up_a_stream_that_has_little_to_do() -> None:
 
 @pytest.mark.parametrize(("non_blocking", "thread_seconds"), [(True, 0), (False, 12)])
 def test_copy_takes_latency_and_bytes_over_the_link(non_blocking: bool, thread_seconds: float) -> None:
-    with watching(VirtualTime(Machine(link_bytes_per_second=10.0, link_latency_seconds=2.0))) as streams:
+    with watching(VirtualTime(VirtualMachine(link_bytes_per_second=10.0, link_latency_seconds=2.0))) as streams:
         on_device(100).to("cpu", non_blocking=non_blocking)
         assert (streams.compute.now, streams.thread.now) == (12, thread_seconds)
 
 
 def test_matrix_product_takes_its_flops() -> None:
-    with watching(VirtualTime(Machine(device_flops_per_second=10.0))) as streams:
+    with watching(VirtualTime(VirtualMachine(device_flops_per_second=10.0))) as streams:
         torch.empty(3, 4) @ torch.empty(4, 5)
         assert streams.compute.now == 2 * 3 * 4 * 5 / 10
 
@@ -169,13 +169,13 @@ def test_matrix_product_takes_its_flops() -> None:
 def test_causal_attention_takes_half_its_two_products(is_causal: bool, share: float) -> None:
     batch, heads, tokens, head_size = 2, 3, 16, 8
     query = torch.randn(batch, heads, tokens, head_size)
-    with watching(VirtualTime(Machine(device_flops_per_second=1.0))) as streams:
+    with watching(VirtualTime(VirtualMachine(device_flops_per_second=1.0))) as streams:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=is_causal)
         assert streams.compute.now == share * 2 * (2 * batch * heads * tokens * tokens * head_size)
 
 
 def test_third_task_of_two_threads_waits_for_the_first() -> None:
-    with watching(VirtualTime(Machine(host_bytes_per_second=1.0))) as streams:
+    with watching(VirtualTime(VirtualMachine(host_bytes_per_second=1.0))) as streams:
         home, pool = on_device(10).to("cpu"), streams.pool(2)
         tasks = [pool.submit(home.zero_) for _ in range(3)]
         ends = []
@@ -216,10 +216,14 @@ def test_fp16_waits_no_longer_where_it_updates_ahead_of_the_norm(monkeypatch: py
 
 def test_the_update_that_is_needed_first_goes_first() -> None:
     """Two updates of ten seconds, the later deadline first: it is under way when the other lands at five."""
-    with watching(VirtualTime(Machine(host_bytes_per_second=1.0))) as streams:
+    with watching(VirtualTime(VirtualMachine(host_bytes_per_second=1.0))) as streams:
         clock = streams.clock
         assert isinstance(clock, VirtualTime)
-        workers, home, landing = Workers(streams, clock, 1, Spans(streams)), on_device(10).to("cpu"), streams.stream()
+        workers, home, landing = (
+            VirtualWorkers(streams, clock, 1, Spans(streams)),
+            on_device(10).to("cpu"),
+            streams.stream(),
+        )
         late = workers.update(2, None, 1, lambda first, last: home.zero_())
         landing.now = 5.0
         landed = landing.record_event()

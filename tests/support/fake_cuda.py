@@ -57,7 +57,7 @@ class Use(NamedTuple):
         return f"{self.agent.name} {'writes' if self.is_write else 'reads'} it ({self.what})"
 
 
-class Memory:
+class CudaMemory:
     """A storage: its device, on a device the stream that it came from, on the host whether copies need not block."""
 
     def __init__(self, device: int, stream: Any = None, *, is_locked: bool = False) -> None:
@@ -134,7 +134,7 @@ class FakeCuda:
         self.num_devices, self.local, self.lock = num_devices, threading.local(), threading.RLock()
         self.numbers, self.broken = itertools.count(1), dict[str, None]()
         self.defaults = [FakeStream(self, device, f"the default stream of {device}") for device in range(num_devices)]
-        self.memories: dict[int, tuple[weakref.ref, Memory]] = {}
+        self.memories: dict[int, tuple[weakref.ref, CudaMemory]] = {}
         self.locked: dict[int, int] = {}  # page-locked ranges, by address
 
     @property
@@ -206,7 +206,7 @@ class FakeCuda:
         """What a thread hands to another, by work or by its result, it hands with all that it knows."""
         submit, shutdown = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
         result, update = Future.result, update_threads.Workers.update
-        cuda, modes, told_in = self, (_Functions(self), _Ops(self)), weakref.WeakKeyDictionary[Any, _Told]()
+        cuda, modes, told_in = self, (_Functions(self), _CudaOps(self)), weakref.WeakKeyDictionary[Any, _Told]()
 
         def knowing(work: Any, now: Counter, told: _Told) -> Any:
             def run(*args: Any, **words: Any) -> Any:
@@ -248,30 +248,30 @@ class FakeCuda:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around code of this thread that uses the devices."""
-        with _Functions(self), _Ops(self):
+        with _Functions(self), _CudaOps(self):
             yield
         self.memories.clear()
 
-    def memory_of(self, tensor: Tensor) -> Memory:
+    def memory_of(self, tensor: Tensor) -> CudaMemory:
         storage = tensor.untyped_storage()
         with self.lock:
             if id(storage) not in self.memories:
                 address = storage.data_ptr()
                 is_locked = any(start <= address < start + size for start, size in self.locked.items())
-                self._add(storage, Memory(HOST, is_locked=is_locked))
+                self._add(storage, CudaMemory(HOST, is_locked=is_locked))
             return self.memories[id(storage)][1]
 
-    def _add(self, storage: Any, memory: Memory) -> None:
+    def _add(self, storage: Any, memory: CudaMemory) -> None:
         key = id(storage)  # torch keeps this object as long as the memory
         self.memories[key] = (weakref.ref(storage, lambda _: self._freed(key)), memory)
 
     def _freed(self, key: int) -> None:
         with self.lock:
-            memory = self.memories.pop(key, (None, Memory(HOST)))[1]
+            memory = self.memories.pop(key, (None, CudaMemory(HOST)))[1]
             if memory.device != HOST:
                 self.check_over(memory, memory.stream.now | self.thread.now, f"freed to {memory.stream.name}")
 
-    def check_over(self, memory: Memory, now: Counter, what: str) -> None:
+    def check_over(self, memory: CudaMemory, now: Counter, what: str) -> None:
         for use in memory.uses:
             if not use.is_known(now) and use.agent not in memory.recorded:
                 self.broken[f"{what} while {use}"] = None
@@ -281,7 +281,7 @@ class FakeCuda:
         for tensor in tensors(result):
             stream = None if device == HOST else self.current_stream(device)
             with self.lock:
-                self._add(tensor.untyped_storage(), Memory(device, stream, is_locked=is_locked))
+                self._add(tensor.untyped_storage(), CudaMemory(device, stream, is_locked=is_locked))
 
     def book(self, name: str, reads: list[Tensor], writes: list[Tensor], device: int) -> Any:
         """The op's accesses, by the stream or the thread that runs it, which is returned."""
@@ -341,7 +341,7 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 
 
-class _Ops(TorchDispatchMode):
+class _CudaOps(TorchDispatchMode):
     """Books each op where it would run."""
 
     def __init__(self, cuda: FakeCuda) -> None:

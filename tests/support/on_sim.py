@@ -22,7 +22,7 @@ from harness.devices import sim
 from harness.devices.streams import CpuStreams, SimStreams
 from harness.simulation.batches import token_batches
 from tests.support import forks
-from tests.support.training import Result, settled, tiny
+from tests.support.training import TrainingResult, settled, tiny
 from tests.support.training import train as train_anywhere
 
 MIB = 2**20
@@ -39,7 +39,7 @@ def _start_and_call(function: Callable[..., Any], args: Any, budgets: dict[str, 
     return function(*args)
 
 
-def digest(result: Result) -> list[Any]:
+def digest(result: TrainingResult) -> list[Any]:
     """Losses, gradient norms and a hash of every final weight and moment of a training."""
     hashed = hashlib.sha256()
     for state in sorted(result.trained.tensors, key=lambda state: state.name):

@@ -27,7 +27,7 @@ EDGE = 2.0**18  # the smallest loss scale at which a gradient of overflowing() i
 torch.set_num_threads(1)
 
 
-class Result(NamedTuple):
+class TrainingResult(NamedTuple):
     """Every step's loss and gradient norm, and what the method left behind."""
 
     losses: list[float]
@@ -59,7 +59,7 @@ def settled(method: str, options: dict[str, Any], workload: Workload) -> Method:
     return made.settled(made.plan(workload, Room()))
 
 
-def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cpu", **options: Any) -> Result:
+def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cpu", **options: Any) -> TrainingResult:
     """Run a method to its end on the CPU, or on a device of it, seeded as the worker seeds it."""
     torch.manual_seed(workload.seed)
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, steps)]
@@ -69,7 +69,7 @@ def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cp
         try:
             step = next(training)
         except StopIteration as end:
-            return Result(losses, norms, end.value)
+            return TrainingResult(losses, norms, end.value)
         assert step.grad_norm is not None
         losses.append(step.loss.item())
         norms.append(step.grad_norm.item())
@@ -91,7 +91,7 @@ def answers_within(monkeypatch: Any) -> list[bool]:
 
 
 @functools.cache
-def train_resident(workload: Workload, steps: int = STEPS) -> Result:
+def train_resident(workload: Workload, steps: int = STEPS) -> TrainingResult:
     """Resident training, once per workload."""
     return train("resident", workload, steps)
 

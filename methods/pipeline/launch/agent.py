@@ -52,7 +52,7 @@ class Rank:
                 send(self.pid, kind)
 
 
-class Agent:
+class MachineAgent:
     def __init__(self, output: int, order: dict[str, Any]) -> None:
         self.output, self.script = output, order
         self.ranks: dict[int, Rank] = {}
@@ -262,7 +262,7 @@ def main() -> None:
     lock = open(Path(order["folder"]) / WORKERS_LOCK)  # noqa: SIM115  held until the last rank is gone, too
     fcntl.flock(lock, fcntl.LOCK_SH)
     import_all()
-    agent, code = Agent(output, order), 0
+    agent, code = MachineAgent(output, order), 0
     try:
         agent.run()
     except (BrokenPipeError, SystemExit):  # the launcher is gone

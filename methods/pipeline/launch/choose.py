@@ -27,7 +27,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SpreadChoice:
     """The user's settings: `num_stages` and `chunk_size`, or a profile. Raises ValueError if neither is given."""
 
     batch_size: int

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.failures import LOST_RANK
-from methods.pipeline.launch.choose import Choice, Spread
+from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.fork_server import ForkServer
-from methods.pipeline.launch.machines import Line, Remote, is_here, read_list
+from methods.pipeline.launch.machines import MachineLine, Remote, is_here, read_list
 from methods.pipeline.launch.pace import Pace
 
 POLL_SECONDS = 0.25  # of the list; a change counts when it is seen twice, since lists are written in several pieces
@@ -40,14 +40,14 @@ CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connec
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """`arguments`: the script's own. `checkpoint_every`: None leaves checkpoints to the script."""
 
     machine_list: Path
     script: str
     arguments: Sequence[str]
     code_dir: Path
-    choice: Choice
+    choice: SpreadChoice
     checkpoint_every: int | None = 100
     stall_seconds: float = 1800.0
 
@@ -76,15 +76,15 @@ class Round:
 
 
 class Launcher:
-    def __init__(self, job: Job, folder: Folder, say: Callable[[str], None]) -> None:
+    def __init__(self, job: LaunchJob, folder: Folder, say: Callable[[str], None]) -> None:
         self.job, self.folder, self.say = job, folder, say
         self.told: queue.SimpleQueue[tuple[Remote, dict[str, Any] | None]] = queue.SimpleQueue()
         self.agents: list[Remote] = []
         self.here = ForkServer(folder.path / "logs" / "fork-server.txt")
-        self.listed: list[Line] = read_list(job.machine_list)
-        self.seen: list[Line] | None = None
+        self.listed: list[MachineLine] = read_list(job.machine_list)
+        self.seen: list[MachineLine] | None = None
         self.polled = self.pruned = 0.0
-        self.retry: dict[Line, tuple[float, float]] = {}  # of a lost machine: when, and the wait after that
+        self.retry: dict[MachineLine, tuple[float, float]] = {}  # of a lost machine: when, and the wait after that
         self.round: Round | None = None
         self.num_rounds = 0
         self.crashes, self.furthest = 0, folder.last_step()
@@ -120,7 +120,7 @@ class Launcher:
         if time.monotonic() < self.polled + POLL_SECONDS:
             return
         self.polled = time.monotonic()
-        found: list[Line] | None = None
+        found: list[MachineLine] | None = None
         with contextlib.suppress(ValueError):  # the list is being replaced
             found = read_list(self.job.machine_list)
         if found is not None and found == self.seen:
@@ -143,7 +143,7 @@ class Launcher:
             elif agent.is_silent():
                 self._lose(agent, "is silent")
 
-    def _admit(self, line: Line) -> None:
+    def _admit(self, line: MachineLine) -> None:
         order = {"folder": str(self.folder.path), "script": self.job.script, "code_dir": str(self.job.code_dir)}
         log = self.folder.path / "logs" / f"agent-{line.address.replace('/', '_')}-{line.number}.txt"
         self.agents.append(Remote(line, order, log, self.told, self.here))
@@ -161,7 +161,7 @@ class Launcher:
         self._event("lost", machine=str(agent.line))
         self.say(f"machine {agent.line} {how}{last}")
 
-    def _retry_later(self, line: Line) -> None:
+    def _retry_later(self, line: MachineLine) -> None:
         wait = self.retry.get(line, (0.0, RETRY_SECONDS))[1]
         self.retry[line] = (time.monotonic() + wait, 2 * wait)
 

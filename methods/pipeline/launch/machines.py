@@ -36,7 +36,7 @@ SILENT_SECONDS = 30.0  # after which a machine that closes no connection counts 
 
 
 @dataclass(frozen=True, order=True)
-class Line:
+class MachineLine:
     """A machine: an address, and the number of its line among those with this address."""
 
     address: str
@@ -46,7 +46,7 @@ class Line:
         return self.address if not self.number else f"{self.address} ({self.number + 1})"
 
 
-def read_list(path: Path) -> list[Line]:
+def read_list(path: Path) -> list[MachineLine]:
     """Read the machines of a list. Raises ValueError if there is no list."""
     try:
         text = path.read_text()
@@ -58,7 +58,7 @@ def read_list(path: Path) -> list[Line]:
         if address.startswith("-"):
             raise ValueError(f"{path}: expected the address of a machine, got {address!r}")
         if address:
-            found.append(Line(address, seen[address]))
+            found.append(MachineLine(address, seen[address]))
             seen[address] += 1
     return found
 
@@ -89,7 +89,7 @@ class Remote:
     """An agent as its launcher sees it. Its reports go to `told`, with the agent; None when it is gone."""
 
     def __init__(
-        self, line: Line, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any], here: ForkServer
+        self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any], here: ForkServer
     ) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from methods.pipeline.launch.choose import Choice
+from methods.pipeline.launch.choose import SpreadChoice
 from methods.pipeline.launch.folder import Folder
-from methods.pipeline.launch.launcher import INTERRUPTED, OK, Job, Launcher
+from methods.pipeline.launch.launcher import INTERRUPTED, OK, Launcher, LaunchJob
 from methods.pipeline.launch.machines import read_list
 
 PATH = click.Path(path_type=Path)
@@ -48,9 +48,11 @@ def launch(
     code_dir = code_dir.resolve()
     if not (code_dir / script).is_file():
         raise ValueError(f"{code_dir / script}: expected a script, got none; try --code-dir")
-    choice = Choice(batch_size, per_machine, num_stages, chunk_size, profile)
+    choice = SpreadChoice(batch_size, per_machine, num_stages, chunk_size, profile)
     read_list(machine_list)
-    job = Job(machine_list.resolve(), script, arguments, code_dir, choice, checkpoint_every or None, 60 * stall_minutes)
+    job = LaunchJob(
+        machine_list.resolve(), script, arguments, code_dir, choice, checkpoint_every or None, 60 * stall_minutes
+    )
     held = Folder(folder.resolve(), job.identity())
     if held.state["end"] == "done":
         print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one")

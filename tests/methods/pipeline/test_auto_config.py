@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from methods.pipeline.auto_config import AutoConfig, Row, predict
+from methods.pipeline.auto_config import AutoConfig, ConfigRow, predict
 from methods.pipeline.grouping import group
 from methods.pipeline.profile import FILE, Message, Profile, Section, SectionCost, Sum, read
 from methods.pipeline.schedule import step_seconds
@@ -162,7 +162,7 @@ def test_many_micro_batches_are_predicted_as_the_rules_have_it(
     num_stages: int, num_micro_batches: int, send_seconds: float
 ) -> None:
     passes = [{"F": 1.0, "R": float(stage < num_stages - 1), "B": 2.0} for stage in range(num_stages)]
-    row = Row(num_stages, 1, 1, num_micro_batches, 0, True, (), tuple(passes), send_seconds, 0.0, 0.0)
+    row = ConfigRow(num_stages, 1, 1, num_micro_batches, 0, True, (), tuple(passes), send_seconds, 0.0, 0.0)
     [exact] = step_seconds("varuna", [(passes, num_micro_batches, send_seconds)])
     assert predict([row]) == pytest.approx([exact], rel=0.015)
     assert row.least_seconds <= exact + 1e-9

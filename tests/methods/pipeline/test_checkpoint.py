@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from methods.pipeline import checkpoint_reader
 from methods.pipeline.checkpoint import Checkpoints, read
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, complete_steps, folder_of
-from methods.pipeline.gpt_pipeline import Progress
+from methods.pipeline.gpt_pipeline import GptProgress
 from tests.support.ranks import on_ranks
 
 MOMENTS = 50
@@ -106,7 +106,7 @@ def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: P
         read(tmp_path)
 
 
-PROGRESS = asdict(Progress({"num_layers": 2}, 1.0, 7, *([1.0] * 7, [1.0] * 7, [None] * 7, [False] * 7)))
+PROGRESS = asdict(GptProgress({"num_layers": 2}, 1.0, 7, *([1.0] * 7, [1.0] * 7, [None] * 7, [False] * 7)))
 MOMENT, OPTIONS = "optimizer.layer.1.exp_avg", "options.layer.1"
 TAMPERED: dict[str, dict[str, Any]] = {
     "exp_avg of layer.1 is float32 of shape (3,), here float32 of shape (64, 64)": {MOMENT: torch.zeros(3)},
@@ -136,7 +136,7 @@ def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(tmp_pa
     masters, _, checkpoints = state(1)
     before = {name: master.clone() for name, master in masters.items()}
     with pytest.raises(ValueError, match="expected a checkpoint, got damaged or foreign files: ") as caught:
-        checkpoints.load(tmp_path, Progress)
+        checkpoints.load(tmp_path, GptProgress)
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert all(torch.equal(master, before[name]) for name, master in masters.items())
 
@@ -149,7 +149,7 @@ def test_a_size_that_the_files_do_not_have_takes_no_memory(tmp_path: Path, part:
     name = next(name for name in table.state_dict_metadata if name.startswith(part))
     table.state_dict_metadata[name].size = torch.Size([10**13])
     (path / COMPLETE).write_bytes(pickle.dumps(table))
-    for load in (lambda: read(tmp_path), lambda: state(1)[2].load(tmp_path, Progress)):
+    for load in (lambda: read(tmp_path), lambda: state(1)[2].load(tmp_path, GptProgress)):
         with pytest.raises(ValueError, match=r"its table tells of \d+ bytes of tensors, its files have \d+"):
             load()
 
@@ -160,7 +160,7 @@ def test_a_weight_of_another_shape_is_of_another_model(tmp_path: Path) -> None:
     masters["layer.1"] = nn.Parameter(torch.zeros(64, 32))
     told = r"layer.1 is float32 of shape \(64, 64\), here float32 of shape \(64, 32\)"
     with pytest.raises(ValueError, match=told):
-        Checkpoints(masters, optimizer, list(masters), (0, 0, 1)).load(tmp_path, Progress)
+        Checkpoints(masters, optimizer, list(masters), (0, 0, 1)).load(tmp_path, GptProgress)
 
 
 def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from harness.base.checkout import ROOT
 from harness.base.child_process import child_environment
 from methods.pipeline import link
 from methods.pipeline.checkpoint import Checkpoints
-from methods.pipeline.launch.choose import Choice, Spread
+from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
 from methods.pipeline.launch.fork_server import ForkServer
-from methods.pipeline.launch.machines import Line, Remote, command, is_here, read_list
+from methods.pipeline.launch.machines import MachineLine, Remote, command, is_here, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.user_pipeline import Varuna
 from tests.methods.pipeline import user_model
@@ -48,7 +48,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Job:
+class LaunchedJob:
     """A script's training in this process, and its record as a launcher would write it."""
 
     def __init__(self, folder: Path, batch_size: int = SIZE) -> None:
@@ -97,7 +97,7 @@ def test_the_gate_names_what_a_morph_lost(
     reason: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the steps before a checkpoint, half after, in another model: with nothing lost, to the last bit."""
-    whole = Job(tmp_path)
+    whole = LaunchedJob(tmp_path)
     whole.train(0, BEFORE)
     whole.model.checkpoint().result()
     before = whole.steps()
@@ -107,7 +107,7 @@ def test_the_gate_names_what_a_morph_lost(
     if bug:
         monkeypatch.setattr(Checkpoints, *bug)
     (tmp_path / "again").mkdir()
-    again = Job(tmp_path / "again", MUTANTS[reason].get("batch_size", SIZE))
+    again = LaunchedJob(tmp_path / "again", MUTANTS[reason].get("batch_size", SIZE))
     assert again.model.load_checkpoint(tmp_path / "checkpoints") == BEFORE
     again.model._loss_scale = MUTANTS[reason].get("scale", again.model._loss_scale)
     again.train(BEFORE, AFTER, MUTANTS[reason].get("data", 0), MUTANTS[reason].get("rate", 0))
@@ -147,7 +147,11 @@ def test_a_digest_of_samples_does_not_depend_on_how_replicas_share_them() -> Non
 
 def test_an_address_on_two_lines_is_two_machines(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# ours\n10.0.0.1\n\n10.0.0.2  # slow\n10.0.0.1\n")
-    assert read_list(tmp_path / "list") == [Line("10.0.0.1", 0), Line("10.0.0.2", 0), Line("10.0.0.1", 1)]
+    assert read_list(tmp_path / "list") == [
+        MachineLine("10.0.0.1", 0),
+        MachineLine("10.0.0.2", 0),
+        MachineLine("10.0.0.1", 1),
+    ]
 
 
 def test_another_machine_is_reached_by_ssh_and_under_slurm_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +164,14 @@ def test_another_machine_is_reached_by_ssh_and_under_slurm_by_srun(monkeypatch: 
 @pytest.mark.parametrize(("workers", "stages", "replicas"), [(8, 3, 2), (6, 3, 2), (5, 3, 1), (2, 2, 1), (1, 1, 1),
                                                              (17, 3, 4)])  # fmt: skip
 def test_the_global_batch_stays_and_the_rest_waits(workers: int, stages: int, replicas: int) -> None:
-    spread = Choice(16, 1, 3, 2).spread(workers)
+    spread = SpreadChoice(16, 1, 3, 2).spread(workers)
     assert (spread.num_stages, spread.num_replicas) == (stages, replicas)
 
 
 def test_what_chooses_is_given_once() -> None:
     for words in ({}, {"num_stages": 2}, {"num_stages": 2, "chunk_size": 1, "profile": Path("x")}):
         with pytest.raises(ValueError, match="expected --nstages and --chunk-size, or --profile FOLDER"):
-            Choice(16, 1, **words)
+            SpreadChoice(16, 1, **words)
 
 
 def test_slow_ranks_are_those_above_the_median_of_their_stage() -> None:
@@ -292,7 +296,7 @@ def test_agents_of_this_machine_share_one_import_and_depend_on_their_launcher_al
     order = {"folder": str(tmp_path), "script": "script.py", "code_dir": str(tmp_path)}
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     here = ForkServer(tmp_path / "log")
-    agents = [Remote(Line("127.0.0.1", number), order, tmp_path / "log", told, here) for number in range(2)]
+    agents = [Remote(MachineLine("127.0.0.1", number), order, tmp_path / "log", told, here) for number in range(2)]
     processes = [psutil.Process(told.get(timeout=120)[1]["pid"]) for _ in agents]
     assert here.process and [process.ppid() for process in processes] == [here.process.pid] * 2
     here.close()

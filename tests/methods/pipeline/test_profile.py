@@ -22,7 +22,7 @@ SLEEP_SECONDS = 0.01
 IN, OUT, FITTING = 64, 32, 2
 
 
-class Slow(nn.Module):
+class SlowLayer(nn.Module):
     """Its forward pass sleeps, or asks for more memory than there is."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Slow(nn.Module):
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.cutpoint, self.slow = nn.Linear(IN, OUT, bias=False), CutPoint(), Slow()
+        self.first, self.cutpoint, self.slow = nn.Linear(IN, OUT, bias=False), CutPoint(), SlowLayer()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.slow(self.cutpoint(self.first(x)))

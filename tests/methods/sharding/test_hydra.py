@@ -16,7 +16,7 @@ from harness.devices.memory_rehearsal import predict
 from tests.methods.test_agree import difference
 from tests.support import planting
 from tests.support.races import find_races
-from tests.support.training import Result, tiny, train, train_resident
+from tests.support.training import TrainingResult, tiny, train, train_resident
 
 STEPS = 6
 # The two modes, shards of one layer, of several and the whole model, with one slot and with two.
@@ -167,7 +167,7 @@ def test_several_models_end_where_each_would_alone(num_devices: int) -> None:
         rate, half = divmod(number, 2)
         own = dataclasses.replace(workload, batch_size=2 >> half, learning_rate=workload.learning_rate / 2**rate)
         assert other.changes == {"learning_rate": own.learning_rate, "batch_size": own.batch_size}
-        found = Result(other.losses, other.grad_norms, Trained(other.tensors))
+        found = TrainingResult(other.losses, other.grad_norms, Trained(other.tensors))
         assert difference(found, train_resident(own, STEPS << half)) == ""
     schedule = result.trained.schedule
     assert schedule["num_models"] == 6 and 1 <= schedule["ratio"] < 2

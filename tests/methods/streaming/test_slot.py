@@ -20,7 +20,7 @@ from harness.devices.streams import Device
 from methods.offload.adamw import joined, keep_
 from methods.offload.layout import layout_of, new_layer
 from methods.streaming.layer_state import LayerState, draw
-from methods.streaming.slot import Gradients, Slot
+from methods.streaming.slot import GradientRoom, Slot
 from tests.support.training import tiny, train
 
 ODD_SHAPES = ((1,), (3, 5), (7,), (17, 31), (33,), (1, 1))
@@ -182,7 +182,7 @@ def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> N
     workload = tiny(dropout=dropout)
     layer, slot = new_state(device, workload), Slot(new_state(device, workload, index=0))
     x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
-    grads = Gradients(layer).slab.fill_(7)  # what another layer left there
+    grads = GradientRoom(layer).slab.fill_(7)  # what another layer left there
     slot.load(layer)
     torch.manual_seed(3)
     ys = layer.forward([x])
@@ -194,7 +194,7 @@ def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> N
 def test_layer_has_the_same_bits_where_it_comes_back_to_another_slot(device: Device) -> None:
     workload = tiny()
     layer, other = new_state(device, workload), new_state(device, workload, index=0)
-    first, second, grads = Slot(layer), Slot(other), Gradients(layer).slab
+    first, second, grads = Slot(layer), Slot(other), GradientRoom(layer).slab
     x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
     first.load(layer)
     ys = layer.forward([x])
@@ -211,13 +211,13 @@ def test_recompute_leaves_the_random_state_where_the_pass_above_left_it(device: 
     layer.forward([random((2, 16, 36), seed=1)])
     torch.rand(5)
     state = torch.get_rng_state()
-    layer.backward([random((2, 16, 36), seed=2)], Gradients(layer).slab)
+    layer.backward([random((2, 16, 36), seed=2)], GradientRoom(layer).slab)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_gradient_arrives_home_as_it_left(device: Device) -> None:
     layer = new_state(device, ALIGNED)
-    gradients = Gradients(layer)
+    gradients = GradientRoom(layer)
     gradients.slab.copy_(random(gradients.slab.shape, seed=1))
     gradients.send_home(layer)
     device.synchronize()
