@@ -14,7 +14,7 @@ from harness.core.record import Record
 from harness.figures import measurements, plot
 from harness.figures.case import Case
 from harness.figures.point import FigureRow, row_of
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 
 PUBLISHED_DEPTHS = {"megatron-lm": 32, "l2l": 78, "zero-offload": 48, "zero-infinity": 48, "stronghold": 100}
 
@@ -25,10 +25,10 @@ class LargestModel(Case):
     searches = methods
     picks = True
 
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         return [used.probe(*size) for size in PUBLISHED_DEPTHS.items()] if used.kind == "paper" else []
 
-    def table(self, records: Sequence[Record], used: Profile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """For each method its largest size, then the smallest above it that failed."""
         rows = []
         for name in self.methods:

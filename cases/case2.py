@@ -15,7 +15,7 @@ from harness.core.record import Record
 from harness.figures import measurements, plot
 from harness.figures.case import Case
 from harness.figures.point import FigureRow, row_of
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
 OURS = "stronghold"
@@ -28,13 +28,13 @@ class SpeedAtLargestSizes(Case):
     look: ClassVar = {"series": {"Baselines": BASELINES[0], "": OURS}}
     picks = True
 
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         found = {name: sizes[name] for name in BASELINES if name in sizes}
         baselines = [used.job(name, depth) for name, depth in found.items()]
         depths = sorted(set(found.values()))
         return baselines + [used.job(OURS, depth, window_size=used.window_at(depth)) for depth in depths]
 
-    def table(self, records: Sequence[Record], used: Profile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """The baselines, then STRONGHOLD at their depths."""
         rows = measurements.rows(self.metric, self.jobs(used, measurements.sizes(self.searches, records)), records)
         for name in BASELINES:

@@ -8,7 +8,7 @@ from cases.case1 import LargestModel
 from harness.core.job import Job
 from harness.figures.case import Case
 from harness.figures.point import FigureRow
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 
 PUBLISHED_DEPTH = 32
 WINDOWED = "stronghold"
@@ -20,7 +20,7 @@ class SpeedAtOneSize(Case):
     methods = LargestModel.methods
     picks = True
 
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = used.depth(PUBLISHED_DEPTH)
         window = {"window_size": used.window_at(depth)}
         return [used.job(name, depth, **(window if name == WINDOWED else {})) for name in self.methods]

@@ -13,7 +13,7 @@ from harness.core.job import Job
 from harness.figures import plot
 from harness.figures.case import Case
 from harness.figures.point import FigureRow
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 
 OURS = "stronghold"
 PUBLISHED_DEPTHS = (16, 24, 32, 40, 48, 56, 64, 78, 92)
@@ -26,7 +26,7 @@ class StepTimeByDepth(Case):
     look: ClassVar = {"is_line": True}
     picks = True
 
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depths = dict.fromkeys(used.depth(published) for published in RUNS[used.kind])
         window = used.window_at(min(depths))
         return [used.job(OURS, depth, window_size=window, resident_layers=0) for depth in depths]

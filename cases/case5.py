@@ -11,7 +11,7 @@ from harness.core.job import Job
 from harness.figures import plot
 from harness.figures.case import Case
 from harness.figures.point import FigureRow
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 
 OURS = "stronghold"
 PUBLISHED_WINDOWS = (2, 4, 6, 8, 10, 12, 14, 15)
@@ -25,7 +25,7 @@ class StepTimeByWindow(Case):
     axis = "window_size"
     picks = True
 
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = used.depth(DEMO_DEPTH if used.kind == "demo" else PUBLISHED_DEPTH)
         windows = [window for window in RUNS[used.kind] if window <= depth]
         return [used.job(OURS, depth, window_size=window, resident_layers=0) for window in windows]

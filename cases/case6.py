@@ -20,7 +20,7 @@ from harness.devices import cuda_budget
 from harness.figures import measurements, plot
 from harness.figures.case import Case
 from harness.figures.point import FigureRow, interval, row_of
-from harness.figures.profile import ROOM, Profile
+from harness.figures.profile import ROOM, CaseProfile
 from methods.sharding.scheduler import simulate
 
 BASELINES = ("resident", "zero-infinity", "stronghold")
@@ -40,13 +40,13 @@ class ModelSelection(Case):
     methods = (*BASELINES, OURS)
     mixes_metrics = True
 
-    def profiles(self, used: Profile) -> tuple[Profile, ...]:
+    def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
         return _profiles(used)
 
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         return [*(job for name in BASELINES for job in _alone(used, name)), *_together(used)]
 
-    def table(self, records: Sequence[Record], used: Profile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """The speed of all models together by each method; then the turns of the last round of Hydra's last run."""
         found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
@@ -76,7 +76,7 @@ class ModelSelection(Case):
         return _case6_figure.figure(rows, note, self.methods)
 
 
-def _profiles(used: Profile) -> tuple[Profile, ...]:
+def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
     """One model at a time; the same samples in half the batch; all models at once."""
     load, budget = used.workload, used.budget
     assert budget.device_bytes and budget.host_bytes  # every profile has both
@@ -94,30 +94,30 @@ def _profiles(used: Profile) -> tuple[Profile, ...]:
     return alone, halved, replace(alone, budget=replace(budget, host_bytes=host_bytes))
 
 
-def _alone(used: Profile, name: str) -> list[Job]:
+def _alone(used: CaseProfile, name: str) -> list[Job]:
     """One model of each batch size; none where its plan does not fit."""
     its = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
     return [each.job(name, _depth(used)) for each in its]
 
 
-def _shortfall(used: Profile, name: str) -> str | None:
+def _shortfall(used: CaseProfile, name: str) -> str | None:
     """What a model with the whole batch lacks by plan."""
     alone = _profiles(used)[0]
     job = alone.job(name, _depth(used))
     return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)
 
 
-def _together(used: Profile) -> list[Job]:
+def _together(used: CaseProfile) -> list[Job]:
     """All models, with the second slot of the double buffer, and in the same shards without."""
     both = _profiles(used)[-1].job(OURS, _depth(used), **_options(used))
     return [both, replace(both, options={**both.options, "double_buffer": False})]
 
 
-def _options(used: Profile) -> dict[str, int]:
+def _options(used: CaseProfile) -> dict[str, int]:
     return {"num_models": NUM_BATCH_SIZES * RUNS[used.kind], "num_batch_sizes": NUM_BATCH_SIZES}
 
 
-def _depth(used: Profile) -> int:
+def _depth(used: CaseProfile) -> int:
     """Layers of each model: as many as let all models into the host's memory."""
     if used.kind == "demo":
         return IN_DEMO["depth"]

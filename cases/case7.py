@@ -26,7 +26,7 @@ from harness.core.record import Record
 from harness.figures import measurements, plot
 from harness.figures.case import Case
 from harness.figures.point import FigureRow
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 from harness.simulation import machine_trace
 from methods.pipeline import simulate as pipelines
 from methods.pipeline.auto_config import AutoConfig
@@ -59,11 +59,11 @@ class Pipelines(Case):
     methods = (OURS,)
     mixes_metrics = True
 
-    def profiles(self, used: Profile) -> tuple[Profile, ...]:
+    def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
         """On a CPU without a simulated device: that has one rank only."""
         return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
 
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         [its] = self.profiles(used)
         num_ranks = RANKS[its.device]
         return [
@@ -73,7 +73,7 @@ class Pipelines(Case):
             if used.workload.batch_size * num_stages // num_ranks % chunk_size == 0
         ]  # fmt: skip
 
-    def measure(self, used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
+    def measure(self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
         """The profile, and both jobs, where they are not there yet."""
         folder = _folder(used, results)
         try:
@@ -95,7 +95,7 @@ class Pipelines(Case):
         except (ValueError, TimeoutError) as error:
             report({"event": "warning", "text": f"case 7: {error}"})
 
-    def table(self, records: Sequence[Record], used: Profile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """What was measured, and the schedules' steps as the claim has them."""
         measured = [
             replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
@@ -103,7 +103,7 @@ class Pipelines(Case):
         ]  # fmt: skip
         return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))] if measured else []
 
-    def beside(self, rows: Sequence[FigureRow], used: Profile, results: Path) -> list[FigureRow]:
+    def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> list[FigureRow]:
         """Steps foretold by the profile that measure() left, each step of both jobs, and the pauses between them."""
         folder, found = _folder(used, results), list[FigureRow]()
         measured = {row.group: row for row in rows if row.origin == "run" and row.value}
@@ -128,7 +128,7 @@ class Pipelines(Case):
                                          x=float(after["step"]), series=name))  # fmt: skip
         return found
 
-    def kept(self, used: Profile, results: Path) -> list[Path]:
+    def kept(self, used: CaseProfile, results: Path) -> list[Path]:
         folder = _folder(used, results)
         return sorted([*folder.glob("profile/*"), *folder.glob("*/job/steps.jsonl")])
 
@@ -140,7 +140,7 @@ class Pipelines(Case):
         return _case7_figure.figure(rows, note)
 
 
-def _folder(used: Profile, results: Path) -> Path:
+def _folder(used: CaseProfile, results: Path) -> Path:
     return results.resolve() / f"case7_{used.name}"
 
 

@@ -20,7 +20,7 @@ from harness.core import method
 from harness.core.record import Record, read_all
 from harness.figures import case_files, plot
 from harness.figures.point import machine_of
-from harness.figures.profile import Profile, call
+from harness.figures.profile import CaseProfile, call
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
@@ -71,7 +71,7 @@ class Shown(NamedTuple):
         return share(self.timeline.spans, self.step)
 
 
-def run(used: Profile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
+def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
     """Trace what has no trace yet; virtual timelines anew where the method's code has changed."""
     folder = results / "traces"
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ def _caption(found: Sequence[Shown], note: str) -> str:
 
 
 def main(
-    used: Profile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
+    used: CaseProfile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
 ) -> list[Record]:
     """Run, write the table and draw the figure; `only` extract or draw does no run."""
     finished = [] if only else run(used, results, report)

@@ -103,7 +103,7 @@ def test_a_file_that_is_no_case_is_named(tmp_path: Path, text: str, told: str) -
 @pytest.mark.parametrize(
     ("right", "wrong", "told"),
     [
-        ("used.depth(", "used.dpeth(", "AttributeError: 'Profile' object has no attribute 'dpeth'"),
+        ("used.depth(", "used.dpeth(", "AttributeError: 'CaseProfile' object has no attribute 'dpeth'"),
         ("16)", "{}[used.kind])", "KeyError: 'demo', case832.py line 11"),
     ],
 )

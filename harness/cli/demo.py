@@ -19,7 +19,7 @@ from harness.core.job import Job
 from harness.core.record import Record
 from harness.evidence import collect
 from harness.figures import case
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
 from harness.jobs.progress import reporter
@@ -31,7 +31,7 @@ MOST_BUILD_SECONDS = 20  # longest compilation that the demo starts by itself
 QUICK_CASES = (3, 4, 5)  # without a search
 
 
-def jobs(used: Profile, names: Sequence[str]) -> list[Job]:
+def jobs(used: CaseProfile, names: Sequence[str]) -> list[Job]:
     """Return a job for each method at the common depth, with the cases' options, so that no run is made twice."""
     return [resolve(used.job(name, used.common))[0] for name in names]
 

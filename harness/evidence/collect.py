@@ -25,7 +25,7 @@ from harness.core.record import Record, read_all
 from harness.devices import machine
 from harness.evidence import claims
 from harness.figures import any_runs, case, case_files, measurements
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 from harness.forecast.fit import resolve
 from harness.forecast.run_time import PROCESS_SECONDS, run_seconds
 from harness.gate.probe import Extent
@@ -78,7 +78,7 @@ class Campaign:
     """Some cases under one profile, in one folder of results."""
 
     def __init__(
-        self, numbers: Sequence[int], used: Profile, results: Path, report: Report | None = None,
+        self, numbers: Sequence[int], used: CaseProfile, results: Path, report: Report | None = None,
         methods: Sequence[str] | None = None, probe: Extent | None = None,
     ) -> None:  # fmt: skip
         self.numbers, self.used, self.methods = numbers, used, methods or method.names()
@@ -186,7 +186,7 @@ class Campaign:
         self.finished.append(record)
 
 
-def closing_line(points: Sequence[PlannedRun], used: Profile) -> str:
+def closing_line(points: Sequence[PlannedRun], used: CaseProfile) -> str:
     taken = [point for point in points if point.is_taken]
     left_out = sum(point.missing > 0 and not point.is_taken for point in points)
     minutes = sum(point.seconds for point in taken) / 60
@@ -230,7 +230,7 @@ def main(
 
 
 def make(
-    numbers: Sequence[int], used: Profile, results: Path, out: Path, as_json: bool, seconds: float = math.inf,
+    numbers: Sequence[int], used: CaseProfile, results: Path, out: Path, as_json: bool, seconds: float = math.inf,
     methods: Sequence[str] | None = None, probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
     """Measure what the cases lack, of these methods (default: all), write their tables and draw them."""
@@ -258,8 +258,8 @@ def _measure(campaign: Campaign, seconds: float, as_json: bool) -> list[Record]:
 
 
 def _write(
-    number: int, used: Profile | None, records: list[Record], results: Path, out: Path, only: str | None, is_one: bool,
-    where: Sequence[str] = (),
+    number: int, used: CaseProfile | None, records: list[Record], results: Path, out: Path, only: str | None,
+    is_one: bool, where: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write the table and the figure of a case, of a profile or of any records. If one of several cases has no record,
     that is only reported."""

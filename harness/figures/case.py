@@ -26,7 +26,7 @@ from harness.core.record import Gate, Record
 from harness.devices import machine
 from harness.figures import measurements, plot, profile
 from harness.figures.point import METRICS, FigureRow, machine_of, row_of
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 
 PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each of the artifact's runs that a figure draws
 PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
@@ -51,27 +51,27 @@ class Case(ABC):
         guard(cls, (OSError,))
 
     @abstractmethod
-    def jobs(self, used: Profile, sizes: dict[str, int]) -> Sequence[Job]:
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
         """The runs of a profile; `sizes`: the largest trained depths of the searched methods, as far as known."""
 
-    def profiles(self, used: Profile) -> Sequence[Profile]:
+    def profiles(self, used: CaseProfile) -> Sequence[CaseProfile]:
         """The profiles of its jobs."""
         return (used,)
 
-    def table(self, records: Sequence[Record], used: Profile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """Its measured rows, in the figure's order."""
         return measurements.rows(self.metric, self.jobs(used, {}), records)
 
     def measure(  # noqa: B027  most have nothing beside runs
-        self, used: Profile, results: Path, report: Callable[[dict[str, Any]], None]
+        self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
     ) -> None:
         """Measure what its figure shows beside runs, where that is not in the folder of results yet."""
 
-    def beside(self, rows: Sequence[FigureRow], used: Profile, results: Path) -> Sequence[FigureRow]:
+    def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> Sequence[FigureRow]:
         """Rows of what measure() left."""
         return ()
 
-    def kept(self, used: Profile, results: Path) -> Sequence[Path]:
+    def kept(self, used: CaseProfile, results: Path) -> Sequence[Path]:
         """The files that beside() reads: texts, which an archive takes along."""
         return ()
 
@@ -133,7 +133,7 @@ def load(number: int) -> Case:
         return found()
 
 
-def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> Profile:
+def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> CaseProfile:
     """The named profile, else the default of this machine. Memories are those of the named machine `on`, else those in
     `facts` (of a record), else this machine's."""
     if facts is None:
@@ -143,25 +143,25 @@ def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = 
     return profile.make(name or ("quick" if "gpu" in facts else "demo"), on, methods, facts)
 
 
-def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) -> Iterator[Profile]:
+def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) -> Iterator[CaseProfile]:
     """Of these names and machines the profiles that there are with these facts: no sizes of a GPU without one."""
     for name, on in wanted:
         with contextlib.suppress(ValueError, KeyError):
             yield profile_of(name, on, facts)
 
 
-def any_of(number: int, used: Profile, records: Sequence[Record]) -> bool:
+def any_of(number: int, used: CaseProfile, records: Sequence[Record]) -> bool:
     """True if some run is of this case in this profile."""
     its = load(number).profiles(used)
     return any(record.origin == "run" and each.is_of(record.job) for record in records for each in its)
 
 
-def is_of(used: Profile, job: Job) -> bool:
+def is_of(used: CaseProfile, job: Job) -> bool:
     """True if some case has this job in this profile, at any depth and of any method."""
     return any(each.is_of(job) for number in numbers() for each in load(number).profiles(used))
 
 
-def select(number: int, used: Profile, records: Sequence[Record]) -> list[Record]:
+def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Record]:
     """The runs of a profile that a case may read, oldest first; of a method only those by its present code, if any.
     Raises ValueError where they are of several machines."""
     its = load(number).profiles(used)
@@ -177,7 +177,7 @@ def select(number: int, used: Profile, records: Sequence[Record]) -> list[Record
     return own
 
 
-def measured(number: int, used: Profile, records: Sequence[Record]) -> list[FigureRow]:
+def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
     """The rows of a case, of the records that it may read."""
     return load(number).table(select(number, used, records), used)
 
@@ -201,7 +201,7 @@ def published(number: int) -> list[FigureRow]:
     return found
 
 
-def table(number: int, used: Profile, records: Sequence[Record], results: Path | None = None) -> list[FigureRow]:
+def table(number: int, used: CaseProfile, records: Sequence[Record], results: Path | None = None) -> list[FigureRow]:
     """Our rows of a case; `results`: the folder that the records are in. Raises ValueError where there are none, or
     where they would mix machines or windows."""
     its, found = load(number), measured(number, used, records)

@@ -18,7 +18,7 @@ from harness.core import method
 from harness.core.record import Record
 from harness.figures import case, plot
 from harness.figures.point import FigureRow
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -33,7 +33,7 @@ def stem(number: int, name: str, out: Path) -> Path:
     return out / f"case{number}_{name}"
 
 
-def extract(number: int, used: Profile, records: Sequence[Record], out: Path, results: Path | None = None) -> Path:
+def extract(number: int, used: CaseProfile, records: Sequence[Record], out: Path, results: Path | None = None) -> Path:
     """Write the CSV of a case: ours, then the published. Raises ValueError where there is nothing of ours."""
     return write_rows(number, used.name, case.table(number, used, records, results), out)
 

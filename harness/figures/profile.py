@@ -25,7 +25,7 @@ ROOM = 0.9  # share of a budget that a plan with free choices may fill, because 
 
 
 @dataclass(frozen=True)
-class Profile:
+class CaseProfile:
     """The settings that the runs of a case share. `workload` has depth 1; `window` holds in cases about other
     options."""
 
@@ -105,7 +105,7 @@ class Profile:
                 )
 
 
-def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any]) -> Profile:
+def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any]) -> CaseProfile:
     """Make the named profile with the memories of the machine `on` (machines.yaml), else of the machine in `facts`
     (harness/devices/machine.py, or a record's). Raises ValueError for a wrong name or machine, or if a GPU is missing.
 
@@ -124,20 +124,20 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     memories = _memories(on, facts, device) if is_whole else _memories(on or named_machines.PUBLISHED, {}, device)
     workload, budget = _shrunk(factor, memories, on_gpu=factor < 16)
     lengths = {"steps": 20, "warmup": 5, "repeats": 3} if name == "paper" else {"steps": 10, "warmup": 3, "repeats": 1}
-    found = Profile(f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=15)
+    found = CaseProfile(f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=15)
     return _fitted(found, methods) if name == "fit" and factor == 1 else found
 
 
-def _demo() -> Profile:
+def _demo() -> CaseProfile:
     """Make a profile of minutes on two cores: few layers fill the memories, and the link is slow enough for copies to
     show; without a compiler the link takes no time."""
     workload = Workload(num_layers=1, hidden_size=128, seq_len=64, vocab_size=512)
     link = 256 * 2**20 if sim.is_built() or sim.to_build() else None
     budget = Budget(device_bytes=12 * 2**20, host_bytes=24 * 2**20, link_bytes_per_second=link)
-    return Profile("demo", workload, budget, "sim", **PROBE, repeats=1, window=2, common=2, deepest=6)
+    return CaseProfile("demo", workload, budget, "sim", **PROBE, repeats=1, window=2, common=2, deepest=6)
 
 
-def _fitted(found: Profile, methods: Iterable[str]) -> Profile:
+def _fitted(found: CaseProfile, methods: Iterable[str]) -> CaseProfile:
     """Set the depths to those planned for the profile's memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
     at_home = sum(state_bytes(found.workload, host=True).values())  # of each parameter of a layer that is streamed

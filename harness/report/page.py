@@ -27,7 +27,7 @@ from harness.evidence.judge import Finding
 from harness.figures import case, plot
 from harness.figures import profile as scaled
 from harness.figures.point import FEWEST_FOR_INTERVAL, FigureRow
-from harness.figures.profile import Profile
+from harness.figures.profile import CaseProfile
 from harness.forecast import advise
 from harness.jobs.command import command
 from harness.report import tables as pages
@@ -164,7 +164,9 @@ def _section(
     return PageSection(str(name), profile, title, svg, caption, table)
 
 
-def tables(records: Sequence[Record], results: Path | None = None) -> Iterator[tuple[Profile, int, list[FigureRow]]]:
+def tables(
+    records: Sequence[Record], results: Path | None = None
+) -> Iterator[tuple[CaseProfile, int, list[FigureRow]]]:
     """Return this project's rows for every profile and case of these records."""
     for used in _profiles(records):
         for number in case.numbers():
@@ -179,11 +181,11 @@ def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list
             yield profile, overlap.shown(profile, results, records)
 
 
-def _profiles(records: Sequence[Record]) -> Iterator[Profile]:
+def _profiles(records: Sequence[Record]) -> Iterator[CaseProfile]:
     """Return every profile of these records, with the memories of every named machine."""
     runs = [record for record in records if record.origin == "run"]
     wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
-    seen: list[Profile] = []
+    seen: list[CaseProfile] = []
     for used in case.possible(wanted, runs[-1].machine if runs else {}):
         nameless = dataclasses.replace(used, name=used.kind)  # equals the one with this machine by default
         if nameless not in seen and any(case.is_of(used, record.job) for record in runs):

@@ -30,7 +30,7 @@ def room_of(job: Job) -> Room:
 
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)
-def test_no_model_fits_the_device_and_all_fit_the_host(used: profile.Profile) -> None:
+def test_no_model_fits_the_device_and_all_fit_the_host(used: profile.CaseProfile) -> None:
     jobs = SELECTION.jobs(used, {})
     assert "resident" not in {job.method for job in jobs}
     assert all(plan_of(job).shortfall(room_of(job)) is None for job in jobs)
@@ -40,7 +40,7 @@ def test_no_model_fits_the_device_and_all_fit_the_host(used: profile.Profile) ->
 
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)
-def test_the_ablation_takes_the_second_slot_and_nothing_else(used: profile.Profile) -> None:
+def test_the_ablation_takes_the_second_slot_and_nothing_else(used: profile.CaseProfile) -> None:
     both, one = (job for job in SELECTION.jobs(used, {}) if job.method == "hydra")
     assert one == dataclasses.replace(both, options={**both.options, "double_buffer": False})
 

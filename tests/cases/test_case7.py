@@ -19,7 +19,7 @@ PIPELINES = case7.Pipelines()
 
 
 @pytest.mark.parametrize(("used", "num_jobs"), [(DEMO, 2), (profile.make("quick", None, METHODS, FACTS), 3)])
-def test_every_stages_and_micro_batches_that_fit_are_run(used: profile.Profile, num_jobs: int) -> None:
+def test_every_stages_and_micro_batches_that_fit_are_run(used: profile.CaseProfile, num_jobs: int) -> None:
     """Of two ranks on a CPU, of one on a GPU."""
     jobs = PIPELINES.jobs(used, {})
     assert len(jobs) == len({str(job.options) for job in jobs}) == num_jobs

@@ -18,7 +18,7 @@ from harness.core.record import Gate, Record, read_all
 from harness.devices import named_machines
 from harness.evidence.collect import Campaign
 from harness.figures import case, case_files, measurements, profile
-from harness.figures.profile import PROBE, Profile
+from harness.figures.profile import PROBE, CaseProfile
 from harness.jobs.largest_depth import FEWEST_STEPS
 from tests.support import records
 
@@ -47,7 +47,7 @@ def together(job: Job, seconds: float) -> Record:
     return record(job, seconds, schedule={"num_models": num_models, "turns": turns}, others=others, key=key)
 
 
-def demo_records(used: Profile = DEMO) -> list[Record]:
+def demo_records(used: CaseProfile = DEMO) -> list[Record]:
     """Every record of the demo: searches that end at DEPTHS, and each job of each case, a second a layer."""
     found = []
     for name, depth in DEPTHS.items():
