@@ -110,7 +110,7 @@ RIGHT: dict[str, set[str]] = {
 }
 
 
-class Case(NamedTuple):
+class PowerCase(NamedTuple):
     """A training to judge: a method with options, in a dtype; `fault` is empty for an honest one."""
 
     method: str
@@ -133,10 +133,10 @@ class Case(NamedTuple):
         size = dataclasses.replace(size, **self.changes, seed=self.seed)
         return Job(self.method, size, self.options, steps=steps, warmup=0)
 
-    def reference(self) -> Case:
+    def reference(self) -> PowerCase:
         return self._replace(method=method.reference(), options={}, changes={})
 
-    def rounded(self) -> Case:
+    def rounded(self) -> PowerCase:
         job = probe.rounding(self.probe("fp32"))
         return self.reference()._replace(method=job.method, options=job.options)
 
@@ -148,7 +148,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    case: Case
+    case: PowerCase
     verdicts: dict[str, Gate]  # by WAYS
 
     def is_named(self, way: str) -> bool:
@@ -163,10 +163,10 @@ def fault_cases(
     size: Workload = SIZE,
     seeds: Sequence[int] = SEEDS,
     probe_steps: int = probe.STEPS,
-) -> list[Case]:
+) -> list[PowerCase]:
     """Return the faults that this dtype can have."""
     return [
-        Case("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size, probe_steps)
+        PowerCase("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size, probe_steps)
         for fault in faults
         if (dtype, fault) != ("fp32", "no fp32 master")
     ]
@@ -174,16 +174,16 @@ def fault_cases(
 
 def honest_cases(
     dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
-) -> list[Case]:
+) -> list[PowerCase]:
     """Return the floor's unseen roundings with all seeds; the others and methods with two seeds."""
     ways = [(way, seeds[:2]) for way in [*METHODS, *(("planted", how, {}) for how in ROUNDED)]]
     ways += [(("planted", {"rounding": name}, {}), seeds) for name in UNSEEN]
-    found = [Case(*way, dtype, seed, "", size, probe_steps) for way, own in ways for seed in own]
-    found += [Case(name, {}, {}, dtype, seeds[0], "", size, probe_steps) for name in ENGINES]
+    found = [PowerCase(*way, dtype, seed, "", size, probe_steps) for way, own in ways for seed in own]
+    found += [PowerCase(name, {}, {}, dtype, seeds[0], "", size, probe_steps) for name in ENGINES]
     return [case for case in found if dtype != "fp16" or method.load(case.method, FOLDERS).scales_loss]
 
 
-def is_trainable(case: Case) -> bool:
+def is_trainable(case: PowerCase) -> bool:
     """Whether there is such a job, and its method has a plan for it: a placement is of one depth."""
     with contextlib.suppress(ValueError):
         return all(
@@ -200,10 +200,10 @@ def train(job: Job) -> Record:
         return worker.run(job, job.key(), FOLDERS, lambda event: None)
 
 
-def outcome(case: Case, records: dict[str, Record]) -> Outcome:
+def outcome(case: PowerCase, records: dict[str, Record]) -> Outcome:
     """Return the verdicts on a case from the records of its jobs."""
 
-    def record(each: Case, dtype: str) -> Record:
+    def record(each: PowerCase, dtype: str) -> Record:
         return records[each.probe(dtype).key()]
 
     trials = []
@@ -250,7 +250,7 @@ def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[s
     return found
 
 
-def _name(case: Case) -> str:
+def _name(case: PowerCase) -> str:
     told = {**case.options, **case.changes}
     return " ".join([case.method, *(f"{name}={value}" for name, value in told.items()), case.dtype, str(case.seed)])
 

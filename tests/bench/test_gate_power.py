@@ -8,7 +8,7 @@ import json
 import pytest
 
 from bench import gate_power
-from bench.gate_power import Case
+from bench.gate_power import PowerCase
 from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.record import Gate, Record
@@ -30,7 +30,7 @@ def trained(job_text: str) -> Record:
 JOBS: dict = {}
 
 
-def outcome_of(case: Case) -> gate_power.Outcome:
+def outcome_of(case: PowerCase) -> gate_power.Outcome:
     JOBS.update({job.key(): job for job in case.jobs()})
     return gate_power.outcome(case, {job.key(): trained(job.key()) for job in case.jobs()})
 
@@ -114,7 +114,7 @@ def test_the_probe_in_fp32_sees_each_planted_fault_and_names_all_but_one(fault: 
 
 def test_honest_rounding_passes_and_says_what_that_rests_on() -> None:
     options = {"rounding": "attention-in-double", "adam": "plain"}
-    case = Case("planted", options, {}, "fp32", gate_power.SEEDS[0])
+    case = PowerCase("planted", options, {}, "fp32", gate_power.SEEDS[0])
     for way in ("cpu", "cuda"):
         verdict = outcome_of(case).verdicts[way]
         assert verdict.verdict == "tolerance"
