@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.base.child_process import ask
 from harness.core import method
-from harness.core.record import Record, read_all
+from harness.core.record import Record, records_of
 from harness.figures import case_files, plot
 from harness.figures.point import machine_of
 from harness.figures.profile import CaseProfile, call
@@ -220,7 +220,7 @@ def main(
 ) -> list[Record]:
     """Run, write the table and draw the figure; `only` extract or draw does no run."""
     finished = [] if only else run(used, results, report)
-    found = shown(used.name, results, list(read_all(results)[0].values()))
+    found = shown(used.name, results, records_of(results))
     path = extract(found, used.name, out)
     if only == "extract":
         print(path.read_text(), end="")

@@ -14,7 +14,7 @@ from harness.cli import options
 from harness.cli.options import Bytes
 from harness.core import method
 from harness.core.job import Budget, Workload, params_text
-from harness.core.record import read_all
+from harness.core.record import records_of
 from harness.devices import named_machines
 from harness.forecast import memories
 from harness.forecast.advise import Advice, fits_text, name_text, named_place, off_text, sized, this_place
@@ -70,7 +70,7 @@ def advise(
     folders = tuple(path.resolve() for path in methods_folder)
     asked = Budget(device_memory, host_memory, disk_memory)
     place = named_place(name, asked) if name else this_place(asked)
-    records = tuple(read_all(results)[0].values()) if results.is_dir() else ()
+    records = tuple(records_of(results)) if results.is_dir() else ()
     names = list(method.loadable(folders)) if asked_methods == "all" else asked_methods.split(",")
     rows = Advice(place, workload, tokens, records, folders).rows(names)
     if as_json:

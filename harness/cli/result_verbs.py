@@ -16,7 +16,7 @@ from harness.base.checkout import ROOT
 from harness.cli import options
 from harness.cli.exit_codes import CHECK_FAILED
 from harness.cli.options import FILE, check_writable
-from harness.core.record import read_all
+from harness.core.record import records_of
 
 
 @click.command()
@@ -27,7 +27,7 @@ def fairness(results: Path, as_json: bool) -> None:
     """Show what each recorded method ran with: implementation, kernels, precision, recompute, clipping, data."""
     from harness.evidence.fairness import lines, rows
 
-    found = rows(list(read_all(results)[0].values()))
+    found = rows(records_of(results))
     if not found:
         raise ValueError(f"no record of a run that trained in {results}: try ./run.sh -m all -l 4 -h 256 first")
     if as_json:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -246,17 +247,34 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
         except ValueError as error:
             complaints.append(str(error))
     ordered: dict[Path, Record] = {}
-    first: dict[Any, Path] = {}
+    first: dict[Any, Path] = {}  # of what no two measurements share
     now = time.time()
     for path, record in sorted(records.items(), key=lambda item: (_age(item[1], now), item[0].name)):
         if _age(record, now) != record.started:
             complaints.append(f"{path}: written by a clock that is ahead, so it counts as the oldest")
-        measured = record.key, record.started, tuple(record.losses), tuple(record.step_seconds)
-        if record.started and first.setdefault(measured, path) != path:
-            complaints.append(f"{path}: the same measurement as {first[measured].name}, which counts once")
+        same = [first.setdefault(mark, path) for mark in _marks(record)]
+        if other := next((each for each in same if each != path), None):
+            complaints.append(f"{path}: the same measurement as {other.name}, which counts once")
         else:
             ordered[path] = record
     return ordered, complaints
+
+
+def _marks(record: Record) -> list[Any]:
+    """What no two measurements share: of a run its start, and its steps' seconds, which a clock tells in nanoseconds."""
+    if record.origin != "run":  # the start of a log is that of its name, in whole seconds
+        return [(record.key, record.started, *record.losses, *record.step_seconds)]
+    starts = [(record.key, record.started)] if record.started else []
+    seconds = tuple(record.step_seconds)
+    return [*starts, (record.key, seconds)] if len(set(seconds)) > 1 else starts
+
+
+def records_of(folder: Path) -> list[Record]:
+    """The records of a folder, oldest first. Tells on standard error what is wrong with its other files."""
+    found, complaints = read_all(folder)
+    for complaint in complaints:
+        print(f"warning: {complaint}", file=sys.stderr)
+    return list(found.values())
 
 
 def _age(record: Record, now: float) -> float:

@@ -21,7 +21,7 @@ from cases import overlap
 from harness.base.console import print_table
 from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, gib
-from harness.core.record import Record, read_all
+from harness.core.record import Record, records_of
 from harness.devices import machine
 from harness.evidence import claims
 from harness.figures import any_runs, case, case_files, measurements
@@ -207,7 +207,7 @@ def main(
     there = [*map(str, case.numbers()), overlap.NAME]
     if number not in ("all", *there):
         raise ValueError(f"expected a case of {', '.join(there)}, or all of those with a number, got {number!r}")
-    records = list(read_all(results)[0].values())
+    records = records_of(results)
     used = case.profile_of(profile, machine, records[-1].machine if only and records else None)
     out = out or results / "figures"
     if where and (not only or profile or machine):
@@ -238,7 +238,7 @@ def make(
         finished = _measure(Campaign(numbers, used, results, report, methods, probe), seconds, as_json)
         for each in numbers:
             case.load(each).measure(used, results, report)
-    records = list(read_all(results)[0].values())
+    records = records_of(results)
     for each in numbers:
         _write(each, used, records, results, out, None, is_one=len(numbers) == 1)
     return finished

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from harness.core.job import gib
-from harness.core.record import Record, read_all
+from harness.core.record import Record, records_of
 from harness.figures import frame
 from harness.figures.point import RatioInterval, ratio, row_of
 
@@ -45,7 +47,8 @@ class Comparison:
 
 def run(a: str, b: str, results: Path, as_json: bool) -> bool:
     """Print the comparisons of the records that two words name; False if any is impossible."""
-    found, complaints = pairs(select(a, results), select(b, results))
+    read = functools.cache(records_of)  # which tells of each folder once
+    found, complaints = pairs(select(a, results, read), select(b, results, read))
     made = [compare(*pair) for pair in found]
     for one in made:
         show(one, as_json)
@@ -54,13 +57,13 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
     return not complaints and all(one.ratio is not None for one in made)
 
 
-def select(text: str, results: Path) -> pd.DataFrame:
+def select(text: str, results: Path, read: Callable[[Path], list[Record]] = records_of) -> pd.DataFrame:
     """Return the repeats that a file, a folder or METHOD[:name=value,...] names among the results. Raises ValueError if
     there are none."""
     path = Path(text)
     if path.is_file():
         return _repeats(frame.of([Record.read(path)]))
-    found = frame.of(read_all(path if path.is_dir() else results)[0].values())
+    found = frame.of(read(path if path.is_dir() else results))
     if path.is_dir():
         if found.empty:
             raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.base.console import print_table
-from harness.core.record import Record, read_all
+from harness.core.record import Record, records_of
 from harness.devices import named_machines
 from harness.evidence import claims, judge
 from harness.evidence.claims import Claim
@@ -62,10 +62,7 @@ def findings(results: Path, against: str | None, machine: str | None, *places: P
     if against == PUBLISHED:
         tables = {number: {PUBLISHED: case.published(number)} for number in {claim.case for claim in told}}
         return [judge.judge(claim, tables[claim.case], judge.holds_there) for claim in told]
-    found, complaints = read_all(results)
-    for complaint in complaints:
-        print(f"left out: {complaint}", file=sys.stderr)
-    records = of_one_machine(list(found.values()), machine)
+    records = of_one_machine(records_of(results), machine)
     logs = sum(record.origin == IMPORTED for record in records)
     if 0 < logs < len(records):
         print(

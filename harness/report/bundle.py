@@ -81,7 +81,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     """Write records and logs without names; then make figures and a report from them, for each machine."""
     found, complaints = page.recorded(results)
     for complaint in complaints:
-        print(f"left out: {complaint}", file=sys.stderr)
+        print(f"warning: {complaint}", file=sys.stderr)
     paths = list(_listable(found))
     records = [Record.from_dict(names.value(found[path].to_dict())) for path in paths]
     for path, record in zip(paths, records, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from harness.cli.main import FIRST_CALLS, door
 from harness.cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.jobs.command import command
+from tests.support import records
 from tests.support.cli import run
+from tests.support.tiny import TINY
 
 ENDS = ("see", "train", "compare", "which", "make")  # what begins to explain a call
 SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
@@ -191,3 +194,16 @@ def test_a_word_that_no_method_has_a_use_for_is_an_error(words: str) -> None:
 
 def test_sizes_have_units() -> None:
     assert Bytes().convert("1.5GiB", None, None) == GIB * 3 // 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["compare l2l resident", "fairness", "verify", "case 3 --draw", "advise -m l2l -l 2 -h 64 --gpu rtx4090", "bundle"],
+)
+def test_each_verb_that_reads_results_names_the_files_that_it_cannot_use(tmp_path: Path, words: str) -> None:
+    made = [records.record(Job(name, TINY), started=1e9, software={"source": "a"}) for name in ("l2l", "resident")]
+    records.write(tmp_path, *made, made[0])
+    (tmp_path / "log_bad.json").write_text("{}")
+    told = run(*words.split(), "--results", tmp_path).stderr
+    for line in ("log_bad.json is not a record: ", "log_2.json: the same measurement as log_0.json"):
+        assert re.search(rf"^warning: \S*{line}", told, re.MULTILINE), told

@@ -106,7 +106,7 @@ def test_copies_of_a_record_count_once_and_are_named(tmp_path: Path) -> None:
     made = dataclasses.replace(RECORD, started=1e9)
     for name in ("log_a.json", "log_b.json", "log_c.json"):
         made.write(tmp_path / name)
-    dataclasses.replace(made, started=1e9 + 1).write(tmp_path / "log_again.json")
+    dataclasses.replace(made, started=1e9 + 1, step_seconds=[0.5, 0.75]).write(tmp_path / "log_again.json")
     found, complaints = read_all(tmp_path)
     assert [path.name for path in found] == ["log_a.json", "log_again.json"]
     assert [line.partition(": ")[2] for line in complaints] == [
@@ -114,10 +114,20 @@ def test_copies_of_a_record_count_once_and_are_named(tmp_path: Path) -> None:
     ] * 2
 
 
+@pytest.mark.parametrize(
+    "changes", [{"started": 1e9 + 1}, {"started": 0.0}, {"losses": [1.0, 2.0]}, {"step_seconds": [0.5, 0.25]}]
+)
+def test_a_copy_with_one_number_changed_is_a_copy(tmp_path: Path, changes: dict) -> None:
+    made = dataclasses.replace(RECORD, started=1e9, losses=[1.0, 1.5], step_seconds=[0.5, 0.125])
+    made.write(tmp_path / "log_a.json")
+    dataclasses.replace(made, **changes).write(tmp_path / "log_b.json")
+    assert len(read_all(tmp_path)[0]) == 1
+
+
 def test_a_record_of_a_clock_that_is_ahead_counts_as_the_oldest_and_is_named(tmp_path: Path) -> None:
     now = time.time()
     for name, started in (("log_ahead.json", now + 1e6), ("log_past.json", now - 1e6), ("log_now.json", now)):
-        dataclasses.replace(RECORD, started=started).write(tmp_path / name)
+        dataclasses.replace(RECORD, started=started, step_seconds=[]).write(tmp_path / name)
     found, complaints = read_all(tmp_path)
     assert [path.name for path in found] == ["log_ahead.json", "log_past.json", "log_now.json"]
     assert complaints == [f"{tmp_path}/log_ahead.json: written by a clock that is ahead, so it counts as the oldest"]
