@@ -261,7 +261,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def _marks(record: Record) -> list[Any]:
-    """What no two measurements share: of a run its start, and its steps' seconds, which a clock tells in nanoseconds."""
+    """Return what no two measurements share: a run's start, and the nanoseconds of its steps."""
     if record.origin != "run":  # the start of a log is that of its name, in whole seconds
         return [(record.key, record.started, *record.losses, *record.step_seconds)]
     starts = [(record.key, record.started)] if record.started else []
