@@ -252,7 +252,7 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
         (state.LayerState, "__init__", named(lambda layer: layer.prefix)),
         (disk.Shelf, "__init__", numbered("shelf")),
         (slot.Slot, "__init__", numbered("slot")),
-        (slot.Gradients, "__init__", numbered("gradients")),
+        (slot.GradientRoom, "__init__", numbered("gradients")),
     ):
         function = functools.partialmethod(replacement, getattr(cls, name))
         stack.enter_context(mock.patch.object(cls, name, function))
