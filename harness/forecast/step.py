@@ -41,8 +41,8 @@ def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates) -> 
 
 
 def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
-    """A lower bound, however well the parts overlap: both directions of the link are full, and the host's memory serves
-    copies beside updates. None if the machine's rates are not known."""
+    """A lower bound, however well the parts overlap: both directions of the link are full, the host's memory serves
+    copies beside updates, and the disk reads while it writes. None if the machine's rates are not known."""
     if plan.step_seconds or rates is None:
         return plan.step_seconds
     at_host = _updated_on_host(workload, plan, resources.OPTIMIZER_BYTES[workload.dtype])
