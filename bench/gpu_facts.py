@@ -1,8 +1,8 @@
-"""Facts of a GPU and its host that plans take for granted, each measured by itself, in a file that grows with each.
+"""Measures facts of a GPU and its host that plans take for granted, each by itself, into one file.
 
     .venv/bin/python -m bench.gpu_facts FILE [--device cpu]
 
-A fact that fails is its error, and the next one follows.
+If the measurement of a fact fails, the file has its error, and the next fact follows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figure of case 6: two panels of what was measured, two of what was simulated."""
+"""The figure of case 6: two measured panels, two simulated ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL_PRINT = (
 
 
 def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot.Figure:
-    """Speeds; schedules beside the optimum; the turns of a round; speed-up on many devices."""
+    """Draw speeds; schedules beside the optimum; the turns of a round; speed-up on many devices."""
     speeds = [row for row in rows if row.metric == "samples_per_second"]
     with plot.empty(*SIZE_INCHES) as made:
         above = made.add_gridspec(1, 2, wspace=0.17, left=0.075, right=0.985, top=0.925, bottom=0.6)
@@ -69,7 +69,7 @@ def _speeds(axes: plot.Axes, rows: Sequence[FigureRow], note: str, methods: Sequ
 
 
 def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """A rule's mean as a mark, with a line up to its largest ratio."""
+    """Draw a rule's mean as a mark, with a line up to its largest ratio."""
     plot.title(axes, f"simulated (virtual clock), {INSTANCES} random instances each")
     axes.set_ylabel("Makespan / proved optimum")
     groups = list(dict.fromkeys(row.group for row in rows))
@@ -86,7 +86,7 @@ def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
 
 
 def _turns(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """A line for each model, a box for each unit."""
+    """Draw a line for each model, a box for each unit."""
     from matplotlib.patches import Patch
 
     models = list(dict.fromkeys(row.group for row in rows))

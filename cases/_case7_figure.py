@@ -1,4 +1,4 @@
-"""The figure of case 7: schedules under jitter, foretold against measured, morphs, and a trace of machines."""
+"""The figure of case 7: schedules under jitter, predicted against measured steps, morphs, and a trace of machines."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _trace(
 
 
 def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str, lowest: float) -> None:
-    """A count on an axis of its own, in the lowest quarter; the panel's own ticks begin at `lowest`, above it."""
+    """Draw a count on an axis of its own, in the lowest quarter; the panel's own ticks begin at `lowest`, above it."""
     axes.set_yticks([tick for tick in axes.get_yticks() if lowest <= tick <= axes.get_ylim()[1]])
     other = axes.twinx()
     other.step(*zip(*points, strict=True), where="post", color=plot.EDGE, linewidth=0.7)

@@ -1,4 +1,5 @@
-"""A job on machines of this one that leave, come and die, by a schedule: each is an agent of its own with one rank."""
+"""Plays a job on simulated machines that leave, come and die by a schedule: each is an agent of its own with one
+rank."""
 
 from __future__ import annotations
 
@@ -19,22 +20,22 @@ from methods.pipeline.launch.folder import read_lines
 
 SCRIPT = ROOT / "cases" / "_paced_gpt.py"
 SMALL = ("--blocks", "3", "--width", "32", "--tokens", "16")
-FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # seconds that a step takes at least; slowest while machines come
+FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step; slowest while machines come
 BATCH_SIZE, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 10
 LIMIT_SECONDS = 240.0
-CAUSES = ("death", "launcher", "list", "notice")  # the launcher's death, else machines'
+CAUSES = ("death", "launcher", "list", "notice")  # death of the launcher, else of machines
 
 
 class Change(NamedTuple):
-    """After this step: so many machines are to be there; those that go leave by the list, or die."""
+    """A change after this step: the number of machines becomes this; machines that go leave by the list, or die."""
 
     step: int
     num_machines: int
-    by: str = "list"  # one of CAUSES; with the launcher's death the number of machines stays
+    by: str = "list"  # one of CAUSES; if the launcher dies, the number of machines stays
 
 
 class Schedule(NamedTuple):
-    """What happens to a job. `num_machines`: at its start; `num_stages`: where there are as many workers."""
+    """The changes of a job. `num_machines`: at its start; `num_stages`: if there are enough workers."""
 
     num_machines: int
     num_stages: int
@@ -52,7 +53,7 @@ class Played(NamedTuple):
 
 
 class Machines:
-    """The list, the agents of the machines in it, and how fast they train."""
+    """The list of machines, their agents, and the pace of their training."""
 
     def __init__(self, folder: Path, num_machines: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ class Machines:
     def signal(self, number: int, kind: int) -> None:
         name = f"127.0.0.{number + 1}"
         agents = [line["agent"] for line in self.events("came") if line["machine"] == name]
-        with contextlib.suppress(ProcessLookupError):  # it has not come back yet
+        with contextlib.suppress(ProcessLookupError):  # the agent has not come back yet
             os.kill(agents[-1], kind)
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
@@ -79,7 +80,7 @@ class Machines:
         return read_lines(self.job / "steps.jsonl")
 
     def next_step(self, began: float) -> float:
-        """Time of the first step of a round that began after this moment; 0.0 if there is none yet."""
+        """Return the time of the first step of a round that began after this moment; 0.0 if there is none yet."""
         first = min((line["time"] for line in self.events("round", began)), default=float("inf"))
         return min((line["time"] for line in self.steps if line["time"] > first), default=0.0)
 
@@ -93,7 +94,7 @@ def command(machines: Machines, num_stages: int, script: Sequence[str]) -> list[
 
 
 def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str] = SMALL) -> Played:
-    """One job, with these changes. Raises TimeoutError where it does not go on."""
+    """Run one job with these changes. Raises TimeoutError if it stops making progress."""
     machines = Machines(folder, schedule.num_machines)
     write_whole(machines.pace, FAST)
     call = command(machines, schedule.num_stages, [*script, "--steps", str(num_steps)])
@@ -147,7 +148,7 @@ def _wait(until: Callable[[], Any], running: subprocess.Popen[bytes]) -> None:
 
 
 def undisturbed(folder: Path, num_steps: int, script: Sequence[str] = SMALL) -> Path:
-    """The same job by one process."""
+    """Run the same job in one process."""
     played = play(folder, Schedule(1, 1), num_steps, script)
     if played.code:
         raise RuntimeError(f"the undisturbed job ended with exit code {played.code}:\n{played.output}")

@@ -12,19 +12,20 @@ from collections.abc import Sequence
 
 from methods.sharding.scheduler import POLICIES, lower_bound, simulate, whole_models
 
-SIZES = ((2, 3), (3, 5), (4, 6), (8, 12))  # devices, models
-INSTANCES = 20  # of each size
+SIZES = ((2, 3), (3, 5), (4, 6), (8, 12))  # numbers of devices and models
+INSTANCES = 20  # instances of each size
 WHOLE = "whole models"
 
 
 def chain(shards: Sequence[float], minibatches: int) -> list[float]:
-    """Units of a model in seconds: backward recomputes, so it takes twice the forward's time, 3 times where fused."""
+    """Return the units of a model in seconds: backward recomputes, so it takes twice the forward's time, fused 3
+    times."""
     *below, last = shards
     return ([*below, 3 * last] + [2 * seconds for seconds in reversed(below)]) * minibatches
 
 
 def instance(seed: int, num_models: int) -> list[list[int]]:
-    """Models of 2 to 4 unlike shards and 2 to 4 minibatches, in whole numbers."""
+    """Return models of 2 to 4 unlike shards and 2 to 4 minibatches, in whole numbers."""
     rng = random.Random(seed)
     shards = ([rng.randint(1, 9) for _ in range(rng.randint(2, 4))] for _ in range(num_models))
     return [[int(unit) for unit in chain(each, rng.randint(2, 4))] for each in shards]
@@ -32,7 +33,8 @@ def instance(seed: int, num_models: int) -> list[list[int]]:
 
 @functools.cache
 def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
-    """Makespan over the optimum, by each rule and with models placed whole, of each instance proved in time."""
+    """Return the makespan over the optimum, by each rule and with models placed whole, for each instance proved in
+    time."""
     found: dict[str, list[float]] = {name: [] for name in (*POLICIES, WHOLE)}
     for seed in range(INSTANCES):
         chains = instance(1000 * num_devices + seed, num_models)
@@ -45,8 +47,10 @@ def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
 
 
 def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit: float = 10.0) -> int | None:
-    """The shortest makespan, for times in whole numbers; None if not proved within the limit, which is in CP-SAT's
-    deterministic time (about seconds), so that a loaded machine proves the same."""
+    """Return the shortest makespan, for times in whole numbers; None if it is not proved within the limit.
+
+    The limit is CP-SAT's deterministic time (about seconds), so that a loaded machine proves the same instances.
+    """
     from ortools.sat.python import cp_model
 
     model, horizon = cp_model.CpModel(), sum(map(sum, chains))

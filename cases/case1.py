@@ -29,7 +29,7 @@ class LargestModel(Case):
         return [used.probe(*size) for size in PUBLISHED_DEPTHS.items()] if used.kind == "paper" else []
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """For each method its largest size, then the smallest above it that failed."""
+        """Return for each method its largest size, then the smallest above it that failed."""
         rows = []
         for name in self.methods:
             is_final = measurements.is_searched(name, records)
@@ -38,7 +38,8 @@ class LargestModel(Case):
         return rows
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Each method's largest size that trained, with a passed gate if there is one, then the next that failed."""
+        """Return each method's largest size that trained, with a passed gate if there is one, then the next that
+        failed."""
         found = []
         for name in self.methods:
             own = sorted((row for row in rows if row.method == name), key=lambda row: row.value or 0.0)

@@ -35,7 +35,7 @@ class SpeedAtLargestSizes(Case):
         return baselines + [used.job(OURS, depth, window_size=used.window_at(depth)) for depth in depths]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """The baselines, then STRONGHOLD at their depths."""
+        """Return the baselines, then STRONGHOLD at their depths."""
         rows = measurements.rows(self.metric, self.jobs(used, measurements.sizes(self.searches, records)), records)
         for name in BASELINES:
             largest, _ = measurements.largest(name, records)
@@ -56,7 +56,8 @@ class SpeedAtLargestSizes(Case):
         plot.tilt(axes)
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Each baseline at its largest depth that trained, with a passed gate if there is one, and STRONGHOLD there."""
+        """Return each baseline at its largest depth that trained, with a passed gate if there is one, and STRONGHOLD
+        there."""
         found = []
         for name in BASELINES:
             trained = [row for row in rows if row.method == name and plot.succeeded(row)]

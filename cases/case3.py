@@ -26,7 +26,7 @@ class SpeedAtOneSize(Case):
         return [used.job(name, depth, **(window if name == WINDOWED else {})) for name in self.methods]
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """At the depth that most methods have, of several the largest."""
+        """Return the rows at the depth that most methods have; of several such depths the largest."""
         methods = {
             depth: {row.method for row in rows if row.num_layers == depth} for depth in {row.num_layers for row in rows}
         }

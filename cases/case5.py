@@ -16,7 +16,7 @@ from harness.figures.profile import CaseProfile
 OURS = "stronghold"
 PUBLISHED_WINDOWS = (2, 4, 6, 8, 10, 12, 14, 15)
 RUNS = {"demo": (1, 2, 3, 4), "quick": (2, 4, 8, 15), "paper": PUBLISHED_WINDOWS, "fit": PUBLISHED_WINDOWS}
-PUBLISHED_DEPTH, DEMO_DEPTH = 32, 62  # on the published scale
+PUBLISHED_DEPTH, DEMO_DEPTH = 32, 62  # depth on the published scale
 
 
 class StepTimeByWindow(Case):
@@ -36,7 +36,7 @@ class StepTimeByWindow(Case):
         axes.set_ylabel(plot.axis_text("Iteration time", rows))
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """At the depth that has most windows, of several the largest."""
+        """Return the rows at the depth that has most windows; of several such depths the largest."""
         windows = {
             depth: {row.window_size for row in rows if row.num_layers == depth}
             for depth in {row.num_layers for row in rows}

@@ -1,9 +1,9 @@
 """Model selection: many models trained by turns, beside the same models one after another.
 
-Models differ in learning rate and batch size. Their depth lets all of them into the host's memory at once; the device
-has a sixteenth of that memory, so no model fits it whole. One after another they take the steps of one model of each
-batch size, timed alone (a learning rate changes no time); starting each model is left out. Two panels are simulated
-under a virtual clock, from the units as measured.
+Models differ in learning rate and batch size. At their depth all fit the host's memory at once; the device has a
+sixteenth of that memory, so no model fits it whole. The time one after another is the steps of one model of each batch
+size, timed alone (a learning rate changes no time); starting each model is left out. Two panels are simulated under a
+virtual clock, from the measured units.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from methods.sharding.scheduler import simulate
 BASELINES = ("resident", "zero-infinity", "stronghold")
 OURS = "hydra"
 METRIC = "samples_per_second"
-RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # learning rates
-NUM_BATCH_SIZES = 2  # of each, the profile's and half of it
-DEVICE_SHARE = 16  # of the host's memory the part that the device may have
-IN_DEMO = {"depth": 3, "host": 2}  # the first that does not fit the device; twice the profile's host for four models
+RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates
+NUM_BATCH_SIZES = 2  # batch sizes for each rate: the profile's and half of it
+DEVICE_SHARE = 16  # the device's memory is the host's over this
+IN_DEMO = {"depth": 3, "host": 2}  # the least depth beyond the device; twice the profile's host for four models
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
-MANY = 4000  # models, for a thousand devices
+MANY = 4000  # number of models for a thousand devices
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
 
 
@@ -47,7 +47,8 @@ class ModelSelection(Case):
         return [*(job for name in BASELINES for job in _alone(used, name)), *_together(used)]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """The speed of all models together by each method; then the turns of the last round of Hydra's last run."""
+        """Return the speed of all models together by each method; then the turns of the last round of Hydra's last
+        run."""
         found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
             found += [replace(speed, series=series) for speed in measurements.rows(METRIC, [job], records)]
@@ -65,7 +66,7 @@ class ModelSelection(Case):
         return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
 
     def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Each rule beside the proved optimum; the units of the round, measured on one device, on up to a thousand."""
+        """Simulate each rule beside the proved optimum, and the round's measured units on one device to a thousand."""
         chains: dict[str, list[float]] = {}
         for turn in rows:
             if turn.metric == "turn_seconds" and turn.value:
@@ -77,9 +78,9 @@ class ModelSelection(Case):
 
 
 def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
-    """One model at a time; the same samples in half the batch; all models at once."""
+    """Return three profiles: one model at a time; the same samples in half the batch; all models at once."""
     load, budget = used.workload, used.budget
-    assert budget.device_bytes and budget.host_bytes  # every profile has both
+    assert budget.device_bytes and budget.host_bytes  # every profile has both budgets
     host_bytes = budget.host_bytes
     if used.kind == "demo":
         host_bytes *= IN_DEMO["host"]
@@ -95,20 +96,20 @@ def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
 
 
 def _alone(used: CaseProfile, name: str) -> list[Job]:
-    """One model of each batch size; none where its plan does not fit."""
+    """Return the jobs of one model of each batch size; none whose plan does not fit."""
     its = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
     return [each.job(name, _depth(used)) for each in its]
 
 
 def _shortfall(used: CaseProfile, name: str) -> str | None:
-    """What a model with the whole batch lacks by plan."""
+    """Tell what a model with the whole batch lacks by plan."""
     alone = _profiles(used)[0]
     job = alone.job(name, _depth(used))
     return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)
 
 
 def _together(used: CaseProfile) -> list[Job]:
-    """All models, with the second slot of the double buffer, and in the same shards without."""
+    """Return the jobs of all models, with the second slot of the double buffer, and without it in the same shards."""
     both = _profiles(used)[-1].job(OURS, _depth(used), **_options(used))
     return [both, replace(both, options={**both.options, "double_buffer": False})]
 
@@ -118,7 +119,7 @@ def _options(used: CaseProfile) -> dict[str, int]:
 
 
 def _depth(used: CaseProfile) -> int:
-    """Layers of each model: as many as let all models into the host's memory."""
+    """Return the largest number of layers with which all models fit the host's memory."""
     if used.kind == "demo":
         return IN_DEMO["depth"]
     trained, room = method.create(OURS, _options(used)), _profiles(used)[-1].room
@@ -128,7 +129,7 @@ def _depth(used: CaseProfile) -> int:
 
 
 def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[FigureRow]:
-    """The row of a method; none where a batch size has no record. A run that failed gives the row its reason."""
+    """Return the row of a method; none if a batch size has no record. A run that failed gives the row its reason."""
     measured = [measurements.repeats(job, records) for job in alone]
     if not measured or not all(measured):
         return []
@@ -144,14 +145,14 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
 
 
 def _speed(found: Sequence[Record]) -> float | None:
-    """Samples per second of models that take the same number of samples in turn, each in batches of its own."""
+    """Return samples per second of models that take the same number of samples in turn, each in batches of its own."""
     if not all(record.median_step_seconds for record in found):
         return None
     return len(found) / sum((record.median_step_seconds or 0) / record.samples_per_step for record in found)
 
 
 def _turns(record: Record) -> list[FigureRow]:
-    """Each unit of the last round, model by model: its kind, when it began, and how long it took, in seconds."""
+    """Return each unit of the last round, model by model: its kind, its start, and its duration, in seconds."""
     turns = record.schedule.get("turns", [])
     if not turns:
         return []
@@ -176,7 +177,7 @@ def _quality() -> list[FigureRow]:
 
 
 def _speed_up(chains: list[list[float]]) -> list[FigureRow]:
-    """Over one device, of these models and of many such models."""
+    """Return the speed-up over one device, of these models and of many such models."""
     found = []
     for number in (len(chains), MANY):
         several = [chains[index % len(chains)] for index in range(number)]

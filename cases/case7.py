@@ -36,19 +36,19 @@ from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 METRIC = "step_seconds"
 OURS = "varuna"
-RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # micro-batches
+RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # numbers of micro-batches
 RANKS = {"cpu": 2, "cuda": 1}
-# Seconds of a message, where a forward pass takes one; jitter is relative.
+# Seconds of a message, if a forward pass takes one second; jitter is relative.
 STAGES, MICRO_BATCHES, JITTER = 9, 64, 0.3
 SENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLAIMED_SEND = 0.5
 SEEDS = 3
-# The job that morphs, and the one that does not: steps, and after which of them a worker leaves, and comes back.
+# Steps of the morphing job and of the undisturbed one, and the steps after which a worker leaves, and comes back.
 STEPS, CHANGES = 40, (_morphs.Change(8, 1), _morphs.Change(16, 2))
 # The trace: 355 M parameters on up to 12 machines of one V100 each, batch 256.
 MODEL, MACHINES, BATCH, HOURS, THERE_HOURS, SEED = "varuna-355m", 12, 256, 60.0, 24.0, 7
 V100, V100_BYTES, NETWORK = Rates(30e12), 16 * 2**30, 1.25e9
-MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # from a change of machines until steps go on, where it is not measured
+MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # from a change of machines until steps continue, if that is not measured
 SIMULATED = FigureRow(
     METRIC, OURS, 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
 )  # fmt: skip
@@ -60,7 +60,7 @@ class Pipelines(Case):
     mixes_metrics = True
 
     def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
-        """On a CPU without a simulated device: that has one rank only."""
+        """Return the profiles on a CPU without a simulated device, which has one rank only."""
         return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
@@ -74,7 +74,7 @@ class Pipelines(Case):
         ]  # fmt: skip
 
     def measure(self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
-        """The profile, and both jobs, where they are not there yet."""
+        """Measure the profile and both jobs, unless their results exist."""
         folder = _folder(used, results)
         try:
             if not (folder / "profile").exists():
@@ -96,7 +96,7 @@ class Pipelines(Case):
             report({"event": "warning", "text": f"case 7: {error}"})
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """What was measured, and the schedules' steps as the claim has them."""
+        """Return what was measured, and the schedules' steps as the claim defines them."""
         measured = [
             replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
             for job in self.jobs(used, {}) for row in measurements.rows(METRIC, [job], records)
@@ -104,7 +104,8 @@ class Pipelines(Case):
         return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))] if measured else []
 
     def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> list[FigureRow]:
-        """Steps foretold by the profile that measure() left, each step of both jobs, and the pauses between them."""
+        """Return the steps predicted by the profile that measure() left, each step of both jobs, and the pauses between
+        them."""
         folder, found = _folder(used, results), list[FigureRow]()
         measured = {row.group: row for row in rows if row.origin == "run" and row.value}
         if (folder / "profile").exists():
@@ -153,14 +154,14 @@ def _group(num_stages: int, chunk_size: int) -> str:
 
 
 def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:
-    """The mean step of each schedule, in forward passes."""
+    """Return the mean step of each schedule, in forward passes."""
     for name in SCHEDULES:
         for send_seconds in sends:
             mean = _mean_step(name, send_seconds)
             yield replace(SIMULATED, metric="schedule_seconds", value=mean, x=send_seconds, series=name)
 
 
-@functools.cache  # figures, claims and reports ask for the same
+@functools.cache  # figures, claims and reports call it again and again
 def _mean_step(schedule: str, send_seconds: float) -> float:
     network = pipelines.Network(send_seconds, jitter=JITTER)
     steps = [
@@ -172,7 +173,7 @@ def _mean_step(schedule: str, send_seconds: float) -> float:
 
 @functools.cache
 def _speed(num_machines: int) -> float:
-    """Samples per second of the best configuration."""
+    """Return samples per second of the best configuration."""
     if not num_machines:
         return 0.0
     workload = Workload(**load(MODEL).sizes, batch_size=1)
@@ -181,7 +182,7 @@ def _speed(num_machines: int) -> float:
 
 
 def _trace(morph_seconds: float) -> Iterator[FigureRow]:
-    """Samples per second of each span, by morphing and by restart; and the machines beneath."""
+    """Return samples per second of each span, by morphing and by restart; and the number of machines."""
     trace = machine_trace.synthetic(HOURS, MACHINES, THERE_HOURS, SEED)
     for change in trace:
         yield replace(SIMULATED, metric="machines", value=float(change.num_machines), x=change.seconds / 3600)

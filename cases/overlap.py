@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAME = "overlap"
 METHODS = ("stronghold",)
-PUBLISHED_DEPTH = 92  # of the measured run
+PUBLISHED_DEPTH = 92  # depth of the measured run
 RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # layers under the virtual clock
 MACHINES = ("v100-vm", "h200", "rtx4090")
 CLIPPING = "deferred"
@@ -41,21 +41,21 @@ COLORS = {
 }  # fmt: skip
 BUSY = {"compute": "#2F6DB0", "copies": "#57A773", "updates": "#8E5BD0", "disk": "#B58B6A"}
 EXPOSED: Any = {"facecolor": "white", "edgecolor": plot.CROSS, "hatch": "////"}
-LANES = {"inbound": "copies in", "outbound": "copies out", "update": "host update"}  # else the track's name
+LANES = {"inbound": "copies in", "outbound": "copies out", "update": "host update"}  # otherwise the track's name
 WIDTH_INCHES, ROW_INCHES = 7.6, 1.3
 TOP_INCHES, BOTTOM_INCHES = 0.45, 0.8
 GAP_INCHES = 0.42  # between rows: a title and an axis
 
 
 class Shown(NamedTuple):
-    """One step of a timeline, with the record of a measured one."""
+    """One step of a timeline, with the record if it was measured."""
 
     timeline: Timeline
     record: Record | None
 
     @property
     def step(self) -> Span:
-        """The last but one: the steps before and after it are traced, too."""
+        """Return the last step but one, because the steps before and after it are traced, too."""
         return self.timeline.steps[-2]
 
     @property
@@ -72,7 +72,7 @@ class Shown(NamedTuple):
 
 
 def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Trace what has no trace yet; virtual timelines anew where the method's code has changed."""
+    """Trace what has no trace yet; virtual timelines are made anew if the method's code has changed."""
     folder = results / "traces"
     folder.mkdir(parents=True, exist_ok=True)
     job = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))[0]
@@ -101,13 +101,13 @@ def _is_current(path: Path) -> bool:
 
 
 def profiles(records: Sequence[Record]) -> list[str]:
-    """Names of the profiles of the records' traces."""
+    """Return the names of the profiles of the records' traces."""
     names = (re.fullmatch(r"overlap_(.+)\.json", Path(record.job.trace or "").name) for record in records)
     return list(dict.fromkeys(found[1] for found in names if found and found[1].split("_")[0] in RUNS))
 
 
 def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]:
-    """The measured timeline, then the virtual ones. Raises ValueError where the first is missing."""
+    """Return the measured timeline, then the virtual ones. Raises ValueError if the first is missing."""
     traced = results / "traces" / f"overlap_{profile}.json"
     own = [each for each in records if Path(each.job.trace or "").name == traced.name and each.status == "ok"]
     if not own or not traced.exists():
@@ -117,7 +117,7 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
 
 
 def table(found: Sequence[Shown]) -> DataFrame:
-    """Seconds of one step, as text."""
+    """Return the seconds of one step, as text."""
     import pandas
 
     made = pandas.DataFrame([
@@ -143,7 +143,7 @@ def draw(found: Sequence[Shown], profile: str, out: Path) -> list[Path]:
 
 
 def figure(found: Sequence[Shown], note: str) -> plot.Figure:
-    """A row for each timeline: its step by lanes, its shares as bars."""
+    """Draw a row for each timeline: its step by lanes, its shares as bars."""
     from matplotlib.patches import Patch
 
     height = TOP_INCHES + len(found) * ROW_INCHES - GAP_INCHES + BOTTOM_INCHES
@@ -167,7 +167,7 @@ def figure(found: Sequence[Shown], note: str) -> plot.Figure:
 
 
 def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
-    """Draw the step by streams and threads; returns the kinds of work that it shows."""
+    """Draw the step by streams and threads; return the kinds of work that it shows."""
     step, spans = each.step, each.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
     lanes = sorted({span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track))
@@ -188,7 +188,7 @@ def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
 
 
 def _shares(axes: plot.Axes, of: Share) -> None:
-    """Bars in percent of the step: compute, then hidden and exposed work by kind."""
+    """Draw bars in percent of the step: compute, then hidden and exposed work by kind."""
     names = [*(kind for kind in reversed(KINDS) if of.hidden[kind] + of.exposed[kind] > 0), "compute"]
     for height, name in enumerate(names):
         hidden = 100 * of.hidden.get(name, of.compute) / of.step

@@ -211,8 +211,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replace torch.tensor, which makes a tensor on the CPU and needs a backend to move it; it cannot make one from a
-    list of FakeTensors."""
+    """Make a tensor as torch.tensor does, on sim too: torch's own makes one on the CPU first, and cannot take a list of
+    FakeTensors."""
 
     def made(data: Any, **kwargs: Any) -> Tensor:
         inner = data[0] if isinstance(data, list) and len(data) == 1 else data

@@ -1,6 +1,6 @@
-"""What a case is, where cases are found, and the rows of their figures.
+"""The base class of a case, the registry that finds cases, and the rows of their figures.
 
-A case is a figure, made of records and nothing else: a class in a file named by its number. This project's are in
+A case is a figure, made of records and nothing else: a class in a file named by its number. This project's cases are in
 cases/, and are figures of the papers.
 """
 
@@ -33,54 +33,55 @@ PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
 
 
 class Case(ABC):
-    """What every case has: the metric and the methods of its figure, and jobs(); the rest has a default."""
+    """The base of every case: metric, methods and jobs() are its own; the rest has a default."""
 
     title: ClassVar[str]  # default: the first line of its file
     metric: ClassVar[str] = ""  # one of METRICS
     methods: ClassVar[Sequence[str]] = ()  # in the figure's order
-    searches: ClassVar[Sequence[str]] = ()  # those whose largest depth is searched first
+    searches: ClassVar[Sequence[str]] = ()  # the methods whose largest depth is searched first
     axis: ClassVar[str] = ""  # the column in which its rows differ
     look: ClassVar[Mapping[str, Any]] = {}  # options of plot.figure
-    mixes_metrics: ClassVar[bool] = False  # its rows are of other metrics, too
-    picks: ClassVar[bool] = False  # its figure can be of any runs, those that pick() takes
+    mixes_metrics: ClassVar[bool] = False  # True: its rows have other metrics, too
+    picks: ClassVar[bool] = False  # True: its figure may use any runs, chosen by pick()
 
     def __init_subclass__(cls) -> None:
-        """Give the class its title; make failures of its functions one line with the file."""
+        """Set the class's title, and report failures of its functions in one line with the file."""
         if "title" not in vars(cls):
             cls.title = str(sys.modules[cls.__module__].__doc__).partition("\n")[0]
         guard(cls, (OSError,))
 
     @abstractmethod
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
-        """The runs of a profile; `sizes`: the largest trained depths of the searched methods, as far as known."""
+        """Return the runs of a profile; `sizes`: the largest trained depths of the searched methods, as far as
+        known."""
 
     def profiles(self, used: CaseProfile) -> Sequence[CaseProfile]:
-        """The profiles of its jobs."""
+        """Return the profiles of its jobs."""
         return (used,)
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Its measured rows, in the figure's order."""
+        """Return its measured rows, in the figure's order."""
         return measurements.rows(self.metric, self.jobs(used, {}), records)
 
     def measure(  # noqa: B027  most have nothing beside runs
         self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Measure what its figure shows beside runs, where that is not in the folder of results yet."""
+        """Measure what its figure shows beside runs, unless the folder of results has it."""
 
     def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> Sequence[FigureRow]:
-        """Rows of what measure() left."""
+        """Return the rows of what measure() left."""
         return ()
 
     def kept(self, used: CaseProfile, results: Path) -> Sequence[Path]:
-        """The files that beside() reads: texts, which an archive takes along."""
+        """Return the files that beside() reads: texts, which an archive includes."""
         return ()
 
     def simulated(self, rows: Sequence[FigureRow]) -> Sequence[FigureRow]:
-        """Rows beside the measured ones, made of them by arithmetic."""
+        """Return computed rows beside the measured ones."""
         return ()
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Of the rows of any runs those that its figure shows (harness/figures/any_runs.py)."""
+        """Return the rows of any runs that its figure shows (harness/figures/any_runs.py)."""
         return list(rows)
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
@@ -88,13 +89,13 @@ class Case(ABC):
         plot.by_method(axes, rows, self.methods)
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
-        """Our rows beside the published."""
+        """Draw our rows beside the published ones."""
         return plot.figure(rows, self.metric, self.draw, note, **self.look)
 
 
 class Cases(FileRegistry[int]):
     def add(self, places: Iterable[Path]) -> None:
-        """Raises ValueError where one does not load: whatever makes profiles asks every case."""
+        """Add files of cases. Raises ValueError if one does not load, because profiles ask every case."""
         super().add(places)
         for number in numbers():
             load(number)
@@ -113,14 +114,14 @@ def numbers() -> list[int]:
 
 
 def call(number: int, profile_name: str = "") -> str:
-    """The command that runs a case, wherever its file is."""
+    """Return the command that runs a case, with its file if that is elsewhere."""
     words = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
     folder = REGISTRY.files()[number].parent
     return words if folder == REGISTRY.own else f"{words} --cases {shlex.quote(str(folder))}"
 
 
 def load(number: int) -> Case:
-    """The case of a number. Raises ValueError that names what the file lacks, or why it does not load."""
+    """Return the case of a number. Raises ValueError that names what the file lacks, or why it does not load."""
     path = REGISTRY.files()[number]
     found: type[Case] | None = REGISTRY.class_in(path, Case)
     if found is None:
@@ -134,8 +135,8 @@ def load(number: int) -> Case:
 
 
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> CaseProfile:
-    """The named profile, else the default of this machine. Memories are those of the named machine `on`, else those in
-    `facts` (of a record), else this machine's."""
+    """Return the named profile, else the default of this machine. Memories are those of the named machine `on`, else
+    those in `facts` (of a record), else this machine's."""
     if facts is None:
         drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
         facts = {key: value for key, value in machine.facts().items() if key not in drop}
@@ -144,7 +145,7 @@ def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = 
 
 
 def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) -> Iterator[CaseProfile]:
-    """Of these names and machines the profiles that there are with these facts: no sizes of a GPU without one."""
+    """Return the profiles, among these names and machines, that exist with these facts: GPU sizes need a GPU."""
     for name, on in wanted:
         with contextlib.suppress(ValueError, KeyError):
             yield profile_of(name, on, facts)
@@ -162,8 +163,8 @@ def is_of(used: CaseProfile, job: Job) -> bool:
 
 
 def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Record]:
-    """The runs of a profile that a case may read, oldest first; of a method only those by its present code, if any.
-    Raises ValueError where they are of several machines."""
+    """Return the runs of a profile that a case may read, oldest first. If a method has runs by its present code, only
+    those count. Raises ValueError if the runs are of several machines."""
     its = load(number).profiles(used)
     own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
     fresh = {record.job.method for record in own if measurements.is_current(record)}
@@ -178,14 +179,14 @@ def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Re
 
 
 def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
-    """The rows of a case, of the records that it may read."""
+    """Return the rows of a case from the records that it may read."""
     return load(number).table(select(number, used, records), used)
 
 
 @functools.cache
 def published(number: int) -> list[FigureRow]:
-    """The published rows of a case: the median of iterations 11 to 50 of one process, by its log; of the killed run its
-    only interval."""
+    """Return the published rows of a case: the median of iterations 11 to 50 of one process, by its log; of the killed
+    run its only interval."""
     import pandas
 
     frame, found = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
@@ -202,8 +203,8 @@ def published(number: int) -> list[FigureRow]:
 
 
 def table(number: int, used: CaseProfile, records: Sequence[Record], results: Path | None = None) -> list[FigureRow]:
-    """Our rows of a case; `results`: the folder that the records are in. Raises ValueError where there are none, or
-    where they would mix machines or windows."""
+    """Return our rows of a case; `results`: the folder that the records are in. Raises ValueError if there are none, or
+    if they would mix machines or windows."""
     its, found = load(number), measured(number, used, records)
     if not found:
         raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")

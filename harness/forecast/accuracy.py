@@ -1,4 +1,4 @@
-"""How far predictions of a step have been off: those of a machine's rates beside what its records have measured."""
+"""Compares predicted steps with measured ones: those of a machine's rates beside its records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.forecast.step import predicted
 
 
 class Accuracy(NamedTuple):
-    """Measured seconds over predicted ones, less 1: by the middle and by the worst of so many runs."""
+    """Measured seconds over predicted ones, less 1: the median and the worst of this many runs."""
 
     num_runs: int
     median: float
@@ -26,8 +26,8 @@ class Accuracy(NamedTuple):
 
 
 def rates_of(record: Record) -> Rates | None:
-    """The rates of the machine of a record: this one's by calibration, the published one's for imported logs, a named
-    one's by its GPU; None where they are not known."""
+    """Return the rates of a record's machine: this one's by calibration, the published one's for imported logs, a named
+    one's by its GPU; None if they are not known."""
     workload = record.job.workload
     if is_here(record):
         return machine.rates(record.job.device, workload)
@@ -36,14 +36,14 @@ def rates_of(record: Record) -> Rates | None:
 
 
 def is_here(record: Record) -> bool:
-    """Whether it was measured on this machine."""
+    """True if the record was measured on this machine."""
     facts = machine.checked()
     same = all(str(record.machine.get(name)) == facts[name] for name in ("cpu", "cores", "gpu"))
     return record.origin != "imported" and same
 
 
 def entry_of(record: Record) -> str | None:
-    """The machine of a record in machines.yaml, by its GPU; of imported logs the published one."""
+    """Return the machine of a record in machines.yaml, by its GPU; for imported logs the published one."""
     if record.origin == "imported":
         return named_machines.PUBLISHED
     gpu = plain(str(record.machine.get("gpu") or ""))
@@ -51,12 +51,12 @@ def entry_of(record: Record) -> str | None:
 
 
 def plain(name: str) -> str:
-    """A GPU's name as this page and the driver both spell it."""
+    """Return a GPU's name in the form that this page and the driver share."""
     return "".join(character for character in name.lower() if character.isalnum())
 
 
 def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
-    """What would have been predicted for a run that trained; None for others and where rates are not known."""
+    """Predict the step of a run that trained; None for other records, and if rates are not known."""
     rates = rates_of(record) if record.samples_per_second and record.job.world_size == 1 else None
     if rates is None:
         return None
@@ -65,7 +65,7 @@ def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None
         trained = method.create(job.method, job.options, folders)
         room = dataclasses.replace(job.budget.room, rates=rates)
         return predicted(trained, job.workload, trained.plan(job.workload, room), rates)
-    except ValueError:  # a method or an option that is no more
+    except ValueError:  # a method or an option that no longer exists
         return None
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from harness.core.job import GIB, Budget, Room, gib
 from harness.devices import named_machines
 
-ASSUMED_HOST_BYTES = 64 * GIB  # assumed of a named machine whose entry has no host_memory
+ASSUMED_HOST_BYTES = 64 * GIB  # assumed if a named machine's entry has no host_memory
 
 
 def host_bytes(name: str, asked: Budget) -> int:
-    """Of a named machine: what the call gives, else the entry, else what is assumed."""
+    """Return a named machine's host memory: the call's, else the entry's, else an assumed one."""
     return asked.host_bytes or named_machines.load(name).room.host_bytes or ASSUMED_HOST_BYTES
 
 
 def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
-    """Of a machine by name, or of this one. `asked`: what the call gives; `fills`: what plans fill."""
+    """Describe the memories of a named machine, or of this one. `asked`: what the call gives; `fills`: what plans
+    fill."""
     host = "not limited" if fills.host_bytes is None else gib(fills.host_bytes)
     return f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host} ({_host(name, asked)})"
 

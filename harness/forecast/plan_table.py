@@ -19,8 +19,8 @@ from harness.forecast.step import least_seconds
 
 
 def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
-    """The row of a job; one that cannot be planned has an `error` and no numbers. `page_locks`: of a machine with a
-    GPU, whatever this one has."""
+    """Return the row of a job; if it cannot be planned, the row has an `error` and no numbers. `page_locks`: plan as on
+    a machine with a GPU, even if this one has none."""
     workload = job.workload
     sizes = ("num_layers", "hidden_size", "batch_size", "num_params")
     row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in sizes}}
@@ -31,7 +31,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     except ValueError as error:
         return {**row, "error": str(error)}
     trained = method.create(job.method, job.options, folders)
-    devices = job.world_size if job.device == "cuda" else 1  # of a CPU all ranks share the one
+    devices = job.world_size if job.device == "cuda" else 1  # all ranks on a CPU share its memory
     part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
     depth = largest(trained, job, room)
     row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
@@ -43,7 +43,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
 
 
 def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | None:
-    """The memory that one layer more than fits would pass first."""
+    """Return the memory that the first layer too many would exceed."""
     try:
         return next(iter(trained.plan(job.workload.at_depth(depth + 1), room).lacks(room)), None)
     except ValueError:
@@ -51,7 +51,7 @@ def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | 
 
 
 def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """The peaks of a memory rehearsal: {device_bytes, host_bytes, seconds} or {unavailable}."""
+    """Return the peaks of a memory rehearsal: {device_bytes, host_bytes, seconds} or {unavailable}."""
     try:
         return ask("harness.devices.memory_rehearsal", {"job": job.to_dict(), "folders": list(map(str, folders))})
     except ValueError as error:
@@ -59,7 +59,7 @@ def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def published_rows(room: Room) -> list[dict[str, Any]]:
-    """For each published method the limits that its law gives in this room, beside its largest published size."""
+    """Return, for each published method, its law's limits in this room, beside its largest published size."""
     if not room.device_bytes or not room.host_bytes:
         return []
     found = []
@@ -77,7 +77,7 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]], exact: bool) -> None:
-    """What each method needs, by memory; what follows; a line for each that does not fit or has no plan."""
+    """Show each method's needs by memory; what follows; a line for each that does not fit or has no plan."""
     planned = [row for row in found if "error" not in row]
     depth = ["num_layers"] if len({row["num_layers"] for row in planned}) > 1 else []
     numbers = ["layers"] * len(depth) + [*STATE_KINDS, "in all"] + ["exact"] * exact

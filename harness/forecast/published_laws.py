@@ -26,7 +26,7 @@ from harness.forecast.resources import compute_seconds, device_update_seconds, s
 MIB = 2**20
 PUBLISHED = Workload(num_layers=32)
 PAGEABLE_BYTES_PER_SECOND = 2.41e9  # its pageable_link_gb_per_second
-# Of the VM's 90.4 GiB 3.4 % were taken before anything was trained: DeepSpeed's report in the zero-offload log.
+# DeepSpeed's report in the zero-offload log: 3.4 % of the VM's 90.4 GiB were in use before any training.
 HOST_TAKEN_BYTES = int(3.06 * GIB)
 EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB where 16 bytes a parameter are 26,193
 
@@ -52,9 +52,9 @@ class Law(NamedTuple):
     """A published method's memory."""
 
     method: str
-    published_layers: int  # the largest it was run with
+    published_layers: int  # the largest depth of its runs
     static_bytes: Callable[[Workload], int]  # on the device
-    transient_mib: float  # max allocated - static - inputs, at 32 layers
+    transient_mib: float  # maximum allocated - static - inputs, at 32 layers
     reserved_per_allocated: float  # maxima of the log at the largest size
     host_bytes_per_param: float | None
     host_source: str = ""
@@ -77,7 +77,7 @@ class Law(NamedTuple):
         )
 
     def verdict(self, limits: PublishedLimits) -> str:
-        """What bound the published run, and if its largest size was the limit."""
+        """Tell what limited the published run, and if its largest size was the limit."""
         said = f"bound by the {limits.binding}"
         if limits.binding == "device" and limits.device > 1.1 * limits.device_as_reserved:
             said += (
@@ -90,8 +90,9 @@ class Law(NamedTuple):
 
 
 def window_bytes(workload: Workload, window: int) -> int:
-    """Bytes that stayed allocated in the published STRONGHOLD: both ends and a window's layers with gradients and
-    moments (16 a parameter), a second window of weights and gradients to load into (8), one layer's weights."""
+    """Return the bytes that stayed allocated in the published STRONGHOLD: both ends and a window's layers with
+    gradients and moments (16 a parameter), a second window of weights and gradients to load into (8), one layer's
+    weights."""
     layer, slots = workload.layer_params, 4 * window + 2 * min(window, workload.num_layers - window)
     return 16 * workload.end_params + 4 * layer * (slots + 1) + EXTRA_BYTES
 
@@ -118,8 +119,8 @@ LAWS = (
 
 
 def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
-    """A step of a published method. Only STRONGHOLD hid anything behind compute: its updates, behind the next forward
-    pass; it updated a window's layers on the device."""
+    """Return the step of a published method. Only STRONGHOLD hid anything behind compute: its updates, behind the next
+    forward pass; it updated a window's layers on the device."""
     params, layer, end = workload.num_params, workload.layer_params, workload.end_params
     pageable = replace(rates, inbound_bytes_per_second=PAGEABLE_BYTES_PER_SECOND)
     hidden, backward = compute_seconds(workload, rates)

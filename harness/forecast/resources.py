@@ -12,13 +12,13 @@ from typing import NamedTuple
 from harness.core.job import Workload
 from harness.core.rates import Rates
 
-# Bytes of memory that the update of a parameter passes through: gradient and state read, state written; a bf16 weight
-# is half of its master.
+# Bytes of memory traffic of a parameter's update: gradient and state read, state written; a bf16 weight is half of its
+# master.
 UPDATE_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
-# Bytes that the optimizer keeps of a parameter: two moments, in mixed precision a master, too.
+# Bytes that the optimizer keeps for a parameter: two moments, in mixed precision a master, too.
 MOMENT_BYTES = 8
 OPTIMIZER_BYTES = {"fp32": MOMENT_BYTES, "bf16": MOMENT_BYTES + 4, "fp16": MOMENT_BYTES + 4}
-# Of each resource the rate that bounds it.
+# The rate that bounds each resource.
 RATES = {
     "device memory": "device_bytes_per_second",
     "link inbound": "inbound_bytes_per_second",
@@ -33,21 +33,21 @@ RATES = {
 
 
 class Forecast(NamedTuple):
-    """Seconds of a step, and what binds it."""
+    """Seconds of a step, and the resource that binds it."""
 
     seconds: float
     binds: str
 
 
 def seconds_of(resource: str, amount: float, rates: Rates) -> float:
-    """`amount`: bytes, of the host's cores parameters updated."""
+    """Return a resource's seconds. `amount`: bytes; for the host's cores parameters updated."""
     rate: float = getattr(rates, RATES[resource])
     return amount / rate
 
 
 def compute_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
-    """Of a step's forward pass with the head, and of its backward pass with the recompute. The head's rate, where it is
-    known, is apart from the layers'."""
+    """Return the seconds of a step's forward pass with the head, and of its backward pass with the recompute. The head
+    has a rate of its own, if that is known."""
     flops, head_flops, head = workload.flops_per_step, workload.head_flops_per_step, rates.head_flops_per_second
     apart = head_flops / head if head else 0.0
     rest = pass_seconds(flops - head_flops if head else flops, rates)
@@ -55,7 +55,7 @@ def compute_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
 
 
 def pass_seconds(flops: float, rates: Rates, num_sharing: int = 1) -> float:
-    """`num_sharing`: ranks whose passes the device computes at once."""
+    """Return the seconds of passes. `num_sharing`: ranks whose passes the device computes at once."""
     return flops / (rates.device_flops_per_second / num_sharing)
 
 
@@ -66,16 +66,16 @@ def device_update_seconds(num_params: float, workload: Workload, rates: Rates) -
 def host_update_seconds(
     num_params: float, workload: Workload, rates: Rates, copied_bytes: float = 0
 ) -> tuple[float, float]:
-    """Of the host's cores, and of its memory, through which copies pass, too."""
+    """Return the larger of the seconds of the host's cores and of its memory, through which copies pass, too."""
     touched = UPDATE_BYTES[workload.dtype] * num_params + copied_bytes
     return seconds_of("host cores", num_params, rates), seconds_of("host memory", touched, rates)
 
 
 def copy_seconds(num_bytes: float, rates: Rates) -> float:
-    """Of copies one after the other, half of them each way."""
+    """Return the seconds of copies one after the other, half of them each way."""
     return num_bytes / ((rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2)
 
 
 def disk_seconds(num_bytes: float, rates: Rates) -> float:
-    """Of what is read, and then written."""
+    """Return the seconds of reading bytes from the disk and then writing them."""
     return num_bytes * (1 / rates.disk_read_bytes_per_second + 1 / rates.disk_write_bytes_per_second)

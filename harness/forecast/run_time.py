@@ -10,10 +10,10 @@ from harness.forecast.step import least_seconds
 from harness.gate import probe
 from harness.gate.probe import ROUNDINGS, Extent
 
-LONG_SECONDS = 600.0  # what is foreseen to take longer says so first
+LONG_SECONDS = 600.0  # a longer run tells its time first
 SHORTER = "fewer --steps, smaller -l, -h, -b or --seq, or --scale fit, shorten it"
-# A process with its imports and its gate; fp32 arithmetic, on a CPU of a core; building and inspecting a model's state;
-# moving state between device and host and updating it there.
+# Seconds of a process with its imports and its gate; rates of fp32 arithmetic, on a CPU for each core; of building and
+# inspecting a model's state; of moving state between device and host and updating it there.
 PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}
 OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}
 BUILT_BYTES_PER_SECOND = 2e9
@@ -25,7 +25,7 @@ FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 
 def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
-    """Seconds of one process that trains the job. Rates are the machine's, if known."""
+    """Return the seconds of one process that trains the job. Rates are the machine's, if known."""
     state, num_models = plan.device_bytes + plan.host_bytes, int(job.options.get("num_models", 1))
     step = least_seconds(job.workload, plan, rates)
     if step is None:
@@ -36,15 +36,16 @@ def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
 
 
 def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -> float:
-    """Seconds of the gate's probe, by those of a run of the job: each of its trainings is as a run, but for its steps
-    and its size. See harness/gate/probe.py for how many there are."""
+    """Return the seconds of the gate's probe. Each of its trainings takes as long as a run of the job, scaled by steps
+    and size; harness/gate/probe.py tells their number."""
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
     load, keeps_bits = job.workload, job.device != "cuda"
     kept = [keeps_bits and (trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half)]
     if load.dtype != "fp32" and not kept[0]:
         kept.append(keeps_bits and trained.bit_exact)  # in fp32
-    # By the method and by the reference; where the bits may differ, in one more process by the reference otherwise.
+    # Trainings by the method and by the reference; unless bits are promised, one more by the reference with other
+    # roundings.
     num_runs = sum(2 if each else 3 for each in kept)
     num_models = sum(2 if each else 2 + len(ROUNDINGS) for each in kept)
     small = probe.capped(load.at_depth(min(extent.layers, load.num_layers)))
@@ -53,12 +54,12 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
 
 
 def deadline_seconds(job: Job) -> float:
-    """The time of a job without --timeout."""
+    """Return the time limit of a job without --timeout."""
     return FLOOR_SECONDS + 2 * job.steps * _slowest_step_seconds(job)
 
 
 def silence_seconds(job: Job) -> float:
-    """The time between two events, a step or a phase, of a job without --timeout."""
+    """Return the longest time between two events, a step or a phase, of a job without --timeout."""
     return SILENCE_SECONDS + 2 * _slowest_step_seconds(job)
 
 
@@ -68,7 +69,7 @@ def _slowest_step_seconds(job: Job) -> float:
 
 
 def text(seconds: float) -> str:
-    """As a human reads it: 40 seconds, 12 minutes, 5.3 hours."""
+    """Format seconds: 40 seconds, 12 minutes, 5.3 hours."""
     if seconds < 90:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -1,9 +1,9 @@
-"""Seconds of a step by a plan and a machine's rates.
+"""Predicts a step's seconds from a plan and a machine's rates.
 
-A plan that knows its schedule gives the seconds itself. Of the others the parts are known: what each resource has to do
-for a step. With all of them at once a step takes as long as the longest, which is a lower bound. By the methods'
-schedules it is the sum of the parts, one after the other, but for what the method says that it hides behind compute.
-That is a model: accuracy.py holds what was measured beside it.
+A plan that knows its schedule gives the seconds itself. Other plans tell how much work each resource has in a step. If
+all resources work at once, a step takes as long as the longest, which is a lower bound. The prediction sums the parts,
+one after the other, without those that the method says run behind compute. That is a model: accuracy.py compares it
+with measurements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK = (
 
 
 def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates) -> Forecast:
-    """A step on one device."""
+    """Predict a step on one device."""
     if plan.step_seconds:
         return Forecast(plan.step_seconds, plan.binds)
     at_host = _updated_on_host(workload, plan, resources.MOMENT_BYTES)
@@ -41,8 +41,8 @@ def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates) -> 
 
 
 def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
-    """A lower bound, however well the parts overlap: both directions of the link are full, the host's memory serves
-    copies beside updates, and the disk reads while it writes. None if the machine's rates are not known."""
+    """Return a lower bound, however well the parts overlap: both directions of the link are full, the host's memory
+    serves copies beside updates, and the disk reads while it writes. None if the machine's rates are not known."""
     if plan.step_seconds or rates is None:
         return plan.step_seconds
     at_host = _updated_on_host(workload, plan, resources.OPTIMIZER_BYTES[workload.dtype])
@@ -55,6 +55,7 @@ def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float 
 
 
 def _updated_on_host(workload: Workload, plan: Plan, bytes_each: int) -> float:
-    """Parameters, by the bytes that the optimizer keeps of each at home: the fewest by the most bytes there may be."""
+    """Return the parameters updated on the host: the bytes of optimizer state at home over the most bytes that one
+    parameter may have."""
     states = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
     return min(workload.num_params, states / bytes_each) if plan.updates_on_host else 0.0

@@ -1,4 +1,4 @@
-"""What to call instead of a job that cannot fit: each call by plan fits where it runs."""
+"""Suggests calls in place of a job that cannot fit; each of them fits by plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from harness.jobs.scale import to_fit
 
 
 def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Commands, each with what it does and how long that takes, for a job as it was asked for."""
-    with contextlib.suppress(ValueError):  # a placement of its own, or sizes that no factor divides
+    """Return commands, each with its effect and duration, for a job as it was asked for."""
+    with contextlib.suppress(ValueError):  # a fixed placement, or sizes that no factor divides
         scaled, factor = to_fit(job, folders)
         if factor > 1 and (told := _minutes(scaled, folders)):
             load = scaled.workload
@@ -35,7 +35,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
         smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
         if told := _minutes(smaller, folders):
             yield command(smaller, is_short=True), f"the largest depth that fits as it is; {told}"
-    is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None  # no budget was asked for
+    is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None  # the call gave no budget
     for name in sorted(named_machines.names(), key=lambda name: name != named_machines.PUBLISHED) if is_of_here else ():
         room = named_machines.load(name).room
         if room.device_bytes and room.host_bytes and _fits(job, room, folders):
@@ -49,7 +49,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
 
 
 def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-    """With layers on the disk: at this depth, else at the largest that then fits."""
+    """Put layers on the disk: at this depth, else at the largest that then fits."""
     if "disk" not in method.option_names(method.load(job.method, folders)) or job.options.get("disk"):
         return
     folder = tempfile.gettempdir()
@@ -70,7 +70,7 @@ def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:
 
 
 def _minutes(job: Job, folders: tuple[Path, ...]) -> str:
-    """How long the run and its reference take, if it fits; empty if it does not."""
+    """Tell the time of the run and its reference, if it fits; empty if it does not."""
     resolved, plan, shortfall = resolve(job, folders)
     if shortfall:
         return ""

@@ -16,10 +16,10 @@ from harness.devices import machine
 from harness.forecast import run_time
 from harness.run.launch import Report
 
-LEAST_FORETOLD = 30.0  # seconds
+LEAST_FORETOLD = 30.0  # seconds; a shorter rest is not reported
 LEAST_TOLD = 2.0  # seconds
-FEWEST_TIMED = 5  # steps whose median may be believed
-UNEXPLAINED = ("crash", "killed", "timeout")  # ends of which the log tells more than the record
+FEWEST_TIMED = 5  # steps whose median is reliable
+UNEXPLAINED = ("crash", "killed", "timeout")  # ends whose log tells more than the record
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def _print_json(event: dict[str, Any]) -> None:
 
 
 def _title(event: dict[str, Any]) -> str:
-    """The job, its number or role, and its sizes: references of one call may differ in them."""
+    """Return the job, its number or role, and its sizes: references of one call may differ in them."""
     job: Job = event["job"]
     load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
@@ -56,12 +56,12 @@ def _title(event: dict[str, Any]) -> str:
 
 
 class _Lines:
-    """A line at the start, at every tenth of the steps, and at the end of a job."""
+    """Prints a line at the start, at every tenth of the steps, and at the end of a job."""
 
     def __init__(self, write: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
         self.write, self.steps, self.host_bytes = write, 0, 0
         self.has_reference: bool | None = False
-        self.probe_runs = 0.0  # how many runs of the job its probe takes as long as
+        self.probe_runs = 0.0  # duration of the job's probe, in runs of the job
         self.told: Job | None = None
 
     def report(self, event: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class _Lines:
             done, rate = event["bytes"], event["bytes"] / event["seconds"]
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
-            is_told = event["record"].job == self.told  # by the start's line, among those of several jobs
+            is_told = event["record"].job == self.told  # the start's line told it, among those of several jobs
             told = closing_line(event["record"], has_options=not is_told)
             if event["record"].status in UNEXPLAINED:
                 told += f" ({event['path'].removesuffix('.json')}.txt)"
@@ -111,7 +111,7 @@ class _Lines:
             self.write(f"warning: {event['text']}")
 
     def foretell(self, event: dict[str, Any]) -> None:
-        """After the first step, how long the rest takes, if that is long enough to be waited for."""
+        """Report the rest of the time after the first step, if it is long."""
         left = (self.steps - event["step"]) * event["seconds"]
         left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and left > LEAST_FORETOLD:
@@ -124,7 +124,7 @@ class _Lines:
 
 
 class _Bar:
-    """The same lines, and a bar with loss, samples/s and time left while a job runs."""
+    """Prints the same lines, and a bar with loss, samples/s and time left while a job runs."""
 
     def __init__(self, progress: Any) -> None:
         self.progress = progress
@@ -154,14 +154,14 @@ class _Bar:
 
 
 def shares_text(event: dict[str, Any]) -> str:
-    """Of several models: each one's share of the devices' time, and the share in use."""
+    """Return each model's share of the devices' time, and the share in use."""
     shares = event.get("shares", ())
     told = f"  models {' '.join(f'{100 * share:.0f}' for share in shares)} % of the devices, in use {sum(shares):.0%}"
     return told if shares else ""
 
 
 def summary(record: Record) -> dict[str, Any]:
-    """A closing line as data."""
+    """Return the closing line as data."""
     job, names = record.job, ("status", "reason", "samples_per_second", "peaks")
     found = {name: getattr(record, name) for name in names}
     sizes = {"num_layers": job.workload.num_layers, "options": job.options, "num_params": job.workload.num_params}
@@ -169,7 +169,7 @@ def summary(record: Record) -> dict[str, Any]:
 
 
 def print_results(records: Sequence[Record]) -> None:
-    """Several jobs in one compact table; a column for each size and option in which they differ."""
+    """Print several jobs in one compact table, with a column for each size and option in which they differ."""
     rows: list[dict[str, Any]] = [{**vars(record.job.workload), **record.job.options} for record in records]
     names = dict.fromkeys(name for row in rows for name in row if name != "num_layers")
     names = {name: None for name in names if len({str(row[name]) for row in rows if name in row}) > 1}
@@ -188,7 +188,7 @@ def print_results(records: Sequence[Record]) -> None:
 
 
 def closing_line(record: Record, has_options: bool = True) -> str:
-    """One line for people: parameters, samples/s, peaks against budget, gate."""
+    """Return one line for people: parameters, samples/s, peaks against budget, gate."""
     job, load, gate = record.job, record.job.workload, record.gate
     options = "".join(f" {name}={value}" for name, value in job.options.items()) if has_options else ""
     title = f"{job.method}{options}, {load.num_layers} layers, {params_text(load.num_params)} parameters"
@@ -205,11 +205,11 @@ def closing_line(record: Record, has_options: bool = True) -> str:
 
 
 def few_steps(record: Record) -> str:
-    """A caution beside a speed that rests on few steps; empty otherwise."""
+    """Return a caution beside a speed that rests on few steps; empty otherwise."""
     num, warmup = len(record.timed_seconds), record.job.warmup
     if record.samples_per_second is None or num >= FEWEST_TIMED or record.origin != "run":
         return ""
-    # A default that was cut short grows with the steps.
+    # An interval of the default number of steps grows with the steps.
     grown = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
     steps = grown + FEWEST_TIMED
     return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {steps}"

@@ -1,5 +1,7 @@
-"""An experiment scaled down: the same layers, with width, sequence and vocabulary over one number, memories over its
-square. Layers, ends, activations and logits all take that part of their bytes, so what fits still fits."""
+"""An experiment scaled down: the same layers, width, sequence and vocabulary divided by f, memories by f squared.
+
+Layers, ends, activations and logits shrink by f squared, too, so a model that fits still fits.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
 from harness.forecast.run_time import run_seconds
 
-MOST_SECONDS = 60.0  # of a run and its reference
-MOST_OF_HOST = 0.5  # of this machine's memory
+MOST_SECONDS = 60.0  # for a run and its reference
+MOST_OF_HOST = 0.5  # largest share of this machine's memory
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_TOKENS, LEAST_WORDS = 16, 64
 
@@ -32,8 +34,8 @@ def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, B
 
 
 def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
-    """The job on the simulated device, in the published machine's memories if it has no budgets of its own, by the
-    least factor with which it takes about a minute here; and the factor."""
+    """Scale the job to the simulated device, by the least factor with which it takes about a minute here; return the
+    job and the factor. Without budgets of its own it gets the published machine's memories."""
     published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
     given = {name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")}
     whole = dataclasses.replace(published, rates=None, **given, seconds=job.budget.seconds)

@@ -28,8 +28,8 @@ from harness.places.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
-PROBES = Extent()  # of a sweep that is not told
-SHARERS = 4  # runs that share a device must fit in the machine's memory together: each takes this part at most
+PROBES = Extent()  # extent of the probes by default
+SHARERS = 4  # runs that share a device must fit the machine's memory together: each may take this part
 
 
 class FolderLost(Exception):
@@ -43,8 +43,8 @@ class Sweep:
         self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
         place: Place | None = None, probe: Extent | None = None, is_timed: bool = True,
     ) -> None:  # fmt: skip
-        """`probe`: how much of each method the gate's probe trains; None: PROBES. `is_timed`: False where nobody asks
-        for the speed of these jobs."""
+        """`probe`: extent of the gate's probe; None: PROBES. `is_timed`: False if nobody asks for the speed of these
+        jobs."""
         self.results, self.rerun, self.place = results, rerun, place
         self.folders = folders or tuple(method.REGISTRY.added)
         self.report = report or (lambda event: None)
@@ -52,7 +52,7 @@ class Sweep:
         self._probe_records: Sweep | None = None
         found, complaints = read_all(results)
         self.is_timed = is_timed
-        self.timed_keys: set[str] = set()  # of the jobs that were asked for
+        self.timed_keys: set[str] = set()  # of the jobs that the call asked for
         self.records = {path: record for path, record in found.items() if record.origin == "run"}
         self.measured_now: set[str] = set()
         self.replaced = set(self.records) if rerun else set()
@@ -60,7 +60,7 @@ class Sweep:
             self.report({"event": "warning", "text": complaint})
 
     def run(self, jobs: list[Job]) -> list[Record]:
-        """A judged record of each resolved job, in order, measured now or earlier. Raises FolderLost."""
+        """Return a judged record of each resolved job, in order, measured now or earlier. Raises FolderLost."""
         with self._in_its_folder():
             if self.place and self.place.is_parallel:
                 self._launch_at_once(self.place, jobs)
@@ -70,8 +70,8 @@ class Sweep:
             return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
-        """The number-th measurement of a resolved job, judged; made now, even against its plan, if there are fewer.
-        A refusal by plan is not a measurement. Raises FolderLost."""
+        """Return the number-th measurement of a resolved job, judged. If there are fewer, run the job now, even against
+        its plan; a refusal by plan is not a measurement. Raises FolderLost."""
         with self._in_its_folder():
             return self._attempt(job, number, place)
 
@@ -93,7 +93,7 @@ class Sweep:
     def _in_its_folder(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # where a record cannot be written, or is not there
+        except (OSError, ValueError) as error:  # a record cannot be written, or is missing
             if os.access(self.results, os.R_OK | os.W_OK | os.X_OK):
                 raise
             told = f"expected a folder of results to write to, got {self.results} removed or closed while a job ran"
@@ -109,7 +109,7 @@ class Sweep:
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
-        """Run those that have no record and should fit, together."""
+        """Run the jobs that have no record and should fit, together."""
         missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
         self.measured_now |= {key for _, key in pairs}
@@ -117,13 +117,14 @@ class Sweep:
             self.records[path] = Record.read(path)
 
     def _references(self, jobs: list[Job]) -> list[Job]:
-        """The references of those of the jobs that have trained."""
+        """Return the references of the jobs that have trained."""
         trained = [self.records[path] for job in jobs for path in self._known(self.key(job))]
         models = [model for record in trained if record.status == "ok" for model in record.models()]
         return [resolve(self._reference(model.job), self.folders)[0] for model in models]
 
     def _known(self, key: str) -> list[Path]:
-        """The records of a key, oldest first; those made now count however they ended: no job runs twice."""
+        """Return the records of a key, oldest first; those made by this call count however they ended, because no job
+        runs twice."""
         fresh = key in self.measured_now
         if self.rerun and not fresh:
             return []
@@ -133,11 +134,11 @@ class Sweep:
         return record.answers(job) and (record.is_timed or record.key not in self.timed_keys)
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
-        """The path of the job's record: the newest result there is, else one made now."""
+        """Return the path of the job's record: the newest result, else one made now."""
         key = self.key(job)
         known = [path for path in self._known(key) if self._answers(self.records[path], job)]
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
-            known = []  # refused by plan then, fits now
+            known = []  # it was refused by plan then, and fits now
         if known:
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
@@ -147,8 +148,8 @@ class Sweep:
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key, plan)
 
     def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
-        """Seconds of the job, with those of a reference and a probe that are still to run; if there is such a
-        reference; and as how many runs of the job the probe takes. Of a job that nobody asked for its own seconds."""
+        """Return the seconds of the job, with its missing reference and probe; whether the reference exists; and the
+        probe's duration in runs of the job. A job that this call did not ask for takes its own seconds alone."""
         run = run_seconds(job, plan, machine.rank_room(job).rates)
         if not is_asked_for:
             return {"run_seconds": run}
@@ -162,7 +163,8 @@ class Sweep:
         }  # fmt: skip
 
     def probe_seconds(self, job: Job, run: float) -> float:
-        """Of a probe that the job's verdict still takes, by the seconds of a run; 0 once its method was probed."""
+        """Return the seconds of the probe that the job's verdict still needs, by the seconds of a run; 0 if its method
+        was probed."""
         there = (job.method, job.workload.dtype, job.device)
         for record in self.records.values():
             known = (record.job.method, record.job.workload.dtype, record.job.device)
@@ -187,7 +189,7 @@ class Sweep:
         return path
 
     def _made_meanwhile(self, job: Job, key: str) -> Path | None:
-        """A result of this job that another call has written since this one read the folder."""
+        """Return a result of this job that another call has written since this one read the folder."""
         if self.rerun:
             return None
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
@@ -208,7 +210,7 @@ class Sweep:
         return path
 
     def _judge(self, path: Path) -> Record:
-        """The record with its verdict by today's reference: judging is arithmetic."""
+        """Return the record with its verdict by today's reference: judging is arithmetic."""
         record = self.records[path]
         if record.status != "ok":
             return record
@@ -219,7 +221,7 @@ class Sweep:
         return record
 
     def _verdict(self, whole: Record, number: int) -> Gate:
-        """On one of the models of a record."""
+        """Return the verdict on one of the models of a record."""
         record = whole.models()[number]
         other = self._reference(record.job)
         if record.job.method == other.method and record.job.device == other.device:
@@ -229,7 +231,7 @@ class Sweep:
             return self._judge_by_twin(whole, number, other)
         judged_by = self._judge(self._measure(other, {"role": "reference"}))
         depth = record.job.workload.num_layers
-        if judged_by.status.startswith("oom") and depth > 1:  # it fitted on paper only
+        if judged_by.status.startswith("oom") and depth > 1:  # it fitted by plan only
             return self._judge_by_twin(whole, number, other, most=depth // 2)
         undropped = None
         if record.job.workload.dropout and not method.load(record.job.method, self.folders).drops_alike:
@@ -239,9 +241,9 @@ class Sweep:
         return self._with_probe(whole, number, judge(record, judged_by, undropped=undropped))
 
     def _reference(self, job: Job) -> Job:
-        """The job whose training this one's is compared with."""
+        """Return the job whose training is compared with this job's."""
         other = dataclasses.replace(job, method=method.reference(self.folders), options={}, trace=None)
-        if job.device == "sim":  # whose kernels are the CPU's, so it is the CPU's training
+        if job.device == "sim":  # sim's kernels are the CPU's, so the reference is the CPU's training
             return dataclasses.replace(other, device="cpu", budget=Budget())
         return other
 
@@ -262,7 +264,7 @@ class Sweep:
         return self._with_probe(whole, number, judge(record, twins=(twin, twins[1]), peers=peers))
 
     def _twin(self, job: Job, depth: int) -> Job:
-        """The same code with so many layers."""
+        """Return a job of the same code with this many layers."""
         options = method.create(job.method, job.options, self.folders).twin_options(job.workload.num_layers, depth)
         return dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None)
 
@@ -271,10 +273,10 @@ class Sweep:
         return largest(trained, reference, machine.room(reference.budget, reference.device))
 
     def _with_probe(self, whole: Record, number: int, verdict: Gate) -> Gate:
-        """The verdict, by the probe, too, where that can add to what the run says by itself."""
+        """Return the verdict with the probe's, if the probe can add to the run's own."""
         if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
             return verdict
-        extent = self.extent.or_more(_probed(whole))  # of a record that was judged before not less
+        extent = self.extent.or_more(_probed(whole))  # at least the extent of an earlier verdict
         left_out = Probe(untested="the probe was left out")
         found = train_probe(whole.job, number, extent, self._probe_runs()) if extent else left_out
         return with_probe(verdict, whole.models()[number], found)
@@ -296,12 +298,12 @@ class Sweep:
         return probe.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
 
     def _report_probe(self, event: dict[str, Any]) -> None:
-        """Tell what trains, not each of its steps."""
+        """Report each training, but not its steps."""
         if event["event"] not in ("recorded", "step"):
             self.report(event)
 
     def _is_peer(self, other: Record, job: Job) -> bool:
-        """Another method's passing record of the same training, by today's source and machine."""
+        """True if it is another method's passing record of the same training, by today's source and machine."""
         same = all(getattr(other.job, name) == getattr(job, name) for name in ("workload", "steps", "device"))
         is_another = other.job.method != job.method and other.job.method in method.names(self.folders)
         passed = other.status == "ok" and other.gate.passed
@@ -309,15 +311,15 @@ class Sweep:
 
 
 def _probed(record: Record) -> Extent:
-    """How much of the method the verdict's probe has trained."""
+    """Return the extent of the method that the verdict's probe has trained."""
     found = record.gate.evidence
     layers, steps = found.get("probe_layers"), found.get("probe_steps")
     return Extent(layers, min(max(STEPS, steps), MOST_STEPS)) if layers and steps else NONE
 
 
 def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """What a measurement depends on beside its job: the method's source, the corpus, this machine."""
+    """Return what a measurement depends on beside its job: the method's source, the corpus, this machine."""
     told = ""
-    if corpus is not None:  # a changed file is another job
+    if corpus is not None:  # a changed file makes another job
         told = " ".join(map(sampled_hash, corpus_files(corpus)))
     return {"source": method.source_hash(name, folders), "corpus": told, **machine.checked()}

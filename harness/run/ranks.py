@@ -174,8 +174,8 @@ def _peak_bytes(stated: dict[str, Any]) -> int:
 
 
 def of_nodes(records: list[Record]) -> Record:
-    """Merge the records of a job's machines, rank 0's first: return that of the first rank to fail, else all
-    together()."""
+    """Merge the records of a job's machines, rank 0's first. If a rank failed, return the record of the first rank that
+    did, else all records together()."""
     failed = [record for record in records if record.status != "ok"]
     return min(failed, key=followed) if failed else together(records)
 

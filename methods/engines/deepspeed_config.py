@@ -63,7 +63,7 @@ def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
     return {
         "stage": 2,
         "contiguous_gradients": True,
-        "overlap_comm": on_gpu,  # by streams: a CPU has none
+        "overlap_comm": on_gpu,  # communicates on a stream of its own, which a CPU lacks
         "reduce_bucket_size": bucket,  # the default, 5e8 elements, is memory on the device
         "allgather_bucket_size": bucket,
         "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},

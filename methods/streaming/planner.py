@@ -30,9 +30,9 @@ from methods.shared.memory_needs import state_bytes, stored_numel
 from methods.streaming.placement import spread
 
 KINDS = "RPWSDQ"
-BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; without, all rows are in the first
-SLACK = 0.02  # of the time: less than the rates are known by, and worth giving for fewer copies
-Counts = Mapping[str, float]  # of each kind or memory: layers, bytes
+BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; otherwise all rows are in the first
+SLACK = 0.02  # share of the time, less than the error of the rates, that is given up for fewer copies
+Counts = Mapping[str, float]  # layers or bytes of each kind or memory
 PlanOf = Callable[[Workload, dict[str, int]], Plan]  # the needs of these numbers of layers of each kind
 
 
@@ -56,8 +56,8 @@ class Carried(NamedTuple):
 
 
 def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
-    """Bytes a parameter of each kind carries over the link; a gradient is as large as its weight. A deferred update on
-    the device fetches the gradient again."""
+    """Return the bytes that a parameter of each kind carries over the link; a gradient is as large as its weight. A
+    deferred update on the device fetches the gradient again."""
     at_home = state_bytes(workload, host=True)
     size, rest = at_home["weights"], at_home["optimizer"]
     sent, fetched = size if clipping else 0, size if clipping == "deferred" else 0
@@ -75,7 +75,7 @@ def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
 
 
 def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
-    """The rows of every resource that bounds a step."""
+    """Return the rows of every resource that bounds a step."""
     deferred = clipping == "deferred"
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
     forward, backward = compute_seconds(workload, rates)
@@ -100,7 +100,7 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
 
 
 def stored_bytes(workload: Workload) -> int:
-    """Bytes of a layer on the disk, read and written once a step: master and moments."""
+    """Return the bytes of a layer on the disk, read and written once a step: master and moments."""
     return state_bytes(workload, host=True)["optimizer"] * stored_numel(workload.layer_params)
 
 
@@ -120,7 +120,7 @@ def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int
 
 
 def forecast(found: list[Row], counts: Counts) -> Forecast:
-    """The bound for these numbers of layers."""
+    """Return the bound for these numbers of layers."""
     pools = {row.pool for row in found}
     longest = [max((row for row in found if row.pool == pool), key=lambda row: row.total(counts)) for pool in pools]
     binds = " then ".join(dict.fromkeys(row.name for row in longest))
@@ -130,11 +130,13 @@ def forecast(found: list[Row], counts: Counts) -> Forecast:
 def least_seconds(
     workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str
 ) -> tuple[float, dict[str, float]] | None:
-    """The bound over all placements, and the layers of each kind in the placement that carries least among those
-    within SLACK of it; None if no placement fits or scipy is missing. `needs`: bytes a layer by memory and kind;
-    `free`: bytes for the layers by memory."""
+    """Return the bound over all placements, and the numbers of layers of each kind that carry least among those within
+    SLACK of it. None if no placement fits or scipy is missing.
+
+    `needs`: bytes a layer by memory and kind; `free`: bytes for the layers by memory.
+    """
     try:
-        from scipy.optimize import linprog  # heavy: only who plans by rates pays for it
+        from scipy.optimize import linprog  # a slow import, needed only for plans by rates
     except ImportError:
         return None
 
@@ -163,8 +165,8 @@ def least_seconds(
 
 
 def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None) -> dict[str, int] | None:
-    """Layers of each kind that fit with the shortest step by the rates; within SLACK of it those that carry
-    least. None if no placement fits."""
+    """Return the numbers of layers of each kind that fit with the shortest step by the rates; within SLACK of it those
+    that carry least. None if no placement fits."""
     assert room.rates is not None
     found = rows(workload, room.rates, clipping)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
@@ -187,7 +189,7 @@ def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping
 def _whole(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None
 ) -> Iterator[dict[str, int]]:
-    """Whole layers of each kind around the program's solution."""
+    """Return whole numbers of layers of each kind around the program's solution."""
     assert room.rates is not None
     needs, free = _linear(workload, room, plan_of, kinds)
     solution = least_seconds(workload, room.rates, needs, free, clipping=clipping, kinds=kinds)
@@ -200,8 +202,8 @@ def _whole(
 def _linear(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Bytes of one more layer of each kind, by memory, and the bytes left for layers beside all else."""
-    several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more than there are slots
+    """Return the bytes of one more layer of each kind, by memory, and the bytes left for layers beside all else."""
+    several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more layers than slots
     deep = workload.at_depth(sum(several.values()))
     base = plan_of(deep, several)
     more = {kind: plan_of(workload.at_depth(deep.num_layers + 1), {**several, kind: 5}) for kind in kinds}
@@ -214,8 +216,8 @@ def _linear(
 
 
 def arranged(counts: Counts) -> str:
-    """A letter a layer, bottom first. Resident layers are at the bottom, so that layers updated on the host are needed
-    late."""
+    """Return a letter for each layer, bottom first. Resident layers are at the bottom, so that layers updated on the
+    host are needed late."""
     rest = "".join(kind * int(counts.get(kind, 0)) for kind in "PWD")
     return "R" * int(counts.get("R", 0)) + spread(rest, int(counts.get("S", 0)))
 
