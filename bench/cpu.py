@@ -1,4 +1,4 @@
-"""What the harness and STRONGHOLD cost beside plain training, on a CPU: one alternating run, medians.
+"""Measures the cost of the harness and of STRONGHOLD beside plain training, on a CPU: one alternating run, medians.
 
     .venv/bin/python -m bench.cpu [--rounds 7]
 

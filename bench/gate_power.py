@@ -184,7 +184,7 @@ def honest_cases(
 
 
 def is_trainable(case: PowerCase) -> bool:
-    """Whether there is such a job, and its method has a plan for it: a placement is of one depth."""
+    """True if there is such a job and its method can plan it: a placement holds for one depth."""
     with contextlib.suppress(ValueError):
         return all(
             method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget.room) for job in case.jobs()

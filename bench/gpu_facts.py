@@ -49,7 +49,8 @@ def versions(device: str) -> dict[str, Any]:
 
 
 def attention(device: str) -> dict[str, Any]:
-    """By dtype: the kernel that torch chooses, its time, and whether its backward pass gives the same bits twice."""
+    """Return, by dtype, the kernel that torch chooses, its time, and whether its backward pass gives the same bits
+    twice."""
     found = {}
     with Device(device) as place:
         for dtype in (torch.float32, torch.bfloat16):
@@ -80,7 +81,7 @@ def pinning(device: str) -> dict[str, Any]:
 
 
 def pinned_by_torch(device: str) -> dict[str, Any]:
-    """The same of pin_memory(), which DeepSpeed and FSDP2 call: 1.5 GiB show whether 2 are taken."""
+    """Time pin_memory(), which DeepSpeed and FSDP2 call: 1.5 GiB show whether it takes 2 GiB."""
     before, started = budgets.process_bytes(), time.perf_counter()
     kept = torch.empty(3 * GIB // 2, dtype=torch.uint8, pin_memory=True)
     taken = time.perf_counter() - started
@@ -133,7 +134,7 @@ FACTS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {  # each with 
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """For people: each fact in a line."""
+    """Return each fact as a line, for people."""
     return [f"{name:20}{_text(value)}" for name, value in found.items()]
 
 

@@ -195,8 +195,8 @@ class Hydra(Method):
         return Plan(device, host, moved_bytes=moved, options=options, updates_on_host=False)
 
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
-        """For shards of equal size. Forward and backward pass fetch all weights, updates weights and gradients, but for
-        a shard that is still in a slot."""
+        """Return the bytes moved in a step, for shards of equal size. Forward and backward pass fetch all weights,
+        updates fetch weights and gradients; a shard that is still in a slot is not fetched."""
         hits = 1 + self.double_buffer  # shards still in a slot at a turn from forward to backward, or to the updates
         fetched = max(0, 2 * num_shards - hits)
         home = 1

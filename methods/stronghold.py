@@ -46,7 +46,7 @@ class Stronghold(Method):
         return PlacementChoice(workload, room, **asdict(self)).plan()
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        """The same mixture of layers; a window that slides in the model slides in its twin."""
+        """Return the options of the same mixture of layers; a window that slides in the model slides in its twin."""
         options, resident = asdict(self), self.resident_layers or 0
         kinds = parse(self.placement, num_layers) if self.placement else "R" * resident + "W" * (num_layers - resident)
         twin = shrink(kinds, twin_layers)

@@ -56,9 +56,9 @@ class VarunaMethod(Method):
     scales_loss = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Without num_stages or chunk_size choose, of all that fit, the fastest by the machine's rates; where these are
-        not known, as many stages as there are ranks, and the smallest micro-batches. Where nothing fits, what needs
-        least."""
+        """Plan a rank. Without num_stages or chunk_size choose the fastest configuration that fits, by the machine's
+        rates; if these are unknown, as many stages as ranks, and the smallest micro-batches. If none fits, plan the one
+        that needs least."""
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {self.schedule!r}")
         for name in ("world_size", "num_stages", "chunk_size", "peer_seconds", "checkpoint_every"):
@@ -149,7 +149,7 @@ class VarunaMethod(Method):
         return None
 
     def _plan(self, workload: Workload, room: Room, num_stages: int, chunk_size: int) -> Plan:
-        """Of the rank that needs most. Raises ValueError where the job cannot be cut so."""
+        """Plan the rank that needs most. Raises ValueError if the job cannot be cut so."""
         if num_stages > workload.num_layers:
             raise ValueError(f"num_stages: expected 1 to {workload.num_layers}, the number of layers, got {num_stages}")
         samples = _samples(workload, num_stages, self.world_size)

@@ -126,7 +126,7 @@ class Workload:
 
     @property
     def layer_flops(self) -> float:
-        """Of one layer's forward pass."""
+        """Floating-point operations of one layer's forward pass."""
         tokens = self.batch_size * self.seq_len
         return float(24 * tokens * self.hidden_size**2 + 2 * tokens * self.seq_len * self.hidden_size)
 

@@ -134,7 +134,7 @@ class Record:
 
     @property
     def samples_per_step(self) -> int:
-        """Of all models, where several took a step."""
+        """Samples of one step; if several models took a step, of all of them."""
         return self.job.workload.batch_size * self.schedule.get("num_models", 1)
 
     def models(self) -> list[Record]:
@@ -156,13 +156,14 @@ class Record:
 
     @property
     def slowed_by(self) -> str:
-        """What is to be said beside the speed of a run whose device memory was nearly full; empty otherwise."""
+        """Tell the reason if a run's device memory was nearly full, which slows it; empty otherwise."""
         times = "once" if self.num_alloc_retries == 1 else f"{self.num_alloc_retries} times"
         return f"the allocator emptied its cache {times}" if self.num_alloc_retries else ""
 
     @property
     def first_step_seconds(self) -> float | None:
-        """From the start of the process to the end of the first step: imports, data, building the model, one step."""
+        """Seconds from the start of the process to the end of the first step: imports, data, building the model, one
+        step."""
         before = ("process", "start", "import", "data", "build")
         spent = sum(self.phase_seconds.get(phase, 0.0) for phase in before)
         return spent + self.step_seconds[0] if self.step_seconds and self.interval_steps == 1 else None
@@ -193,7 +194,7 @@ class Record:
         return record
 
     def _contradiction(self) -> str:
-        """What no run can have measured, in one line; empty if there is nothing of the kind."""
+        """Describe values that no run can have measured, in one line; empty if there are none."""
         if wrong := wrong_num_models(self.schedule, self.others):
             return wrong
         if self.moved_bytes < 0:
@@ -230,8 +231,8 @@ class Record:
 
 
 def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
-    """What a schedule tells wrongly of how many models trained, in one line; empty if nothing: a record's rate is times
-    that many."""
+    """Describe a schedule's wrong number of trained models, in one line; empty if it is right: a record's rate is
+    multiplied by that number."""
     num_models = 1 + len(others)
     told = schedule.get("num_models", num_models)
     return "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"

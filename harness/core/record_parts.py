@@ -12,7 +12,7 @@ Values = list[float | None]  # None in imported logs only
 
 
 class Tensor(TypedDict, total=False):
-    """What became of a trained tensor: see harness/gate/inspect_training.py."""
+    """A trained tensor's changes: see harness/gate/inspect_training.py."""
 
     changed: Required[float]
     moved: Required[float]
@@ -25,7 +25,7 @@ class Tensor(TypedDict, total=False):
 
 
 class Other(TypedDict):
-    """Of several models one beside the first."""
+    """One of several models beside the first."""
 
     workload: dict[str, Any]  # in which fields it differs
     losses: Values
@@ -36,7 +36,7 @@ class Other(TypedDict):
 
 
 class Evidence(TypedDict, total=False):
-    """What programs read of the evidence of an end, an import or a verdict; it may say more."""
+    """The evidence of an end, an import or a verdict, as far as programs read it; further fields are allowed."""
 
     resource: str
     other_parameters: str
@@ -49,7 +49,7 @@ class Evidence(TypedDict, total=False):
 
 
 class MachineFacts(TypedDict, total=False):
-    """What programs read of a machine; it may say more."""
+    """The facts of a machine, as far as programs read them; further fields are allowed."""
 
     gpu: str
     cpu: str
@@ -61,14 +61,14 @@ class MachineFacts(TypedDict, total=False):
 
 
 class SoftwareFacts(TypedDict, total=False):
-    """What programs read of versions and source; it may say more."""
+    """Versions and source, as far as programs read them; further fields are allowed."""
 
     source: str  # the hash of the code that decides how the method trains
     unlisted: list[str]  # files whose code the run executed, and which that hash lacks
 
 
 class ScheduleFacts(TypedDict, total=False):
-    """What programs read of the schedule of several models or after a checkpoint; it may say more."""
+    """The schedule of several models or after a checkpoint, as far as programs read it; further fields are allowed."""
 
     num_models: int
     resumed_steps: int

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from harness.base.checkout import ROOT
 from harness.core.corpus_files import sampled_hash
 
-# What every method trains on and is judged by, whether its own file imports it or not.
+# Files that every method trains on and is judged by, whether its own file imports them or not.
 SHARED = tuple(
     ROOT / path for path in ("harness/core/data.py", "harness/core/gpt.py", "harness/gate/inspect_training.py")
 )
@@ -37,13 +37,14 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that have 
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py)")
 LOADERS = {"import_module", "__import__"}
 CODE = {".py", ".so", ".cpp", ".h", ".cu"}
-# Of a package elsewhere: parsing takes 5 ms a file, and such a package may have hundreds.
+# Limit for a package elsewhere: parsing takes 5 ms a file, and such a package may have hundreds.
 IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+(\w[^\n#;]*))", re.MULTILINE)
 FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
 
 class Contents(NamedTuple):
-    """What a file says, without its comments and layout where it is Python that parses, and whom it names."""
+    """The contents of a file (of Python that parses: without comments and layout), and the files and modules that it
+    names."""
 
     text: bytes
     modules: tuple[str, ...] = ()
@@ -51,7 +52,8 @@ class Contents(NamedTuple):
 
 
 def source_hash(path: Path) -> str:
-    """Of the method in this file; blind to comments and layout of Python. 16 hexadecimal digits."""
+    """Return the hash of the method in this file, 16 hexadecimal digits; comments and layout of Python do not change
+    it."""
     digest, found = hashlib.sha256(), closure(path)
     for _, contents in sorted(found.items()):
         digest.update(contents.text)
@@ -61,7 +63,7 @@ def source_hash(path: Path) -> str:
 
 
 class Listed(NamedTuple):
-    """What the hash is of: the folder of the method's file, and the files and folders that count."""
+    """The hash's inputs: the folder of the method's file, and the files and folders that count."""
 
     beside: Path
     places: frozenset[Path]
@@ -130,7 +132,8 @@ def _mentioned(text: str) -> Iterator[str]:
 
 
 def _package(name: str) -> str:
-    """What tells one state of a package from another: the version of what is installed, else the hash of its code."""
+    """Return what tells one state of a package from another: the version of an installed one, else the hash of its
+    code."""
     if version := _installed(name):
         return version
     digest, places = hashlib.sha256(), _places(name)
@@ -163,7 +166,7 @@ def _places(name: str) -> list[Path]:
 
 @functools.cache
 def _version(name: str) -> str:
-    """Of the distributions that install this package; empty if there is none."""
+    """Return the version of the distributions that install this package; empty if there is none."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return " ".join(metadata.version(each) for each in sorted(set(_distributions().get(name, ()))))

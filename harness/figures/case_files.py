@@ -56,7 +56,7 @@ def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> 
 
 
 def _check(line: Mapping[str, str]) -> str:
-    """What tells that a line of a CSV is as it was written: a hash of its cells."""
+    """Return a hash of a line's cells, which shows whether a line of a CSV is as it was written."""
     cells = [f"{name}={text}" for name, text in line.items() if name != "check"]
     return hashlib.sha256("\n".join(cells).encode(errors="replace")).hexdigest()[:12]
 
@@ -66,7 +66,7 @@ def write_table(frame: DataFrame, path: Path) -> None:
 
 
 def _csv(frame: DataFrame) -> str:
-    """Without cells that a spreadsheet would compute: an apostrophe goes before their text."""
+    """Put an apostrophe before the text of cells that a spreadsheet would compute."""
     safe = frame.map(lambda cell: FORMULA.sub("'", cell) if isinstance(cell, str) else cell)
     return safe.to_csv(index=False, lineterminator="\n")
 

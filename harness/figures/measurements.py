@@ -47,7 +47,7 @@ def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[Fi
 
 
 def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Of a search: the records of the largest depth that trained below every failure, and one of the smallest depth
+    """Return a search's records of the largest depth that trained below every failure, and one of the smallest depth
     that failed above every success. Either may be empty."""
     probes = _probes(name, records)
     depths, answer = _search(probes)

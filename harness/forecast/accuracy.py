@@ -70,7 +70,7 @@ def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None
 
 
 def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[str, Accuracy]:
-    """By method, over the runs that trained."""
+    """Return the accuracy by method, over the runs that trained."""
     ratios: dict[str, list[float]] = {}
     for record in records:
         foretold, measured = of_record(record, folders), record.median_step_seconds

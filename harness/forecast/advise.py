@@ -36,7 +36,8 @@ class TrainingPlace:
     asked: Budget
 
     def room_for(self, workload: Workload) -> Room:
-        """Of a machine by name with the budgets that are given, the host's assumed where neither knows it."""
+        """Return the room of a machine by name with the budgets that are given; the host's is assumed if neither tells
+        it."""
         if self.name is None:
             return machine.room(self.asked, self.device, workload)
         entry, asked = named_machines.load(self.name), self.asked
@@ -148,7 +149,7 @@ class Advice:
         }  # fmt: skip
 
     def _missing(self, name: str) -> str | None:
-        """What the method lacks to run here, and how to get it; of another machine that is not known."""
+        """Return what the method lacks to run here, and how to get it; for another machine that is unknown."""
         return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
 
     def _try(self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any]) -> Try:
@@ -183,7 +184,7 @@ class Advice:
         return f"-l {depth}" if depth and now.lacks else None
 
     def _changes(self, name: str) -> Iterator[tuple[str, TrainingPlace, Workload, dict[str, Any]]]:
-        """What costs nothing first: other numbers, another batch, the disk; then memory, then another GPU."""
+        """Yield changes, free ones first: other numbers, another batch, the disk; then memory, then another GPU."""
         place, workload = self.place, self.workload
         sheet = named_machines.load(place.name).datasheet if place.name else None
         half = "bf16" if not sheet or sheet.peak_flops("bf16") else "fp16"

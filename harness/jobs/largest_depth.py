@@ -126,7 +126,7 @@ class Probes:
         return dataclasses.replace(self.room, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
-        """What a probe would exhaust: the disk's budget, or the whole host."""
+        """Return the memory that a probe would exhaust: the disk's budget, or the whole host."""
         disk, host = self.room.disk_bytes, machine.host_bytes()
         if disk is not None and plan.disk_bytes > disk:
             return f"disk, by plan: {gib(plan.disk_bytes)} of {gib(disk)}"

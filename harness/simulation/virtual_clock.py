@@ -171,8 +171,8 @@ class Due:
 
 
 class VirtualWorkers(Pool):
-    """As harness/devices/update_threads.py's: all threads share the update of the earliest deadline among those whose
-    gradient has landed. The order is settled when an update is waited for."""
+    """Stands for harness/devices/update_threads.py's Workers: all threads share the update of the earliest deadline
+    among those whose gradient has landed. The order is settled when an update is waited for."""
 
     def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: Spans) -> None:
         super().__init__(streams, "workers", num_threads)

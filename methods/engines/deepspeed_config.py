@@ -33,7 +33,7 @@ def is_built(kernel: str) -> bool:
 
 
 def lacks_to_build(kernel: str) -> str | None:
-    """What it takes to compile a kernel that is not there, and how to get it; None if nothing is missing."""
+    """Return what is missing to compile a kernel that is not built, and how to get it; None if nothing is missing."""
     if is_built(kernel):
         return None
     if not native_build.find():

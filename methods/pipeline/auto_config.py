@@ -25,7 +25,7 @@ from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import step_seconds
 
 GRADIENT_BYTES = 4  # bytes of a gradient that replicas sum
-# Of a parameter: its weight, gradient, and what Adam keeps.
+# Bytes of a parameter: its weight, gradient, and Adam's state.
 STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))}
 AT_ONCE = 16  # configurations predicted side by side
 
@@ -74,7 +74,7 @@ class ConfigRow:
 
     @property
     def binds(self) -> str:
-        """What takes most of the predicted step."""
+        """Name the part that takes most of the predicted step."""
         slowest = max(sum(passes.values()) for passes in self.passes)
         crowding = max(1.0, self.crowding)
         parts = {

@@ -41,7 +41,7 @@ ALLOWED = {
 
 
 def _member(kind: Any, name: str) -> Any:
-    """What Python before 3.11.4 calls getattr for: the member of an enumeration."""
+    """Return the member of an enumeration; Python before 3.11.4 pickles a call of getattr for it."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
     return kind[name]
@@ -72,7 +72,7 @@ class Reader(dcp.FileSystemReader):
 
 class Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """As torch's, but plain values only."""
+        """Load bytes as torch does, but plain values only."""
         name = read_item.dest_index.fqn
         assert self.state_dict is not None
         self.original_state_dict[name] = self.state_dict[name] = torch.load(value, weights_only=True)
@@ -100,7 +100,7 @@ def metadata(path: Path) -> Metadata:
 
 
 def _num_bytes(kind: Any) -> int:
-    """What a tensor of the table takes."""
+    """Return the bytes of a tensor in the table."""
     if isinstance(kind, BytesStorageMetadata):
         return 0
     if not isinstance(kind, TensorStorageMetadata) or not isinstance(kind.properties.dtype, torch.dtype):
@@ -126,7 +126,7 @@ def load(path: Path, state: dict[str, Any]) -> None:
 
 
 def unreadable(path: Path, error: BaseException) -> ValueError:
-    """In one line, with the cause that torch wraps."""
+    """Return the error in one line, with the cause that torch wraps."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
     if told.startswith("Weights only load failed"):  # and torch's advice to load with code

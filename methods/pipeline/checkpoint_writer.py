@@ -54,7 +54,7 @@ def _complete(path: Path, tables: list[bytes]) -> bytes:
 
 
 def _together(work: Callable[[], bytes], path: Path, group: dist.ProcessGroup | None) -> list[bytes]:
-    """What each rank's work gives; raises on all ranks where one's raises."""
+    """Return the result of each rank's work; if it raises on one rank, raise on all."""
     error, own = None, b""
     try:
         own = b"." + work()

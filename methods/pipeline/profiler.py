@@ -237,7 +237,7 @@ class Profiler:
             dist.barrier()
 
     def _gathered(self, own: Any) -> list[Any]:
-        """What each rank tells, in their order."""
+        """Gather each rank's JSON, in the ranks' order."""
         group = dist.group.WORLD if self.world_size > 1 else None
         return list(map(json.loads, gathered(json.dumps(own).encode(), group, self.device)))
 

@@ -353,7 +353,7 @@ class Varuna(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **words: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Of this stage."""
+        """Return this stage's state."""
         return dict(self.part.state_dict(*args, **words))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **words: Any) -> Any:

@@ -120,8 +120,7 @@ class PlacementChoice:
             yield window, self._filled(window, "S")
 
     def _filled(self, window: int, letter: str) -> str:
-        """As many resident layers at the bottom as the device holds beside the others; none where it is not
-        known."""
+        """Make as many bottom layers resident as the device holds beside the others; none if its memory is unknown."""
         device_bytes, num_layers = self.room.device_bytes or 0, self.workload.num_layers
         resident = self.resident_layers
 

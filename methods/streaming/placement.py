@@ -120,8 +120,8 @@ def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str 
     slots = size * (windowed.num_slots + num_gradients(kinds, window_size))
     slots += (states + (size if clipping else 0)) * streamed.num_slots
     device["buffers"] = slots * layer
-    # Of micro-batches other than the one at work: beside the loss outputs and their gradients wait; beside the top
-    # layers also their inputs and the gradients of these.
+    # Other micro-batches wait: beside the loss with their outputs and these gradients; beside the top layers also with
+    # their inputs and the gradients of these.
     boundary = workload.boundary_bytes
     others = boundary - boundary // workload.micro_batches
     at_head = workload.num_layers * boundary + workload.head_bytes + 2 * others
@@ -140,8 +140,8 @@ def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str 
     if clipping == "speculate":
         host["optimizer"] += states * (hosted - count["D"]) * layer
     if workload.dtype != "fp32":
-        # What an update makes fp32, beside boundaries, without a kernel of ours. A gradient; where the master is in two
-        # halves, that, too.
+        # An update's fp32 copies beside boundaries, if no compiled kernel makes it: of the gradient and, if the master
+        # is in two halves, of the master.
         each = 17 if workload.dtype == "bf16" else 4
         updates = [(4 * min(BLOCK, max(workload.end_params, layer if count["R"] else 0)), boundary)]
         if count["S"]:  # in the forward pass, or, ahead of the norm, in the backward pass
