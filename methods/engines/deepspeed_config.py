@@ -23,7 +23,7 @@ ADAMS = {  # the host's Adam, and its name in the fairness table
 }
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
 KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}  # seconds on a 2-core EPYC
-HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # and Debian's packages of them
+HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
 
 
 def is_built(kernel: str) -> bool:

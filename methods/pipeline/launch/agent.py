@@ -72,7 +72,7 @@ class MachineAgent:
         told = time.monotonic()
         while True:
             for key, _ in self.waiting.select(ALIVE_SECONDS):
-                if key.fileobj in self.waiting.get_map():  # not closed by one before it
+                if key.fileobj in self.waiting.get_map():  # an earlier one may have closed it
                     key.data()
             if time.monotonic() > told + ALIVE_SECONDS:
                 told = time.monotonic()
