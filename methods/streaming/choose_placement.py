@@ -69,7 +69,8 @@ class PlacementChoice:
         workload, room = self.workload, self.room
 
         def plan_of(load: Workload, counts: Counts) -> Plan:
-            return self._placed(arranged(counts), window, clipping, load)
+            """Of layers in any order that ends as arranged() does: the bytes are the same."""
+            return self._needs("".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load)
 
         if room.host_bytes and (clipping, self.clipping) == ("speculate", None):
             room = replace(room, host_bytes=int(room.host_bytes / SPARE_ROOM))
@@ -78,7 +79,7 @@ class PlacementChoice:
             counts = choose(workload, room, plan_of, "RPWSD", clipping)
         if counts is None:
             return None
-        return with_forecast(plan_of(workload, counts), workload, room, counts, clipping)
+        return with_forecast(self._placed(arranged(counts), window, clipping), workload, room, counts, clipping)
 
     def _most_resident(self) -> Plan:
         """Return the first filling that fits, on the disk only if none fits without it; if none fits at all, the

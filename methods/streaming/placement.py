@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from itertools import groupby
+from itertools import pairwise
 from typing import NamedTuple
 
 from harness.core.job import Plan, Workload
@@ -67,17 +66,17 @@ def shrink(kinds: str, num_layers: int) -> str:
 
 
 def _runs(kinds: str) -> str:
-    return "".join(f"{kind}{len(list(run))}" for kind, run in groupby(kinds))
+    return "".join(f"{run[1]}{len(run[0])}" for run in re.finditer(r"(.)\1*", kinds))
 
 
 def spread(kinds: str, num_streamed: int) -> str:
     """Spread streamed layers evenly among others: their states then load the link as steadily as the others' updates
     load the host."""
-    if not num_streamed:  # a search tries thousands of depths, each layer by layer
+    if not num_streamed:
         return kinds
-    total, others = len(kinds) + num_streamed, iter(kinds)
-    at = [i * num_streamed // total for i in range(total + 1)]
-    return "".join("S" if at[i + 1] > at[i] else next(others) for i in range(total))
+    total = len(kinds) + num_streamed
+    below = [-(-number * total // num_streamed) - number for number in range(1, num_streamed + 1)]  # of each one
+    return "".join(f"{kinds[start:end]}S" for start, end in pairwise([0, *below]))
 
 
 class Ring(NamedTuple):
@@ -109,16 +108,18 @@ def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str 
     A travelling layer's weights come in twice a step, but for those that stay where they are when the forward pass
     turns into the backward pass; its gradient goes home once, for S only where its update may have to wait.
     """
-    size, layer, count = workload.weight_bytes, workload.layer_params, Counter(kinds)
+    size, layer = workload.weight_bytes, workload.layer_params
+    count = {kind: kinds.count(kind) for kind in KINDS}  # a search asks for a million layers
     here, at_home = (state_bytes(workload, host=host) for host in (False, True))
     states = at_home["weights"] + at_home["optimizer"]  # the part that an update changes
-    windowed, streamed = rings(kinds, window_size)
+    num_windowed = count["W"] + count["D"]
+    windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
     hosted = len(kinds) - count["R"]
 
     device = {kind: each * (workload.end_params + count["R"] * layer) for kind, each in here.items()}
     device["weights"] += size * count["P"] * layer
-    slots = size * (windowed.num_slots + num_gradients(kinds, window_size))
-    slots += (states + (size if clipping else 0)) * streamed.num_slots
+    slots = size * (windowed_slots + num_gradients(kinds, window_size))
+    slots += (states + (size if clipping else 0)) * streamed_slots
     device["buffers"] = slots * layer
     # Other micro-batches wait: beside the loss with their outputs and these gradients; beside the top layers also with
     # their inputs and the gradients of these.
@@ -156,7 +157,7 @@ def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str 
     if hosted:
         host["optimizer"] += 512 + 4 * hosted  # numbers of steps, and the clip factor: the last bytes of a host
     waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient, out and in again
-    moved = size * (2 * count["P"] + 3 * len(windowed.layers) - windowed.num_slots)
-    moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed.num_slots
+    moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
+    moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
     disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}
     return Plan(device=device, host=host, disk=disk, moved_bytes=moved * layer)

@@ -6,11 +6,12 @@ import functools
 import itertools
 import random
 import re
+import time
 from dataclasses import replace
 
 import pytest
 
-from harness.core.job import Budget, Job, Workload
+from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create, names
 from harness.core.rates import Rates
 from harness.forecast.fit import resolve
@@ -99,3 +100,11 @@ def test_the_depth_that_is_advised_is_the_largest_that_fits(is_one_pool: bool) -
             assert name != "stronghold" or fits == any_fits(load, budget, has_disk=False)
         advised += largest > 0
     assert advised > 10
+
+
+def test_a_plan_of_the_most_layers_takes_no_minutes() -> None:
+    """Half a second of a core; a search for the largest depth asks for twenty of them."""
+    workload = Workload(2**20, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=64)
+    began = time.process_time()
+    create("stronghold", {}).plan(workload, Room(2**35, 2**39, rates=RATES))
+    assert time.process_time() - began < 20

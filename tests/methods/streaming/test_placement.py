@@ -14,7 +14,7 @@ from harness.devices.memory_rehearsal import predict
 from methods.offload import adamw_kernel
 from methods.offload.clip import BLOCK
 from methods.streaming import layer_state
-from methods.streaming.placement import parse, placed_plan, rings, shrink, text_of
+from methods.streaming.placement import parse, placed_plan, rings, shrink, spread, text_of
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
 from tests.support.training import answers_within, small_bytes, tiny, train, train_resident
@@ -38,6 +38,15 @@ def placed(workload: Workload, placement: str, clipping: str = "deferred", windo
 def test_a_placement_is_a_letter_a_layer(text: str, kinds: str) -> None:
     assert parse(text, 8) == kinds
     assert parse(text_of(kinds), 8) == kinds
+
+
+@pytest.mark.parametrize("num_streamed", [0, 1, 3, 7, 20])
+@pytest.mark.parametrize("others", ["", "W", "PPWWD", "PWD" * 6])
+def test_streamed_layers_are_spread_evenly(others: str, num_streamed: int) -> None:
+    kinds = spread(others, num_streamed)
+    assert kinds.replace("S", "") == others
+    for length in range(len(kinds) + 1):
+        assert kinds[:length].count("S") == length * num_streamed // max(1, len(kinds))
 
 
 @pytest.mark.parametrize(
