@@ -85,8 +85,8 @@ def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], d
         try:
             if not path.is_file():
                 raise NotALog("not a file")
-            records[path] = to_record(read(path), path.name)
-        except (NotALog, OSError) as error:
+            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())  # as later verbs read it
+        except (OSError, ValueError) as error:
             complaints[path] = str(getattr(error, "strerror", None) or error)
     return records, complaints
 

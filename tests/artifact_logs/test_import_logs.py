@@ -141,6 +141,13 @@ def test_an_empty_folder_is_a_mistake(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.startswith("error: no log in")) == (2, True)
 
 
+def test_a_log_of_a_year_that_no_record_has_is_skipped(tmp_path: Path) -> None:
+    name = name_of("l2l", 2, 64).replace("1656730240", "999999999999")
+    path, skipped = write_log(tmp_path / "logs", name, megatron_lines(2, 64, [9.0, 8.0])), []
+    found = import_logs([path], tmp_path, None, lambda *each: skipped.append(each))
+    assert not list(found) and "expected started as seconds from 1970 to the year 9999" in skipped[0][1]
+
+
 def test_sweep_and_fairness_table_take_no_imported_record_for_their_own(tmp_path: Path) -> None:
     load = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
     job = resolve(Job("resident", load))[0]
