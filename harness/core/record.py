@@ -120,11 +120,13 @@ class Record:
 
     @property
     def timed_seconds(self) -> list[float]:
-        """Seconds of the steps after warm-up, and after those from a checkpoint; of a log, the means of its intervals
-        without warm-up. None of a run that shared its device."""
+        """Seconds of the steps after warm-up, which begins after those from a checkpoint, and leaves one step; of a
+        log, the means of its intervals without warm-up. None of a run that shared its device."""
         if not self.is_timed:
             return []
-        warmup = -(-max(self.job.warmup, self.schedule.get("resumed_steps", 0)) // self.interval_steps)
+        resumed = self.schedule.get("resumed_steps", 0)
+        steps = max(resumed, min(resumed + self.job.warmup, self.job.steps - 1))
+        warmup = -(-steps // self.interval_steps)
         return [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
 
     @property

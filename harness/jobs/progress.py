@@ -211,7 +211,7 @@ def few_steps(record: Record) -> str:
         return ""
     # An interval of the default number of steps grows with the steps.
     grown = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
-    steps = grown + FEWEST_TIMED
+    steps = record.schedule.get("resumed_steps", 0) + grown + FEWEST_TIMED
     return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {steps}"
 
 

@@ -48,6 +48,13 @@ def test_the_median_leaves_the_warm_up_out() -> None:
     assert RECORD.median_step_seconds == 3.0
 
 
+@pytest.mark.parametrize(("resumed", "timed"), [(0, [3, 4, 5, 6]), (2, [5, 6]), (5, [6]), (6, [])])
+def test_warm_up_begins_after_the_steps_of_a_checkpoint(resumed: int, timed: list[int]) -> None:
+    job = dataclasses.replace(JOB, steps=6, warmup=2)
+    record = dataclasses.replace(RECORD, job=job, step_seconds=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert dataclasses.replace(record, schedule={"resumed_steps": resumed}).timed_seconds == timed
+
+
 def test_throughput_is_batch_over_median_step_once_the_gate_passed() -> None:
     assert RECORD.samples_per_second is None
     assert dataclasses.replace(RECORD, gate=Gate("exact")).samples_per_second == 4 / 3.0
