@@ -208,10 +208,18 @@ class Record:
             return f"expected interval_steps of at least 1, got {self.interval_steps}"
         if not 0 <= self.started < LATEST:
             return f"expected started as seconds from 1970 to the year 9999, got {self.started:g}"
+        if self.status not in STATUSES:
+            return f"expected a status of {', '.join(STATUSES)}, got {self.status!r}"
+        if negative := [name for name, size in self.peaks.items() if size < 0]:
+            return f"expected a peak {negative[0]} of at least 0, got {self.peaks[negative[0]]}"
         if self.gate.verdict not in VERDICTS:
             return f"expected a verdict of {', '.join(VERDICTS)}, got {self.gate.verdict!r}"
-        if self.gate.passed and self.status == "ok" and not (self.losses and self.step_seconds):
-            return f"expected losses and step_seconds beside the verdict {self.gate.verdict}, got none"
+        if self.gate.passed and self.status == "ok":
+            fewest = self.job.steps if self.origin == "run" else 1  # a log tells some values
+            for name, values in (("losses", self.losses), ("step_seconds", self.step_seconds)):
+                number = sum(value is not None and math.isfinite(value) for value in values)
+                if number < fewest or len(values) > self.job.steps:
+                    return f"expected {fewest} finite {name} beside the verdict {self.gate.verdict}, got {number}"
         intervals = -(-self.job.steps // self.interval_steps)
         if len(self.step_seconds) > intervals:
             return f"expected at most {intervals} step_seconds, got {len(self.step_seconds)}"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from harness.core.job import Budget, Job, Workload
 from harness.core.log_lines import interval_lines
-from harness.core.record import Gate, Record, new_stem, read_all
+from harness.core.record import STATUSES, Gate, Record, new_stem, read_all
 
 JOB = Job("some-method", Workload(), {"window_size": 4}, Budget(seconds=9.5), steps=4, warmup=1)
 UNSCALED: dict[str, list] = {"loss_scales": [], "skipped_steps": []}  # of any but fp16
@@ -93,7 +93,22 @@ def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> N
         ({"step_seconds": [1e-320]}, "expected step_seconds from 1e-09 and finite, got 1e-320"),
         ({"started": 1e300}, "expected started as seconds from 1970 to the year 9999, got 1e+300"),
         ({"gate": Gate("super")}, "expected a verdict of exact, tolerance, twin, failed, untested, got 'super'"),
-        ({"losses": [], "gate": Gate("exact")}, "expected losses and step_seconds beside the verdict exact, got none"),
+        ({"losses": [], "gate": Gate("exact")}, "expected 4 finite losses beside the verdict exact, got 0"),
+        (
+            {"losses": [1.0, 2.0], "gate": Gate("exact")},
+            "expected 4 finite losses beside the verdict exact, got 2",
+        ),
+        (
+            {"losses": [math.nan] * 4, "gate": Gate("twin")},
+            "expected 4 finite losses beside the verdict twin, got 0",
+        ),
+        (
+            {"step_seconds": [1.0], "gate": Gate("exact")},
+            "expected 4 finite step_seconds beside the verdict exact, got 1",
+        ),
+        ({"losses": [1.0] * 8, "gate": Gate("exact")}, "expected 4 finite losses beside the verdict exact, got 8"),
+        ({"status": "super"}, f"expected a status of {', '.join(STATUSES)}, got 'super'"),
+        ({"peaks": {"host_anonymous": -5}}, "expected a peak host_anonymous of at least 0, got -5"),
         ({"schedule": {"num_models": 1000}}, "expected num_models 1, one more than `others`, got 1000"),
     ],
 )
