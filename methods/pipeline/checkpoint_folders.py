@@ -17,8 +17,14 @@ def folder_of(folder: str | Path, step: int) -> Path:
 
 def complete_steps(folder: str | Path) -> list[int]:
     """Return the steps with a complete checkpoint, in order."""
-    names = (path.parent.name.removeprefix(PREFIX) for path in Path(folder).glob(f"{PREFIX}*/{COMPLETE}"))
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())  # a copy has another name
+    steps = (step_of(path.parent) for path in Path(folder).glob(f"{PREFIX}*/{COMPLETE}"))
+    return sorted(step for step in steps if step is not None)
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of the checkpoint that folder_of() calls so; None for any other name, such as a copy's."""
+    name = path.name.removeprefix(PREFIX)
+    return int(name) if name.isascii() and name.isdigit() and path == folder_of(path.parent, int(name)) else None
 
 
 def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:

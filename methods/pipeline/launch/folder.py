@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.whole_file import write_whole
-from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, folder_of
+from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, step_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
 TAKEOVER_SECONDS = 20.0  # time in which the ranks of a killed launcher end
@@ -132,7 +132,7 @@ class Folder:
         steps = complete_steps(self.checkpoints)
         if len(steps) > KEPT:
             for path in self.checkpoints.glob(f"{PREFIX}*"):
-                if path < folder_of(self.checkpoints, steps[-KEPT]):
+                if (step := step_of(path)) is not None and step < steps[-KEPT]:
                     shutil.rmtree(path, ignore_errors=True)
 
     def newest_log(self, name: str) -> str:

@@ -191,7 +191,7 @@ def test_a_truncated_file_is_told_with_its_checkpoint(tmp_path: Path, size: int)
         state(1)[2].load(tmp_path, dict)
 
 
-@pytest.mark.parametrize("name", ["step_00000018.bak", "step_", "step_-1", "step_x"])
+@pytest.mark.parametrize("name", ["step_00000018.bak", "step_", "step_-1", "step_x", "step_8", "step_000000008"])
 def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     state(7)[2].save(tmp_path, 7, {}).result()
     shutil.copytree(folder_of(tmp_path, 7), tmp_path / name)

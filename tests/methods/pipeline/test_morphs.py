@@ -232,6 +232,16 @@ def test_a_step_without_its_facts_is_told_with_its_folder(tmp_path: Path) -> Non
         judge_folder(tmp_path, tmp_path, most_lost=0)
 
 
+def test_of_old_checkpoints_a_copy_of_another_name_is_kept(tmp_path: Path) -> None:
+    held = Folder(tmp_path, {})
+    for name in ("step_00000001", "step_00000002", "step_00000003", "step_00000004", "step_00000001.bak", "step_1"):
+        (held.checkpoints / name).mkdir()
+        (held.checkpoints / name / ".metadata").touch()
+    held.prune()
+    left = ["step_00000001.bak", "step_00000003", "step_00000004", "step_1"]
+    assert sorted(path.name for path in held.checkpoints.iterdir()) == left
+
+
 def test_a_checkpoint_beyond_the_record_is_not_taken(tmp_path: Path) -> None:
     """Its steps would be missing: ranks that outlived their launcher wrote it."""
     held = Folder(tmp_path, {})
