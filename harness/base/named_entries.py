@@ -44,10 +44,10 @@ def places(files: Iterable[Path], example: str) -> dict[str, Path]:
     return found
 
 
-def entry(kind: type[T], name: str, files: Sequence[Path], example: str) -> T:
+def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: str) -> T:
     """Return the entry of this name as a dataclass. Raises ValueError that names the nearest entry, or the wrong
     fields."""
-    found, what = places(files, example), kind.__name__.lower()
+    found = places(files, example)
     if name not in found:
         choices = f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}"
         raise ValueError(f"no {what} {name!r}: {did_you_mean(name, found)}{choices}")

@@ -43,4 +43,4 @@ def names(file: Path = FILE) -> list[str]:
 
 def load(name: str, file: Path = FILE) -> NamedModel:
     """Return the model of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
-    return entry(NamedModel, name, (file,), EXAMPLE)
+    return entry(NamedModel, "model", name, (file,), EXAMPLE)

@@ -141,7 +141,7 @@ def names(*files: Path) -> list[str]:
 
 def load(name: str, *files: Path) -> Machine:
     """Return the machine of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
-    return entry(Machine, name, files or REGISTRY.places, EXAMPLE)
+    return entry(Machine, "machine", name, files or REGISTRY.places, EXAMPLE)
 
 
 def source(name: str) -> str:
