@@ -166,7 +166,8 @@ def test_a_container_that_kills_is_known_by_its_own_count(tmp_path: Path, memory
     """Parent and worker live in one group with a limit and no budget, as in a container."""
     (record,) = ended_elsewhere({tmp_path: FILL}, lambda: memory_group.enter(os.getpid()))
     assert (record.status, record.evidence["class"]) == ("oom-host", "kernel-kill"), record.reason
-    assert record.evidence["oom_kills"] == 1 and "limits" not in record.evidence
+    # The kernel may kill a second process before the first has let go of its memory.
+    assert record.evidence["oom_kills"] >= 1 and "limits" not in record.evidence
     assert "killed by the kernel" in record.reason and "of 600.0 MiB in use" in record.reason
 
 
