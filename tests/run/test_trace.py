@@ -242,7 +242,7 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
         overlap.shown(DEMO.name, tmp_path, [])
     options = {"placement": "W4", "clipping": "deferred"}
     job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(path))
-    measured: dict[str, Any] = {"losses": [5.0], "step_seconds": [1.0]}
+    measured: dict[str, Any] = {"losses": [5.0] * job.steps, "step_seconds": [1.0] * job.steps}
     record = Record(job, "key", "ok", clock="sim", gate=Gate("exact"), **measured)
     record.write(tmp_path / "log_1.json")
     write(virtual.timeline({"title": "on h200"}), tmp_path / "traces" / "virtual_h200_48_deferred.json")
