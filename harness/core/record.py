@@ -26,6 +26,7 @@ RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
 SHORTEST_STEP = 1e-9  # seconds
 CLOCK_SECONDS = 3600.0  # by which another machine's clock may be ahead
+DEVICES = ("cpu", "cuda", "sim")
 LATEST = 253_402_300_800.0  # Unix time of the year 10000
 PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
@@ -199,6 +200,8 @@ class Record:
         """Describe values that no run can have measured, in one line; empty if there are none."""
         if wrong := wrong_num_models(self.schedule, self.others):
             return wrong
+        if self.job.device not in DEVICES:
+            return f"expected device {', '.join(DEVICES)}, got {self.job.device!r:.80}"
         if self.moved_bytes < 0:
             return f"expected moved_bytes of at least 0, got {self.moved_bytes}"
         for name in ("probe_layers", "probe_steps"):

@@ -109,6 +109,7 @@ def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> N
         ({"losses": [1.0] * 8, "gate": Gate("exact")}, "expected 4 finite losses beside the verdict exact, got 8"),
         ({"status": "super"}, f"expected a status of {', '.join(STATUSES)}, got 'super'"),
         ({"peaks": {"host_anonymous": -5}}, "expected a peak host_anonymous of at least 0, got -5"),
+        ({"job": dataclasses.replace(RECORD.job, device="")}, "expected device cpu, cuda, sim, got ''"),
         ({"schedule": {"num_models": 1000}}, "expected num_models 1, one more than `others`, got 1000"),
     ],
 )
