@@ -73,8 +73,8 @@ def judge(
 
 def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: float = TOLERANCE) -> Verdict:
     """Judge the folders of two launched jobs. `most_lost`: steps that one death may cost."""
-    lost = read_lines(folder / "lost_steps.jsonl")
-    steps, expected = (read_lines(each / "steps.jsonl") for each in (folder, undisturbed))
+    lost = read_lines(folder / "lost_steps.jsonl", "step", "round")
+    steps, expected = (read_lines(each / "steps.jsonl", "step") for each in (folder, undisturbed))
     try:
         found = judge(steps, expected, lost, tolerance)
     except (KeyError, TypeError) as error:

@@ -14,33 +14,36 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.base.foreign_file import read_text
 from harness.base.whole_file import write_whole
 from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, step_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
 TAKEOVER_SECONDS = 20.0  # time in which the ranks of a killed launcher end
+NUMBERS = ("step", "round")
 KEPT = 2  # complete checkpoints that are kept
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read lines of JSON. A process killed while it wrote leaves a last line without an end, which does not count.
-    Raises ValueError, with the number of the line, for a line that no launcher writes."""
+def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
+    """Read lines of JSON with the numbers that are needed. A process killed while it wrote leaves a last line without
+    an end, which does not count. Raises ValueError, with the number of the line, for a line that no launcher writes."""
     if not path.exists():
         return []
-    *lines, _ = path.read_text(errors="replace").split("\n")
-    return [_read(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    *lines, _ = read_text(path).split("\n")
+    return [_read(line, f"{path}, line {number}", needed) for number, line in enumerate(lines, start=1)]
 
 
-def _read(text: str, place: str) -> dict[str, Any]:
+def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not (type(found.get("step", 1)) is type(found.get("round", 1)) is int):
+    is_known = isinstance(found, dict) and set(needed) <= found.keys()
+    if not is_known or not all(type(found.get(name, 0)) is int for name in NUMBERS):
         raise ValueError(f"{place}: expected what a launcher writes, got {text[:60]!r}; try another --folder")
     return found
 
@@ -67,7 +70,7 @@ class Folder:
         self._lock(self.locks[1], "ranks of an earlier launcher", TAKEOVER_SECONDS)
         self.locks.pop().close()  # the agents hold the lock, too
         held = path / "job.json"
-        there = _read(held.read_text(errors="replace"), str(held)) if held.exists() else {}
+        there = _read(read_text(held), str(held)) if held.exists() else {}
         other = [name for name, value in job.items() if there and there.get(name) != value]
         if other:
             name = other[0]
@@ -100,7 +103,7 @@ class Folder:
         self.steps.flush()
 
     def last_step(self) -> int:
-        return max((line["step"] for line in read_lines(self.path / "steps.jsonl")), default=0)
+        return max((line["step"] for line in read_lines(self.path / "steps.jsonl", "step")), default=0)
 
     # ---- Checkpoints
 
@@ -112,7 +115,7 @@ class Folder:
         """Return the step of the newest complete checkpoint within the record, and cut the record there; None: start
         from the beginning."""
         path = self.path / "steps.jsonl"
-        found = read_lines(path)
+        found = read_lines(path, "step")
         # Nobody has recorded what ranks did after their launcher or an agent was killed.
         reached = found[-1]["step"] if found else 0
         complete = complete_steps(self.checkpoints)

@@ -210,7 +210,9 @@ def test_the_record_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(tmp_path / "lost_steps.jsonl")] == [3]
 
 
-@pytest.mark.parametrize("line", ['{"step": "evil"}', "{bad", "[1]", "7", '{"round": null}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "line", ['{"step": "evil"}', "{}", '{"round": 1}', "{bad", "[1]", "7", '{"round": null}', "[" * 100_000]
+)
 def test_a_line_that_no_launcher_writes_is_told_with_its_file_and_number(tmp_path: Path, line: str) -> None:
     (tmp_path / "steps.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
     with pytest.raises(
@@ -224,6 +226,16 @@ def test_a_job_that_is_none_is_told_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{bad")
     with pytest.raises(ValueError, match=rf"{tmp_path}/job.json: expected what a launcher writes, got '{{bad'"):
         Folder(tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["job.json", "steps.jsonl"])
+def test_what_is_no_regular_file_is_neither_followed_nor_waited_for(tmp_path: Path, name: str) -> None:
+    Folder(tmp_path, {})
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        (tmp_path / name).unlink()
+        make(tmp_path / name)
+        with pytest.raises(OSError, match="expected a regular file"):
+            read_lines(tmp_path / name) if name.endswith("l") else Folder(tmp_path, {})
 
 
 def test_a_step_without_its_facts_is_told_with_its_folder(tmp_path: Path) -> None:
