@@ -5,24 +5,36 @@ from __future__ import annotations
 import ast
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from harness.base.checkout import ROOT
-from tests.support import cli
+from harness.core.job import Job
+from harness.devices import machine
+from tests.support import cli, records
+from tests.support.tiny import TINY
 
 # Names whose call can run what a file or another process holds, and the files that may say them, each for a reason.
 RUNNERS = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "read_pickle", "eval", "exec",
     "unsafe_load", "full_load", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
-    "send_object_list", "recv_object_list", "allow_pickle",
+    "send_object_list", "recv_object_list", "allow_pickle", "runpy", "exec_module", "torch.load", "torch.jit",
+    "torch.hub", "torch.package", "torch.serialization", "torch.distributed.checkpoint", "torch.distributed.rpc",
 }  # fmt: skip
 ALLOWED = {
-    "methods/pipeline/checkpoint_reader.py": {"pickle"},  # an unpickler of an allow-list
-    "methods/pipeline/checkpoint_writer.py": {"pickle"},  # writes torch's table of contents, and reads none
+    "cases/_paced_gpt.py": {"exec_module"},  # an example of this project
+    "methods/pipeline/checkpoint.py": {"torch.distributed.checkpoint"},  # the classes of a table of contents
+    # An unpickler of an allow-list, and torch's reader with it; plain values.
+    "methods/pipeline/checkpoint_reader.py": {"pickle", "torch.distributed.checkpoint", "torch.load"},
+    # Writes torch's table of contents, and reads other ranks' by that unpickler.
+    "methods/pipeline/checkpoint_writer.py": {"pickle", "torch.distributed.checkpoint"},
+    "methods/pipeline/launch/agent.py": {"runpy"},  # the script that the caller names
     "methods/sharding/device_process.py": {"pickle"},  # of a pipe to a process that this one has forked
 }
+OPENED = list[str]()  # files that this process opens, from now on
+sys.addaudithook(lambda event, told: OPENED.append(str(told[0])) if event == "open" else None)
 
 # Each sentence's first words, with the tests that show it; none where the sentence warns and promises nothing.
 PROMISES = {
@@ -109,24 +121,46 @@ def sources(*folders: str) -> list[Path]:
 
 
 def said(path: Path) -> set[str]:
-    """Of RUNNERS, those that a file imports, calls or passes; a method of a model, such as model.eval(), is none."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {item.name.partition(".")[0] for item in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {str(node.module).partition(".")[0], *(item.name for item in node.names)}
+    """Return those of RUNNERS that a file imports, calls or passes, under whatever other name; a method of a model,
+    such as model.eval(), is none."""
+    tree = ast.parse(path.read_text())
+    imports = [(each, item) for each in ast.walk(tree) if isinstance(each, ast.Import) for item in each.names]
+    called = {item.asname: item.name for _, item in imports if item.asname}
+    found = {item.name for _, item in imports}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(item.name for item in node.names)}
+            found |= {f"{node.module}.{item.name}" for item in node.names}
         elif isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.keyword):
             found.add(str(node.arg))
-        elif isinstance(node, ast.Attribute) and node.attr not in ("eval", "exec"):
-            found.add(node.attr)
-    return found & RUNNERS
+        elif isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            found |= {f"{called.get(first, first)}.{rest}"} | ({node.attr} - {"eval", "exec"})
+    parts = {".".join(name.split(".")[:depth]) for name in found for depth in range(1, name.count(".") + 2)}
+    return parts & RUNNERS
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("import torch as t\nt.load(f)", {"torch.load"}), ("from torch import load as read", {"torch.load"}),
+        ("import torch.distributed.checkpoint as dcp", {"torch.distributed.checkpoint"}),
+        ("from torch.distributed.checkpoint import FileSystemReader", {"torch.distributed.checkpoint"}),
+        ("from torch import jit", {"torch.jit"}), ("import torch\ntorch.hub.load('a')", {"torch.hub"}),
+        ("import pickle as p", {"pickle"}), ("from pickle import loads", {"pickle"}), ("model.eval()", set()),
+        ("import numpy as np\nnp.load(f, allow_pickle=True)", {"allow_pickle"}), ("eval(text)", {"eval"}),
+        ("import torch.distributed as dist\ndist.gather_object(a)", {"gather_object"}),
+    ],
+)  # fmt: skip
+def test_a_loader_is_seen_under_any_name(tmp_path: Path, text: str, names: set[str]) -> None:
+    (tmp_path / "a.py").write_text(text)
+    assert said(tmp_path / "a.py") == names
 
 
 def test_no_file_has_a_loader_that_can_run_code_but_those_with_a_reason() -> None:
-    files = sources("harness", "methods", "cases", "bench", "examples")
+    files = sources("harness", "methods", "cases", "bench", "examples", "notebooks")
     found = {str(path.relative_to(ROOT)): names for path in files if (names := said(path))}
     assert found == ALLOWED
 
@@ -187,16 +221,28 @@ LOG = "log_l2l_l-1_hs-32_bs-2_ws-0_2022-07-02.1656730240.txt"
 SMALL = ("-l", "1", "-h", "32", "--heads", "2", "--seq", "16", "--vocab", "64", "-b", "2", "--steps", "3", "--no-probe")
 
 
+JOB = ("varuna", "launch", "--machine-list", "list.txt", "--folder", "job", "--batch-size", "4", "--nstages", "1",
+       "--chunk-size", "2", "a.py")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["log_a.json"], ["compare", "l2l", "stronghold", "--results", "."]),
-        (["log_a.json", "calibration.json"], ["report", "--results", "."]),
-        (["log_a.json"], ["bundle", "--results", "."]),
-        (["log_a.json"], ["verify", "--results", ".", "--claims", "log_a.json"]),
+        (["log_a.json"], ["compare", "l2l", "resident", "--results", "."]),
+        (["log_a.json"], ["report", "--results", "."]),
+        (["log_a.json", "log_a.txt", "traces/a.json"], ["bundle", "--results", "."]),
+        (["log_a.json"], ["verify", "--results", "."]),
+        (["claims.yaml"], ["verify", "--results", ".", "--claims", "claims.yaml"]),
+        (["log_a.json"], ["fairness", "--results", "."]),
+        (["log_a.json"], ["advise", "-m", "l2l", "-l", "2", "-h", "64", "--results", "."]),
+        (["calibration.json"], ["plan", "-m", "l2l"]),
+        (["locks/harness-cpu.holders"], ["-m", "resident", *SMALL, "--results", "."]),
+        (["list.txt"], list(JOB)),
+        (["job/job.json"], list(JOB)),
+        (["job/steps.jsonl"], list(JOB)),
         ([LOG], ["import", LOG, "--results", "."]),
         (["machines.yaml"], ["plan", "-m", "l2l", "--machine", "h200", "--machines", "machines.yaml"]),
-        (["text.bin", "text.idx"], ["-m", "resident", *SMALL, "--data", "text", "--results", "."]),
+        (["text.idx"], ["-m", "resident", *SMALL, "--data", "text", "--results", "."]),
         (["slurm.yaml"], ["-m", "resident", *SMALL, "--on", "slurm", "--slurm", "slurm.yaml", "--results", "."]),
         (["ck/step_00000003/.metadata"], ["-m", "varuna", *SMALL, "--resume", "ck", "--results", "."]),
         (["profile.json"], ["varuna", "configure", "--profile", ".", "--gpus", "2", "--batch", "4"]),
@@ -208,10 +254,18 @@ def test_a_pickle_is_run_by_no_entry_point(
     names: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "CALIBRATION", tmp_path / "calibration.json")
+    monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path / "locks"))
+    records.write(tmp_path, *(records.record(Job(name, TINY), started=1e9) for name in ("l2l", "resident")))
+    (tmp_path / "list.txt").write_text("127.0.0.1\n")
+    (tmp_path / "a.py").touch()
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(pickle.dumps(Touches(tmp_path / "touched")))
+    OPENED.clear()
     done = cli.run(*words)
+    unopened = [name for name in names if not any(f"/{each}".endswith(f"/{name}") for each in OPENED)]
+    assert not [name for name in unopened if not name.startswith("ck/")], "the call does not read it"  # a worker does
     assert not (tmp_path / "touched").exists()
     assert "Traceback" not in done.stderr and done.returncode in (0, 1, 2, 3), done.stderr
 
