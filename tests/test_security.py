@@ -6,6 +6,7 @@ import ast
 import pickle
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from harness.base.checkout import ROOT
 from harness.core.job import Job
 from harness.devices import machine
+from methods.pipeline import checkpoint_reader
 from tests.support import cli, records
+from tests.support.ranks import on_ranks
 from tests.support.tiny import TINY
 
 # Names whose call can run what a file or another process holds, and the files that may say them, each for a reason.
@@ -85,9 +88,16 @@ PROMISES = {
     "**Network.** A run of one process listens nowhere.": [
         "run/test_ranks.py::test_a_run_of_one_process_listens_nowhere"
     ],
-    "`--ranks` on one machine listens on 127.0.0.1": ["run/test_ranks.py::test_nothing_listens_beyond_this_machine"],
+    "`--ranks` on one machine listens on 127.0.0.1": [
+        "run/test_ranks.py::test_nothing_listens_beyond_this_machine",
+        "test_security.py::test_no_rank_loads_a_class_that_another_one_names",
+        "methods/pipeline/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends",
+    ],
     "DeepSpeed's process group": ["methods/test_engines.py::test_deepspeed_listens_on_this_machine_alone"],
     "`--ranks` over several Slurm nodes": [],
+    "`varuna launch` listens at the addresses": [
+        "methods/pipeline/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends"
+    ],
     "**Containers.** Every capability dropped": [
         "places/test_docker.py::test_a_job_has_no_rights_beyond_its_folders",
         "places/test_docker.py::test_of_a_corpus_folder_a_container_sees_the_corpus_alone",
@@ -197,6 +207,23 @@ def test_the_image_installs_what_set_up_installs_on_a_base_of_one_digest() -> No
     bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
     assert set(bases) == {"$BASE"} and re.search(r"^ARG BASE=\S+@sha256:[0-9a-f]{64}$", text, re.MULTILINE)
     assert "venv.sh" in text and not re.search(r"pip3? install", text)
+
+
+@pytest.mark.heavy
+def test_no_rank_loads_a_class_that_another_one_names(tmp_path: Path) -> None:
+    """A checkpoint's table names classes that its reader allows; nothing else does, whatever torch gathers."""
+    folder = str(tmp_path / "checkpoints")
+    jobs = [("varuna", {"num_stages": 2, "schedule": schedule}, 2) for schedule in ("varuna", "1f1b", "gpipe")]
+    jobs += [("varuna", {"num_stages": 1, "checkpoint": folder, "checkpoint_every": 2}, 2)]
+    jobs += [("varuna", {"num_stages": 2, "resume": folder}, 4), ("fsdp2-offload", {}, 2)]
+    trainings = [
+        {"kind": "unpickled", "ranks": 2, "method": name, "steps": steps, "options": {"world_size": 2, **options},
+         "workload": asdict(TINY)} for name, options, steps in jobs
+    ]  # fmt: skip
+    allowed = {".".join(names) for names in checkpoint_reader.ALLOWED}
+    for of_rank in on_ranks(2, "tests.methods.pipeline.trainings:on_this_rank", trainings):
+        assert [set(heard) - allowed for heard in of_rank] == [set()] * len(jobs)
+        assert of_rank[4], "a resume reads a table"
 
 
 @pytest.mark.parametrize("sentence", sentences())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -193,6 +194,14 @@ def disk_full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def unpickled(training: dict[str, Any]) -> list[str]:
+    """Train, and return the classes that this process loads by name while it does."""
+    heard: set[str] = set()
+    sys.addaudithook(lambda event, told: heard.add(".".join(told)) if event == "pickle.find_class" else None)
+    train(Workload(**training["workload"]), training["steps"], training["options"], training["method"])
+    return sorted(heard)
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "method": by_method,
     "user": by_user,
@@ -200,4 +209,5 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shapes": by_user_with_other_shapes,
     "sum": sum_alone,
     "save": save,
+    "unpickled": unpickled,
 }
