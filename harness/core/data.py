@@ -6,6 +6,7 @@ samples in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.core.corpus_files import corpus_files
+from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.job import Workload
 
+MOST_HASHED = 1024  # samples of a corpus: those of 20 steps, or a disk's second of seeking
 MAX_TOKEN = 50257  # GPT-2's tokens; the padding of the vocabulary is never drawn
 FOLLOW = 0.5  # chance that a token follows from the one before it
 MULTIPLIER, OFFSET = 12_289, 7_919  # the successor of a token is an affine map of its id
@@ -37,6 +39,17 @@ def batches(workload: Workload, steps: int) -> np.ndarray:
 def sha256(tokens: np.ndarray) -> str:
     """Hash the bytes that were trained on."""
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
+
+
+def corpus_hash(workload: Workload, num_samples: int) -> str:
+    """Tell one content of a corpus from another: by its two files as sampled_hash() does, and by the samples that are
+    trained on, or as many of them at equal distances."""
+    digest = hashlib.sha256(" ".join(map(sampled_hash, corpus_files(str(workload.corpus)))).encode())
+    with contextlib.suppress(ValueError):  # the run will say what cannot be read
+        sample, number = corpus(workload), min(num_samples, MOST_HASHED)
+        for index in range(number):
+            digest.update(sample(index * num_samples // number).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def synthetic(workload: Workload) -> Sampler:

@@ -14,9 +14,8 @@ from typing import Any
 
 from harness.base.whole_file import own_folder
 from harness.core import log_lines, method
-from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.failures import Failure
-from harness.core.job import Budget, Job, Plan
+from harness.core.job import Budget, Job, Plan, Workload
 from harness.core.record import Gate, Record, new_stem, read_all
 from harness.devices import device_lock, machine
 from harness.forecast.fit import largest, resolve
@@ -105,7 +104,7 @@ class Sweep:
         return record
 
     def key(self, job: Job) -> str:
-        found = context(job.method, job.workload.corpus, self.folders)
+        found = context(job.method, samples_of(job), self.folders)
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
@@ -317,9 +316,16 @@ def _probed(record: Record) -> Extent:
     return Extent(layers, min(max(STEPS, steps), MOST_STEPS)) if layers and steps else NONE
 
 
-def context(name: str, corpus: str | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
+def samples_of(job: Job) -> tuple[Workload, int] | None:
+    """Return the samples that a job reads, as their workload and number; None where it reads no corpus."""
+    return (job.workload, job.steps * job.workload.batch_size) if job.workload.corpus is not None else None
+
+
+def context(name: str, samples: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
     """Return what a measurement depends on beside its job: the method's source, the corpus, this machine."""
     told = ""
-    if corpus is not None:  # a changed file makes another job
-        told = " ".join(map(sampled_hash, corpus_files(corpus)))
+    if samples:  # a changed file makes another job
+        from harness.core.data import corpus_hash
+
+        told = corpus_hash(*samples)
     return {"source": method.source_hash(name, folders), "corpus": told, **machine.checked()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import struct
 import tempfile
 from pathlib import Path
 
@@ -189,6 +190,24 @@ def test_a_corpus_rewritten_with_its_size_and_times_kept_is_another_job(tmp_path
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         keys.append(Sweep(tmp_path).key(job))
     assert keys[0] != keys[1]
+
+
+def test_one_token_that_a_job_reads_makes_it_another_job(tmp_path: Path) -> None:
+    """In a corpus of 8 MB, of which an eighth lies in the blocks that are hashed."""
+    from harness.core.data import _uniform
+
+    job, num_tokens = Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text"))), 4_000_000
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, num_tokens, 0, 0, 1)
+    (tmp_path / "text.idx").write_bytes(index)
+    (tmp_path / "text.bin").write_bytes(bytes(2 * num_tokens))
+    keys = [Sweep(tmp_path).key(job)]
+    for number in range(0, 40, 10):  # of the 40 samples
+        place = int(_uniform(TINY.seed, number, 1)[0] * (num_tokens - TINY.seq_len))
+        with open(tmp_path / "text.bin", "r+b") as file:
+            file.seek(2 * place)
+            file.write(b"\1")
+        keys.append(Sweep(tmp_path).key(job))
+    assert len(set(keys)) == 5
 
 
 def test_a_copied_corpus_is_the_same_job(tmp_path: Path) -> None:
