@@ -85,6 +85,7 @@ def checked() -> dict[str, str]:
     """Return the facts that make two measurements comparable; they are part of a job's identity."""
     names = ("cpu", "cores", "gpu")
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
+    found["python"] = software()["python"].rpartition(".")[0]
     found |= affinity() | kernel_environment()
     # Fragmentation decides what fits.
     return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found

@@ -68,6 +68,19 @@ def test_as_many_other_cores_are_another_measurement_and_on_record(
     assert len(keys) == 4
 
 
+@pytest.mark.parametrize(("version", "is_same"), [("3.11.2", True), ("3.12.9", False)])
+def test_another_python_is_another_measurement_and_a_patch_of_it_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, is_same: bool
+) -> None:
+    (job,) = jobs("resident")
+    found = {**machine.software(), "python": "3.11.1"}
+    keys = []
+    for each in ("3.11.1", version):
+        monkeypatch.setattr(machine, "software", lambda each=each: {**found, "python": each})
+        keys.append(Sweep(tmp_path).key(job))
+    assert (keys[0] == keys[1]) == is_same
+
+
 @pytest.mark.parametrize("name", ["OMP_THREAD_LIMIT", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "CUDA_DEVICE_MAX_CONNECTIONS"])
 def test_another_variable_of_threads_or_kernels_is_another_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
