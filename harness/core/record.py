@@ -24,6 +24,7 @@ SPEED = "samples_per_second"
 # A result is not measured again; the others are, the next time they are asked for.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
+ONCE_IN_BUDGETS = ("rates", "page_locks")
 SHORTEST_STEP = 1e-9  # seconds
 CLOCK_SECONDS = 3600.0  # by which another machine's clock may be ahead
 DEVICES = ("cpu", "cuda", "sim")
@@ -191,6 +192,9 @@ class Record:
         fields = {name: value for name, value in data.items() if name != "schema_version"}
         if isinstance(verdict := fields.get("gate"), dict):  # the speed is derived anew
             fields["gate"] = {name: value for name, value in verdict.items() if name != SPEED}
+        with suppress(KeyError, TypeError, AttributeError):  # of records from when a budget held what plans fill
+            budget = {name: value for name, value in fields["job"]["budget"].items() if name not in ONCE_IN_BUDGETS}
+            fields["job"] = {**fields["job"], "budget": budget}
         record = checked(Record, fields)
         if wrong := record._contradiction():
             raise ValueError(wrong)

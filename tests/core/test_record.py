@@ -75,6 +75,13 @@ def test_the_first_step_counts_from_the_start_of_the_process() -> None:
     assert dataclasses.replace(RECORD, phase_seconds=seconds).first_step_seconds == 1.0 + 2.0 + 3.0 + 9.0
 
 
+def test_a_record_of_when_budgets_had_what_plans_fill_is_read(tmp_path: Path) -> None:
+    data = RECORD.to_dict()
+    data["job"]["budget"] |= {"rates": None, "page_locks": False}
+    (tmp_path / "log_a.json").write_text(json.dumps(data))
+    assert Record.read(tmp_path / "log_a.json") == RECORD
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 99}', '{"schema_version": 1}'])
 def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> None:
     (tmp_path / "log_bad.json").write_text(text)
