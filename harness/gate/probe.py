@@ -38,6 +38,7 @@ METHODS = ROOT / "methods" / "probe"  # methods for the probe alone
 # The largest sizes of a probe; at these bench/gate_power.py sees all planted faults. A head keeps at least 8 columns,
 # because GPU kernels take multiples of 8.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
+BATCH_TOKENS, FEWEST_TOKENS = 256, 8  # a batch has at most so many tokens, but each sample has at least so many
 
 
 class Extent(NamedTuple):
@@ -186,9 +187,11 @@ def workload(load: Workload, dtype: str) -> Workload:
 
 def capped(load: Workload) -> Workload:
     """Return the workload at a probe's width, sequence and vocabulary, on the synthetic stream, which has tokens for
-    any vocabulary."""
+    any vocabulary. The batch stays, because options cut it into parts; sequences of more than four samples are shorter.
+    """
     head_size = min(load.hidden_size // load.num_heads, max(HEAD_SIZE, HIDDEN_SIZE // load.num_heads))
+    tokens = min(TOKENS, max(FEWEST_TOKENS, BATCH_TOKENS // load.batch_size))
     return dataclasses.replace(
-        load, hidden_size=head_size * load.num_heads, seq_len=min(load.seq_len, TOKENS),
+        load, hidden_size=head_size * load.num_heads, seq_len=min(load.seq_len, tokens),
         vocab_size=min(load.vocab_size, WORDS), corpus=None,
     )  # fmt: skip

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from harness.base.checkout import ROOT
-from harness.core.job import Budget, Job
+from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.forecast.fit import resolve
 from harness.gate import departures, evidence, limits, probe
-from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, Trial, train_probe
+from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, Trial, capped, train_probe
 from harness.gate.verdict import judge, with_probe
 from harness.jobs.sweep import Sweep
 from tests.support import cli, records
@@ -343,6 +343,13 @@ def test_a_probe_has_a_size_of_its_own_which_larger_jobs_share(tmp_path: Path, i
     loads = [event["job"].workload for event in events if event.get("role") == "probe" and event["event"] == "start"]
     sizes = {(load.hidden_size, load.num_heads, load.seq_len, load.vocab_size) for load in loads}
     assert sizes == {(64, 8, 64, 512)} and len(loads) == 2
+
+
+@pytest.mark.parametrize("batch_size, tokens", [(1, 64), (4, 64), (8, 32), (32, 8), (256, 8)])
+def test_a_probe_of_a_large_batch_has_fewer_tokens(batch_size: int, tokens: int) -> None:
+    """The batch is the run's, which options cut; at 64 tokens 256 samples took as long as the run."""
+    assert capped(Workload(seq_len=1024, batch_size=batch_size)).seq_len == tokens
+    assert capped(Workload(seq_len=4, batch_size=batch_size)).seq_len == 4
 
 
 @pytest.mark.probe
