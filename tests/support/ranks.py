@@ -54,10 +54,12 @@ def meeting(rank: int, world_size: int, number: int) -> Iterator[bool]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the system gives to connections, which could take one before it is used."""
+    """Return ports below those that the system gives to connections, which could take one before it is used. Each port
+    comes once. The system draws: forks of one process would draw the same ports."""
     found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(15_000, 30_000)
+    for port in random.SystemRandom().sample(range(15_000, 30_000), 15_000):
+        if len(found) == count:
+            break
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("127.0.0.1", port))
             found.append(port)
