@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,27 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> 
 def test_the_longest_name_there_is_can_be_written(tmp_path: Path) -> None:
     write_whole(tmp_path / ("x" * 255), "text")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["text"]
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from harness.base.whole_file import write_whole
+os.fsync = lambda handle: (print("writes", flush=True), sys.stdin.read())
+write_whole(Path(sys.argv[1]), "new")
+"""
+
+
+def test_the_next_writer_removes_what_a_killed_one_left_and_spares_one_that_writes(tmp_path: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    names = [tmp_path / "killed", tmp_path / "alive"]
+    killed, alive = (subprocess.Popen([sys.executable, "-c", WRITER, name], **pipes) for name in names)
+    for writer in (killed, alive):
+        assert writer.stdout.readline() == "writes\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    write_whole(tmp_path / "third", "third")
+    assert not list(tmp_path.glob(".killed*")) and list(tmp_path.glob(".alive*"))
+    alive.communicate()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "third"]
+    assert (tmp_path / "alive").read_text() == "new"
