@@ -3,7 +3,7 @@
 Each of the 42 faults of bench/faults/planted.py trains 4 layers x 64 for 20 steps at the published rate and at the
 probe's, in each dtype, as honest runs do that round otherwise: other threads, micro-batches, sums of products,
 attention, loops of AdamW, and every method that is exact by design and runs here. The gate judges each as on a CPU, as
-on CUDA (its tolerances), and, where a method promises them, by bits. About 8 minutes on two cores. `--with` holds out:
+on CUDA (its tolerances), and, where a method promises them, by bits. About 4 minutes on two cores. `--with` holds out:
 it tries the gate at other sizes than those its limits were set by.
 
     .venv/bin/python -m bench.gate_power [--out results/gate-power.json] [--with seq_len=256 --with batch_size=1]
@@ -33,7 +33,8 @@ from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import probe
-from harness.gate.probe import Probe, Trial
+from harness.gate.probe import Probe
+from harness.gate.trial import Trial
 from harness.gate.verdict import judge, with_probe
 from harness.run import warm_start
 from methods.shared.roundings import ROUNDINGS
@@ -52,7 +53,8 @@ METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("hydra", {}, {}),
     ("varuna", {}, {}),
 ]
-UNSEEN = [name for name in ROUNDINGS if name not in probe.ROUNDINGS]  # roundings that are not in the floor
+OF_FLOOR = [name for names in probe.ROUNDINGS for name in names]
+UNSEEN = [name for name in ROUNDINGS if name not in OF_FLOOR]  # roundings that are not in the floor
 ROUNDED: list[dict[str, Any]] = [
     {"threads": 2}, {"adam": "foreach"}, {"adam": "loop"}, {"adam": "plain"},
     {"adam": "loop", "rounding": "split-products"}, {"adam": "plain", "rounding": "products-in-halves"},
@@ -137,7 +139,7 @@ class PowerCase(NamedTuple):
         return self._replace(method=method.reference(), options={}, changes={})
 
     def rounded(self) -> PowerCase:
-        job = probe.rounding(self.probe("fp32"))
+        job = probe.rounding(self.probe("fp32"), OF_FLOOR)
         return self.reference()._replace(method=job.method, options=job.options)
 
     def jobs(self) -> Iterator[Job]:

@@ -47,7 +47,7 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
     # Trainings by the method and by the reference; unless bits are promised, one more by the reference with other
     # roundings.
     num_runs = sum(2 if each else 3 for each in kept)
-    num_models = sum(2 if each else 2 + len(ROUNDINGS) for each in kept)
+    num_models = sum(2 if each else 2 + len(ROUNDINGS[0]) for each in kept)
     small = probe.capped(load.at_depth(min(extent.layers, load.num_layers)))
     share = extent.steps / job.steps * small.flops_per_step / load.flops_per_step
     return num_runs * PROCESS_SECONDS[job.device] + num_models * share * (run - PROCESS_SECONDS[job.device])

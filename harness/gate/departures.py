@@ -27,7 +27,7 @@ from harness.gate.limits import (
     median_of,
     published,
 )
-from harness.gate.probe import Trial
+from harness.gate.trial import Trial
 
 # Limits of a tensor's distance moved, relative to the reference's.
 SIZE_TOLERANCE = 0.1

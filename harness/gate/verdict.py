@@ -19,7 +19,8 @@ from harness.core.record import VERDICTS, Gate, Record
 from harness.gate import departures, evidence
 from harness.gate.evidence import MOMENTS, Flaw
 from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
-from harness.gate.probe import NONE, Probe, Trial
+from harness.gate.probe import NONE, Probe, extent_of
+from harness.gate.trial import Trial
 
 SMALLEST_DECAY = 2**-25  # of rate times decay: a smaller product is lost when it is subtracted from 1
 UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
@@ -132,7 +133,7 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     if verdict.verdict == "untested":
         return verdict
     rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
-    layers, steps = probe.trials[0].extent if probe.trials else NONE
+    layers, steps = extent_of(probe.trials[0]) if probe.trials else NONE
     rests |= {"probe_layers": layers, "probe_steps": steps} if steps else {}
     tested, untested = [], [probe.untested] if probe.untested else []
     if probe.refused and verdict.passed:
@@ -153,7 +154,7 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
             return _failed(found.reason, _told(trial, found) + also, {**rests, "step": found.step})
         num = evidence.comparable_steps(trial.record, trial.reference)
         tested += [trial.dtype] * (num > 0)
-        if num < trial.extent.steps:
+        if num < trial.record.job.steps:
             untested.append(f"{trial.dtype} was tested up to step {num}, before its loss scale changes")
     parts, missing = _told_by(record, probe)
     untested += missing

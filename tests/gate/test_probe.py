@@ -15,7 +15,8 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.forecast.fit import resolve
 from harness.gate import departures, evidence, limits, probe
-from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, Trial, capped, train_probe
+from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, capped, train_probe
+from harness.gate.trial import Trial
 from harness.gate.verdict import judge, with_probe
 from harness.jobs.sweep import Sweep
 from tests.support import cli, records
@@ -103,6 +104,13 @@ def test_a_tensor_s_floor_is_the_farthest_rounding_s() -> None:
     others = [trained(BASE, tensors={"a": tensor(size=0.0, sketch=[end, 0.0])}) for end in (1.0, 1.02, 1.01)]
     floor = limits.floor(trained(BASE, tensors={"a": tensor(size=0.0)}), others)
     assert floor.tensors["way"] == pytest.approx({"a": 0.02}) and floor.medians["way"] == pytest.approx(0.02)
+
+
+def test_another_rounding_only_raises_a_floor() -> None:
+    """So a training that is within the floor of some roundings is within that of all."""
+    ends = [[2.0, 1.9, 1.8, 1.7 + far] for far in (1e-4, 3e-4, 2e-4)]
+    some, more = (limits.floor(trained(BASE), [trained(end) for end in ends[:num]]) for num in (1, 3))
+    assert all(a <= b for a, b in zip(some.losses, more.losses, strict=True)) and some.losses != more.losses
 
 
 def test_what_is_wider_counts_for_losses_alone() -> None:
@@ -292,6 +300,17 @@ def test_other_bits_are_measured_by_other_roundings_of_the_reference_and_half_pr
         + [(method, 2, 1, dtype) for dtype in ("bf16", "fp32") for method in ("resident", "rounded")]
     )
     assert record.gate.passed and "probe: 20 steps in fp32 and bf16" in record.gate.text, record.gate.text
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize(("options", "parts"), [({"adam": "plain"}, 1), ({"fault": "no decay"}, 2)])
+def test_more_roundings_are_trained_only_where_the_first_leave_a_departure(
+    options: dict, parts: int, tmp_path: Path, in_process: None
+) -> None:
+    events: list[dict] = []
+    Sweep(tmp_path, PLANTED, events.append).run([job("planted", options)])
+    jobs = [event["job"] for event in events if event["event"] == "start" and event["job"].method == "rounded"]
+    assert [each.options["names"] for each in jobs] == [",".join(names) for names in probe.ROUNDINGS[:parts]]
 
 
 @pytest.mark.probe
