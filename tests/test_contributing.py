@@ -19,6 +19,7 @@ from harness.evidence import claims
 from harness.figures import case, profile
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.places.shared import place as place_file
 from tests.support import records
 from tests.support.cli import run
 from tests.support.page import page_blocks
@@ -201,16 +202,17 @@ def test_a_case_that_picks_is_a_table_of_runs_made_by_hand(tmp_path: Path) -> No
 
 
 @pytest.mark.heavy
-def test_a_place_is_two_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """On a cluster whose pods are processes of this machine."""
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f"#!/bin/sh\nexec {sys.executable} -m harness.places.place\n")
+    kubectl.write_text(f"#!/bin/sh\nexec {sys.executable} -m harness.places.shared.place\n")
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "results").mkdir()
-    found: dict = {}
-    exec(PLACE, found)
-    place = found["Kubernetes"]("some/image", "{}")
+    (tmp_path / "kubernetes.py").write_text(PLACE)
+    place_file.REGISTRY.add([tmp_path])
+    request.addfinalizer(place_file.REGISTRY.forget)
+    place = place_file.load("kubernetes").of({"pod": ("some/image", "{}")}, "cpu")
     (record,) = Sweep(tmp_path / "results", place=place).run([resolve(Job("resident", TINY, steps=2, warmup=1))[0]])
     assert isinstance(record, Record) and record.gate.passed and record.machine["on"] == "kubernetes"
     kubectl.write_text("#!/bin/sh\nexit 7\n")

@@ -21,7 +21,7 @@ from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
 from harness.figures import case
 from harness.jobs.scale import to_fit
-from harness.places.place import Place
+from harness.places.shared import place
 
 # Method options with an option of the command line of their own; --option sets the others.
 OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
@@ -89,12 +89,11 @@ job_options = options.together(
     options.as_json,
 )  # fmt: skip
 place_options = options.together(
-    click.option("--on", type=click.Choice(["local", "docker", "slurm"]), default="local", help="Where jobs run."),
-    click.option("--image", metavar="NAME", help="Image for --on docker; default: that of ./run.sh image build."),
-    click.option("--slurm", multiple=True, metavar="NAME=VALUE|FILE",
-                 help="Request of --on slurm: partition, account, qos, time in minutes, gpus, cpus, nodes, "
-                 "requeue, container_image; or a YAML file."),
-)  # fmt: skip
+    click.option(
+        "--on", type=click.Choice(["local", *place.REGISTRY.files()]), default="local", help="Where jobs run."
+    ),
+    *(each for found in place.loadable().values() for each in found.cli_options.values()),
+)
 
 
 class WithMethods(click.Command):
@@ -198,21 +197,14 @@ def parse_option(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def place_of(words: dict[str, Any], device: str) -> Place | None:
+def place_of(words: dict[str, Any], device: str) -> place.Place | None:
     """Return the place that --on names; None is this process's machine. Raises method.Unavailable if there is no such
     place."""
-    for option, place in (("image", "docker"), ("slurm", "slurm")):
-        if words[option] and words["on"] != place:
-            raise ValueError(f"--{option} needs --on {place}: add that, or leave --{option} out")
-    if words["on"] == "docker":
-        from harness.places.docker import Docker, default_image
-
-        return Docker(words["image"] or default_image(device))
-    if words["on"] == "slurm":
-        from harness.places.slurm import Slurm, options_of
-
-        return Slurm(options_of(words["slurm"]))
-    return None
+    for name, cls in place.loadable().items():
+        for option in cls.cli_options:
+            if words[option] and words["on"] != name:
+                raise ValueError(f"--{option} needs --on {name}: add that, or leave --{option} out")
+    return None if words["on"] == "local" else place.load(words["on"]).of(words, device)
 
 
 def check_corpus(workload: Workload) -> None:

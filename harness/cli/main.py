@@ -1,8 +1,8 @@
 """The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
 Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle, notebook), advise.py, doctor.py, check_method.py, image in harness/places/docker_image.py, and those
-that methods bring (Method.verbs).
+report, bundle, notebook), advise.py, doctor.py, check_method.py, image in
+harness/places/shared/docker_image.py, and those that methods bring (Method.verbs).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.cli.job_options import WithMethods
 from harness.cli.job_verbs import EXAMPLES
 from harness.core import method
 from harness.jobs.sweep import FolderLost
-from harness.places.docker_image import image
+from harness.places.shared.docker_image import image
 
 FIRST_CALLS = """\
 What people do first:

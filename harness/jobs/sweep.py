@@ -23,7 +23,7 @@ from harness.forecast.run_time import probe_seconds, run_seconds
 from harness.gate import probe
 from harness.gate.probe import MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
 from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
-from harness.places.place import Place, write_end
+from harness.places.shared.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 

@@ -17,7 +17,9 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import click
 
 from harness.base.checkout import ROOT
 from harness.core import failures
@@ -28,9 +30,9 @@ from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
 from harness.devices.device_lock import turn
 from harness.forecast.run_time import deadline_seconds
-from harness.places import container_user
-from harness.places.container_user import CODE, Exchange
-from harness.places.place import ORDERED, KeyedJobs, Report, order, place_record, write_end
+from harness.places.shared import container_user
+from harness.places.shared.container_user import CODE, Exchange
+from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order, place_record, write_end
 from harness.run.launch import GRACE_SECONDS, Events
 
 PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
@@ -69,10 +71,16 @@ def engine() -> Any:
     return client
 
 
-class Docker:
+class Docker(Place):
     """A place: one image of one engine. Raises Unavailable if either is missing."""
 
-    is_parallel = False
+    cli_options: ClassVar = {
+        "image": click.option("--image", metavar="NAME", help="Image for --on docker; default: ./run.sh image build's.")
+    }
+
+    @classmethod
+    def of(cls, words: dict[str, Any], device: str) -> Docker:
+        return cls(words["image"] or default_image(device))
 
     def __init__(self, image: str) -> None:
         self.client = engine()
@@ -153,7 +161,7 @@ class Docker:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         limit = memory_limit(job)
         return {
-            "image": self.image.id, "command": [PYTHON, "-m", "harness.places.place"], "working_dir": str(ROOT),
+            "image": self.image.id, "command": [PYTHON, "-m", "harness.places.shared.place"], "working_dir": str(ROOT),
             "mounts": [Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown],
             "user": f"{user}:{group}", "network_mode": "none", "init": True, "stdin_open": True,
             "environment": {"PYTHONPATH": str(ROOT), "HOME": SCRATCH},

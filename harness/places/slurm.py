@@ -19,8 +19,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import click
 from pydantic import PositiveInt
 
 from harness.base.checked_data import NO_OTHER_FIELDS, checked
@@ -32,8 +33,8 @@ from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
 from harness.forecast.run_time import deadline_seconds
 from harness.places.docker import PYTHON, folders_shown, memory_limit
-from harness.places.place import ORDERED, KeyedJobs, Report, order, place_record, write_end
-from harness.places.slurm_node import node_stem, perform_on_node
+from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order, place_record, write_end
+from harness.places.shared.slurm_node import node_stem, perform_on_node
 from harness.run.ranks import followed, of_nodes
 
 POLL_SECONDS = 1.0
@@ -116,10 +117,19 @@ def check_containers(image: str) -> None:
         raise Unavailable("this Slurm knows no --container-image: its administrator adds pyxis; or leave it out")
 
 
-class Slurm:
+class Slurm(Place):
     """A place: Slurm with these options. Raises Unavailable if there is none."""
 
     is_parallel = True
+    cli_options: ClassVar = {
+        "slurm": click.option("--slurm", multiple=True, metavar="NAME=VALUE|FILE",
+                              help="Request of --on slurm: partition, account, qos, time in minutes, gpus, cpus, nodes,"
+                              " requeue, container_image; or a YAML file."),
+    }  # fmt: skip
+
+    @classmethod
+    def of(cls, words: dict[str, Any], device: str) -> Slurm:
+        return cls(options_of(words["slurm"]))
 
     def __init__(self, options: dict[str, Any]) -> None:
         for command in ("sbatch", "srun", "scontrol"):

@@ -20,11 +20,11 @@ from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Report, Sweep
-from harness.places import container_user
 from harness.places import docker as container
-from harness.places.container_user import Exchange
 from harness.places.docker import Docker
-from harness.places.docker_image import image
+from harness.places.shared import container_user
+from harness.places.shared.container_user import Exchange
+from harness.places.shared.docker_image import image
 from tests.support import cli
 from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
 from tests.support.packages import need, still_running

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.job import Job
-from harness.places.place import order
+from harness.places.shared.place import order
 from tests.support.tiny import TINY
 
 

@@ -24,7 +24,7 @@ from harness.core.record import Record, read_all
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.places.docker import PYTHON
-from harness.places.place import order
+from harness.places.shared.place import order
 from harness.places.slurm import Slurm, SlurmState, named, options_of
 from methods.pipeline.launch.folder import read_lines
 from tests.run.test_ranks import MEETING, SHARDED, processes, wait_for_steps

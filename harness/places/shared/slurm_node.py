@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.core.record import Record
 from harness.devices import machine
-from harness.places.place import perform
+from harness.places.shared.place import perform
 
 
 def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import click
 from harness.base.checkout import ROOT
 from harness.base.whole_file import check_replaceable
 from harness.core.method import Unavailable
-from harness.places import container_user
 from harness.places.docker import Docker, default_image, engine, told
+from harness.places.shared import container_user
 
 COLOR = re.compile(r"\x1b\[\d+m")  # the engine colors what a step prints to its standard error
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's build.")

@@ -1,20 +1,27 @@
 """Runs one job elsewhere, in a container or on a cluster's node: the order made here, its execution there, its end.
 
+The places are the files of harness/places; each holds one class of Place.
+
 On the other side launch.py runs as it does here and writes the record into the same folder. An order is plain data. The
 caller makes the stem of record and log, so that it can write a record if the order left none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
+import harness.places
 from harness.base.child_process import interrupt_here, when_closed
+from harness.base.registry import FileRegistry
 from harness.core import failures, log_lines
 from harness.core.job import Job
 from harness.core.record import Record
@@ -28,19 +35,48 @@ KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
 ORDERED = "ordered"  # phase of an order whose worker has not reported yet
 
 
-class Place(Protocol):
+class Place(ABC):
     """A place that runs jobs, other than this process's machine."""
 
-    is_parallel: bool  # True: give it several jobs at once
+    is_parallel: ClassVar[bool] = False  # True: give it several jobs at once
+    # The place's own options of the command line, beside --on: click.option()'s decorators by the option's name.
+    cli_options: ClassVar[dict[str, Callable[[Any], Any]]] = {}
 
+    @classmethod
+    @abstractmethod
+    def of(cls, words: dict[str, Any], device: str) -> Place:
+        """Return the place for jobs of this device; `words`: the values of its options. Raises Unavailable if it is not
+        there."""
+
+    @abstractmethod
     def context(self) -> dict[str, str]:
         """Return facts of the place that results depend on; they are part of a job's identity and override
         machine.checked()."""
-        ...
 
+    @abstractmethod
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """Run the jobs; return the paths of their records, in order."""
-        ...
+
+
+REGISTRY = FileRegistry("place", harness.places, str)
+
+
+def load(name: str) -> type[Place]:
+    """Return the class of a place. Raises ValueError, one line, if its file does not load or holds no such class."""
+    file = REGISTRY.files()[name]
+    found: type[Place] | None = REGISTRY.class_in(file, Place)
+    if found is None:
+        raise ValueError(f"{file} must hold one class of harness.places.shared.place.Place; see CONTRIBUTING.md")
+    return found
+
+
+def loadable() -> dict[str, type[Place]]:
+    """Return the classes of all places whose files load, by name."""
+    found = {}
+    for name in REGISTRY.files():
+        with contextlib.suppress(ValueError):
+            found[name] = load(name)
+    return found
 
 
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
