@@ -21,6 +21,7 @@ from harness.core.method import Unavailable
 from harness.devices.update_threads import Workers
 
 PART_BYTES = 32 * 2**20  # host memory that one core takes at once
+NO_MEMORY = 2  # cudaErrorMemoryAllocation
 UNNOTED = nullcontext()
 
 
@@ -174,8 +175,10 @@ class Device:
             list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
         if self.name.type == "cuda":
             code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
-            if code:
+            if code == NO_MEMORY:
                 raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
+            if code:  # such as 801, not supported, or 712, locked already: no smaller model helps
+                raise RuntimeError(f"expected CUDA to lock {slab.nbytes} bytes of the host, got CUDA error {code}")
             self._page_locked.append(slab)
         return slab
 

@@ -146,6 +146,20 @@ def test_memory_that_is_not_page_locked_is_found(cuda: FakeCuda, monkeypatch: py
     assert any("not page-locked" in broken for broken in cuda.broken)
 
 
+@pytest.mark.parametrize(("code", "status"), [(2, "oom-host"), (712, "crash"), (801, "crash")])
+def test_only_a_lack_of_memory_to_lock_is_called_one(
+    gpu: FakeGpu, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, code: int, status: str
+) -> None:
+    """712: the range is locked already. 801: not supported. A crash is tried again, an oom-host is a result."""
+    cuda.register = lambda address, size, flags: code  # type: ignore[method-assign]
+    cuda.install(monkeypatch)
+    with cuda.running():
+        record = worker.run(
+            Job("l2l", tiny(num_layers=2), device="cuda", steps=2, warmup=1), "", (), lambda event: None
+        )
+    assert record.status == status and f"CUDA error {code}" in record.reason
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_page_locked_memory_given_back_in_use_is_found(
     running: FakeCuda, monkeypatch: pytest.MonkeyPatch, waits: bool
