@@ -18,11 +18,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.base.checkout import ROOT
 from harness.base.child_process import ask
+from harness.base.whole_file import write_whole
 from harness.core.job import Budget, Job, Room, gib
 from harness.devices import cuda_budget, machine, sim
 
 MIB = 2**20
+BASELINES = ROOT / ".venv" / "baselines.json"  # baseline_bytes() by device, machine and packages
 LEAST_ROOM_BYTES = 64 * MIB  # torchrun's agent, which is inside the wall and trains nothing
 AGENT_BYTES = 256 * MIB  # torchrun's agent, which is inside the wall and trains nothing
 # Distance between wall and budget: page tables, kernel stacks and code pages are charged to the group, too.
@@ -63,11 +66,18 @@ def check_device(budget_bytes: int | None) -> None:
 
 @functools.cache
 def baseline_bytes(device: str) -> int:
-    """Measure the anonymous memory of a process with a worker's imports and no training; 0 if the system does not
-    tell."""
-    with contextlib.suppress(ValueError):  # without torch the run's record tells so
-        return ask("harness.devices.budgets", device)
-    return 0
+    """Return the anonymous memory of a process with a worker's imports and no training, measured once for these
+    packages on this machine, because a GPU's context takes seconds; 0 if the system does not tell."""
+    about, kept = json.dumps([device, machine.checked()]), dict[str, int]()
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
+    if about not in kept:
+        with contextlib.suppress(ValueError):  # without torch the run's record tells so
+            kept[about] = ask("harness.devices.budgets", device)
+            with contextlib.suppress(OSError):  # another user's set-up
+                BASELINES.parent.mkdir(exist_ok=True)
+                write_whole(BASELINES, json.dumps(kept, indent=1))
+    return kept.get(about, 0)
 
 
 def enforce(job: Job) -> dict[str, str]:

@@ -262,3 +262,23 @@ def test_the_baseline_is_what_importing_torch_takes() -> None:
     """Between a bare interpreter and what any run has been seen to take."""
     assert 30 * MIB < budgets.baseline_bytes("cpu") < 400 * MIB
     budgets.check(Budget(host_bytes=budgets.baseline_bytes("cpu") + 64 * MIB), "cpu")
+
+
+def test_the_baseline_is_measured_once_for_a_set_up_not_in_each_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(budgets, "BASELINES", tmp_path / "baselines.json")
+    monkeypatch.setattr(budgets, "ask", lambda module, device: asked.append(device) or 100 * MIB)
+
+    def call(device: str) -> int:
+        budgets.baseline_bytes.cache_clear()  # as a new process
+        return budgets.baseline_bytes(device)
+
+    assert call("cpu") == call("cpu") == call("cuda") == 100 * MIB and asked == ["cpu", "cuda"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # of another set-up
+    assert call("cpu") == 100 * MIB and asked == ["cpu", "cuda", "cpu"]
+    for text in ("no JSON", "[1]", '{"cpu": null}'):
+        (tmp_path / "baselines.json").write_text(text)
+        assert call("cpu") == 100 * MIB
+    budgets.baseline_bytes.cache_clear()
