@@ -26,6 +26,7 @@ from harness.devices import cuda_budget, machine, sim
 
 MIB = 2**20
 BASELINES = ROOT / ".venv" / "baselines.json"  # baseline_bytes() by device, machine and packages
+PROCESSES = Path("/proc")
 LEAST_ROOM_BYTES = 64 * MIB  # torchrun's agent, which is inside the wall and trains nothing
 AGENT_BYTES = 256 * MIB  # torchrun's agent, which is inside the wall and trains nothing
 # Distance between wall and budget: page tables, kernel stacks and code pages are charged to the group, too.
@@ -104,7 +105,7 @@ def lift(job: Job) -> dict[str, int]:
     if job.device == "sim" and sim.started:
         sim.started.lift()  # training is over: budgets end, peaks stay
     sizes, found = process_bytes(), {}
-    if "VmData" in sizes and job.device != "sim":
+    if "VmData" in sizes and "RssAnon" in sizes and job.device != "sim":  # gVisor's kernel tells VmData alone
         found["host_bytes"] = sizes["RssAnon"]
         if limit != most and job.budget.host_bytes:
             # As RLIMIT_DATA counts: mapped memory is in use, touched or not.
@@ -190,10 +191,10 @@ def limit_of_the_call() -> str:
 
 
 def process_bytes(pid: int | None = None) -> dict[str, int]:
-    """Return the bytes of a process, by default this one, by the kernel's names (RssAnon, VmData); empty if the kernel
-    does not tell."""
+    """Return the bytes of a process, by default this one, by the kernel's names (RssAnon, VmData), those that the
+    kernel tells."""
     with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid or os.getpid()}/status").read_text().splitlines()
+        lines = (PROCESSES / str(pid or os.getpid()) / "status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}
     return {}
 

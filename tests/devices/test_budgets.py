@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,24 @@ def test_the_baseline_is_measured_once_for_a_set_up_not_in_each_call(
         (tmp_path / "baselines.json").write_text(text)
         assert call("cpu") == 100 * MIB
     budgets.baseline_bytes.cache_clear()
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a stand-in for this process's entry in /proc tell these sizes, in MiB."""
+    (tmp_path / str(os.getpid())).mkdir()
+    monkeypatch.setattr(budgets, "PROCESSES", tmp_path)
+
+    def tell(**sizes: int) -> None:
+        lines = [f"{name}:\t{size * 1024:8} kB" for name, size in sizes.items()]
+        (tmp_path / str(os.getpid()) / "status").write_text("\n".join(["Name:\tpython", *lines, "Threads:\t1"]))
+
+    return tell
+
+
+def test_a_kernel_that_tells_less_of_a_process_fails_no_run(kernel: Callable[..., None]) -> None:
+    """gVisor's tells no RssAnon."""
+    kernel(VmSize=900, VmRSS=300, VmData=500)
+    job = Job("some", TINY, budget=Budget(host_bytes=2**30), device="cpu")
+    assert budgets.enforce(job) == {"host": "planned, not enforced here ('RssAnon')"}
+    assert budgets.lift(job) == {}
