@@ -1,9 +1,10 @@
 """Enforces the budgets of a run.
 
 The host's budget is the anonymous and shared memory of the worker, imports included. In the worker RLIMIT_DATA turns an
-excess into an exception. Around the worker a memory group of the kernel, if one may be made, is the hard wall: it also
-counts shared memory and the worker's children. A device that accounts for the host itself counts the same bytes
-differently: there the limit is a generous backstop.
+excess of private memory into an exception; what training holds of both at its end is compared with the budget. Around
+the worker a memory group of the kernel, if one may be made, is the hard wall: it also counts shared memory and the
+worker's children. A device that accounts for the host itself counts the same bytes differently: there the limit is a
+generous backstop.
 """
 
 from __future__ import annotations
@@ -118,6 +119,21 @@ def lift(job: Job) -> dict[str, int]:
     return found
 
 
+def check_taken(job: Job, before: dict[str, int]) -> None:
+    """Raise MemoryError if this process's training has taken more than its budget. RLIMIT_DATA does not count shared
+    memory, such as CUDA's page-locked memory is; a memory group, where one may be made, does.
+
+    `before`: process_bytes() with the imports loaded, because files on a tmpfs are shared memory, too.
+    """
+    sizes, limit = process_bytes(), wall_bytes(job)
+    shared = max(0, sizes.get("RssShmem", 0) - before.get("RssShmem", 0))
+    taken = sizes.get("RssAnon", 0) + shared
+    if limit is not None and taken > limit:
+        raise MemoryError(
+            f"{taken} of {job.budget.host_bytes} bytes in use after training, {shared} of them page-locked or shared"
+        )
+
+
 def wall_bytes(job: Job) -> int | None:
     """Return the limit of the worker's memory group; None if the process has no host budget."""
     if job.budget.host_bytes is None or job.device not in ("cpu", "cuda"):
@@ -141,7 +157,11 @@ def _limit_data(job: Job) -> str:
         return f"planned, not enforced here ({error})"
     if job.device == "sim":
         return f"the device's own account; RLIMIT_DATA at {limit} bytes behind it"
-    return f"RLIMIT_DATA at {limit} bytes: the budget, and {sizes['VmData'] - sizes['RssAnon']} that are mapped only"
+    mapped = sizes["VmData"] - sizes["RssAnon"]
+    return (
+        f"RLIMIT_DATA at {limit} bytes: the budget, and {mapped} that are mapped only; what page-locked and shared"
+        " memory adds is compared with the budget after training"
+    )
 
 
 def _cap_device(budget_bytes: int | None) -> dict[str, str]:

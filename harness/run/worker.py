@@ -128,7 +128,7 @@ class Run:
         from harness.gate.inspect_training import inspect
         from harness.run.trace import Taking, Trace
 
-        job, self.dialect = self.job, method.log_dialect
+        job, self.dialect, before = self.job, method.log_dialect, budgets.process_bytes()
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
         self.measured["data_sha256"] = data.sha256(tokens)
@@ -154,6 +154,7 @@ class Run:
                 self._num_taken = step
                 yield batch
             self.enter("drain")
+            budgets.check_taken(job, before)
             budgets.lift(job)  # the budget does not hold for the inspection's memory
 
         training = method.train(job.workload, Counted(feed(), job.steps), job.device)

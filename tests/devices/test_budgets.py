@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from harness.base.checkout import ROOT
+from harness.core import failures
 from harness.core.job import Budget, Job
 from harness.core.record import read_all
 from harness.devices import budgets, cgroup, device_lock, machine
@@ -304,3 +305,60 @@ def test_a_kernel_that_tells_less_of_a_process_fails_no_run(kernel: Callable[...
     job = Job("some", TINY, budget=Budget(host_bytes=2**30), device="cpu")
     assert budgets.enforce(job) == {"host": "planned, not enforced here ('RssAnon')"}
     assert budgets.lift(job) == {}
+
+
+@pytest.mark.parametrize(("anonymous", "shared", "is_refused"), [(900, 100, False), (700, 400, True), (300, 800, True)])
+def test_page_locked_memory_beyond_the_budget_is_out_of_memory_without_a_memory_group(
+    kernel: Callable[..., None], anonymous: int, shared: int, is_refused: bool
+) -> None:
+    """torch page-locks by cudaHostAlloc, in shared memory. Here 60 MiB of a package on a tmpfs are shared, too."""
+    job = Job("some", TINY, budget=Budget(host_bytes=1000 * MIB), device="cuda")
+    kernel(RssAnon=200, RssShmem=60)
+    before = budgets.process_bytes()
+    kernel(RssAnon=anonymous, RssShmem=60 + shared)
+    if not is_refused:
+        return budgets.check_taken(job, before)
+    with pytest.raises(MemoryError) as raised:
+        budgets.check_taken(job, before)
+    failure = failures.of_exception(raised.value, "drain", {"host_limit_bytes": 1000 * MIB})
+    told = {"resource": "pinned", "in_use_bytes": (anonymous + shared) * MIB, "limit_bytes": 1000 * MIB}
+    assert failure.status == "oom-host" and told.items() <= failure.evidence.items()
+
+
+SHARES = """
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from harness.core.job import Plan
+from harness.core.method import Method, Step, Trained
+
+
+@dataclass(frozen=True)
+class Shares(Method):
+    def plan(self, workload, room):
+        return Plan({})
+
+    def train(self, workload, batches, device):
+        shared = mmap.mmap(-1, 2**28)
+        for _ in range(2**8):
+            shared.write(bytes(2**20))
+        for _ in batches:
+            yield Step(torch.tensor(1.0))
+        return Trained([])
+"""
+
+
+def test_a_method_that_hides_memory_from_its_limit_is_out_of_memory(tmp_path: Path) -> None:
+    """In a process of its own, whose limit counts private memory alone."""
+    (tmp_path / "shares.py").write_text(SHARES)
+    code = (
+        "import sys; from pathlib import Path; from harness.core.job import *; from harness.run import worker;"
+        "from harness.devices import budgets; import torch, tests.support.tiny as tiny;"
+        "room = budgets.process_bytes()['RssAnon'] + 2**27;"
+        "job = Job('shares', tiny.TINY, budget=Budget(host_bytes=room), steps=2, warmup=0);"
+        "print(worker.run(job, '', (Path(sys.argv[1]),), lambda event: None).reason)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert "out of pinned host memory at drain" in done.stdout, done.stdout + done.stderr
