@@ -17,7 +17,7 @@ from typing import Any
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
-from methods.offload import adamw_kernel
+from methods.offload import adamw_cuda, adamw_kernel
 from methods.shared.memory_needs import describe
 from methods.streaming.choose_placement import PlacementChoice
 from methods.streaming.placement import parse, shrink, text_of
@@ -62,7 +62,8 @@ class Stronghold(Method):
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         host = adamw_kernel.describe(workload.dtype)
-        adam = f"{host}; torch's on the device, but for streamed layers whose master is in halves"
+        split = adamw_cuda.describe() if device == "cuda" else "the host's"
+        adam = f"{host}; torch's on the device, but for streamed layers whose master is in halves: {split}"
         row = describe(workload, "this project", adam)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row
 

@@ -17,6 +17,12 @@ from methods.offload.adamw_kernel import factors
 SOURCE, BODY = (Path(__file__).with_name(name) for name in ("adamw_cuda.cu", "adamw_element.h"))
 NUM_THREADS = 256  # of a block
 MOST_BLOCKS = 2048  # for one tensor: more than a GPU runs at once
+_failed: set[int] = set()  # devices for which torch could not compile it
+
+
+def describe() -> str:
+    """Describe how this process's GPU updates a split state, for the fairness table."""
+    return "joined and split again, since NVRTC compiled no kernel" if _failed else "in one pass"
 
 
 def load() -> Any:
@@ -39,6 +45,7 @@ def _load(device_index: int) -> Any:
     try:
         return torch.cuda._compile_kernel(SOURCE.read_text(), "adamw", **options)  # type: ignore[attr-defined]
     except (AttributeError, OSError, RuntimeError) as error:
+        _failed.add(device_index)
         warnings.warn(f"layers in two halves are updated by torch's kernels, slowly: {error}", stacklevel=2)
         return None
     finally:

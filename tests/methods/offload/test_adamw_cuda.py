@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 from harness.core import native_build
+from harness.core.method import create
 from methods.offload import adamw_cuda
 from methods.offload.adamw import joined, keep_
 from tests.methods.offload.test_adamw_kernel import NUM_STEPS, NUMEL, by_torch, empty_state, pieces, random
+from tests.support.training import tiny
 
 # What a GPU's compiler knows by itself, and a launch: every thread of the grid, one after the other.
 SHIM = """
@@ -125,11 +127,17 @@ def test_the_operation_is_a_gpus_too() -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("harness::adamw", "CUDA")
 
 
-def test_where_torch_cannot_compile_it_torchs_kernels_update() -> None:
+def test_where_torch_cannot_compile_it_torchs_kernels_update_and_the_record_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """This machine's torch knows no GPU."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     adamw_cuda._load.cache_clear()
+    monkeypatch.setattr(adamw_cuda, "_failed", set())
+    stronghold, workload = create("stronghold", {}), tiny(dtype="bf16")
+    assert stronghold.describe(workload, "cuda")["optimizer"].endswith("in halves: in one pass")
     with pytest.warns(UserWarning, match="by torch's kernels"):
         assert adamw_cuda._load(0) is None
+    assert stronghold.describe(workload, "cuda")["optimizer"].endswith("since NVRTC compiled no kernel")
     adamw_cuda._load.cache_clear()
