@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,21 @@ HIGH_HALVES = {
     "zero": 0x0000, "smallest": 0x0001, "one": 0x3F80, "odd": 0x3F81, "largest": 0x7F7F, "negative": 0xBF80,
     "odd and negative": 0xC049, "smallest negative": 0x8001, "largest negative": 0xFF7F,
 }  # fmt: skip
+
+
+HEADERS = {
+    "algorithm": "copy min max", "cstring": "memcpy", "exception": "exception", "map": "map", "mutex":
+    "mutex lock_guard unique_lock", "condition_variable": "condition_variable", "thread": "thread", "system_error":
+    "system_error errc make_error_code",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_the_source_names_the_header_of_what_it_takes_from_the_library(header: str) -> None:
+    """Not each library's headers bring one another along."""
+    text = adamw_kernel.SOURCES[0].read_text()
+    uses = re.search(rf"std::({'|'.join(HEADERS[header].split())})\b", text)
+    assert bool(uses) == (f"#include <{header}>" in text)
 
 
 @pytest.fixture(scope="module")
