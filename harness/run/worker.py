@@ -32,7 +32,7 @@ from harness.core import failures, log_lines
 from harness.core.job import Job, Plan
 from harness.core.method import Method, Step, Trained, create
 from harness.core.record import Record, wrong_num_models
-from harness.devices import budgets, machine, sim
+from harness.devices import budgets, machine, sim, tf32
 
 ORPHAN_SECONDS = 60.0
 Emit = Callable[[dict[str, Any]], None]
@@ -129,6 +129,7 @@ class Run:
         from harness.run.trace import Taking, Trace
 
         job, self.dialect, before = self.job, method.log_dialect, budgets.process_bytes()
+        tf32.check(job.device, job.workload.dtype)
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
         self.measured["data_sha256"] = data.sha256(tokens)
@@ -168,6 +169,7 @@ class Run:
         self._collect(wait=True)
         if wrong := self._contradiction(trained):
             raise ValueError(wrong)
+        tf32.check(job.device, job.workload.dtype)
         if trace:
             trace.write(self.clock.marks, self.emit)
         self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule

@@ -222,3 +222,45 @@ def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
     assert record.losses == train_resident(job.workload, 5).losses and len(record.timed_seconds) == 4
     assert record.num_alloc_retries == 2 and set(record.peaks) == {"device_allocated", "device_reserved"}
     assert len(read(file).steps) >= 2
+
+
+@pytest.fixture
+def ieee() -> Iterator[None]:
+    """Products of fp32 after the test as before."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+SWITCHES = """
+from dataclasses import dataclass
+
+import torch
+
+from methods import resident
+
+
+@dataclass(frozen=True)
+class Switches(resident.Resident):
+    is_reference = False
+
+    def train(self, workload, batches, device):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        return (yield from super().train(workload, batches, device))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("by", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "switches"])
+def test_a_run_in_fp32_does_not_compute_in_tf32(
+    gpu: FakeGpu, cuda: FakeCuda, ieee: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, dtype: str
+) -> None:
+    if by == "switches":
+        (tmp_path / "switches.py").write_text(SWITCHES)
+    else:
+        monkeypatch.setenv(by, "1")
+    job = Job("switches" if by == "switches" else "resident", tiny(dtype=dtype), device="cuda", steps=2, warmup=0)
+    with cuda.running():
+        record = worker.run(job, "", (tmp_path,), lambda event: None)
+    assert record.status == ("crash" if dtype == "fp32" else "ok"), record.evidence
+    assert ("got TF32 by" in record.reason) is (dtype == "fp32")

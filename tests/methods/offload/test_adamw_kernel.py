@@ -35,18 +35,22 @@ HIGH_HALVES = {
 
 
 HEADERS = {
-    "algorithm": "copy min max", "cstring": "memcpy", "exception": "exception", "map": "map", "mutex":
-    "mutex lock_guard unique_lock", "condition_variable": "condition_variable", "thread": "thread", "system_error":
-    "system_error errc make_error_code",
-}  # fmt: skip
+    "algorithm": "copy|min|max",
+    "cstring": "memcpy",
+    "condition_variable": "condition_variable",
+    "exception": "exception",
+    "map": "map",
+    "mutex": "mutex|lock_guard|unique_lock",
+    "system_error": "system_error|errc|make_error_code",
+    "thread": "thread",
+}
 
 
 @pytest.mark.parametrize("header", HEADERS)
 def test_the_source_names_the_header_of_what_it_takes_from_the_library(header: str) -> None:
     """Not each library's headers bring one another along."""
     text = adamw_kernel.SOURCES[0].read_text()
-    uses = re.search(rf"std::({'|'.join(HEADERS[header].split())})\b", text)
-    assert bool(uses) == (f"#include <{header}>" in text)
+    assert bool(re.search(rf"std::({HEADERS[header]})\b", text)) == (f"#include <{header}>" in text)
 
 
 @pytest.fixture(scope="module")
