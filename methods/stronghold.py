@@ -28,7 +28,7 @@ class Stronghold(Method):
     window_size: int | None = None  # slots of the window; None: chosen by plan()
     resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the device holds
     placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
-    clipping: str | None = None  # deferred or speculate; None: chosen by plan()
+    clipping: str | None = None  # deferred, which is the default where gradients are clipped, or speculate
     disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
 
     label = "STRONGHOLD"

@@ -12,10 +12,9 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
 from methods.shared.memory_needs import writable
 from methods.streaming.placement import CLIPPINGS, parse, placed_plan, text_of
-from methods.streaming.planner import SLACK, Counts, arranged, choose, with_forecast
+from methods.streaming.planner import Counts, arranged, choose, with_forecast
 
 DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more gain little, resident layers more
-SPARE_ROOM = 9 / 8  # margin on speculation's host memory before it is chosen: a plan is no measurement
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,8 @@ class PlacementChoice:
 
     def plan(self) -> Plan:
         """The widest window, up to the default one, with which both memories suffice, and in it the fastest placement,
-        or the one with the most resident layers. Raises ValueError for options that contradict each other or the
+        or the one with the most resident layers. Updates wait for the norm unless `clipping` says otherwise, because a
+        step that is clipped adopts none made ahead. Raises ValueError for options that contradict each other or the
         workload."""
         if self.disk:
             writable(self.disk)
@@ -56,14 +56,8 @@ class PlacementChoice:
         room, given = self.room, (self.placement, self.resident_layers)
         if room.rates is None or room.device_bytes is None or given != (None, None):
             return None
-        clippings: tuple[str | None, ...] = (None,)
-        if self.workload.waits_for_norm:
-            clippings = CLIPPINGS if self.clipping is None and room.host_bytes else (self.clipping or "deferred",)
-        for window in self._windows():
-            plans = [plan for clipping in clippings if (plan := self._fastest_in(window, clipping))]
-            if plans:  # deferred goes first: speculate is no faster if gradients are clipped
-                return min(plans, key=lambda plan: (plan.step_seconds or 0.0) * (1 + SLACK * plans.index(plan)))
-        return None
+        clipping = (self.clipping or "deferred") if self.workload.waits_for_norm else None
+        return next(filter(None, (self._fastest_in(window, clipping) for window in self._windows())), None)
 
     def _fastest_in(self, window: int, clipping: str | None) -> Plan | None:
         workload, room = self.workload, self.room
@@ -72,8 +66,6 @@ class PlacementChoice:
             """Of layers in any order that ends as arranged() does: the bytes are the same."""
             return self._needs("".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load)
 
-        if room.host_bytes and (clipping, self.clipping) == ("speculate", None):
-            room = replace(room, host_bytes=int(room.host_bytes / SPARE_ROOM))
         counts = choose(workload, room, plan_of, "RPWS", clipping)
         if counts is None and self.disk and clipping != "speculate":  # use no disk if the host can hold all states
             counts = choose(workload, room, plan_of, "RPWSD", clipping)
@@ -89,16 +81,9 @@ class PlacementChoice:
         for window, kinds in itertools.chain(fillings, on_disk):
             plan = self._placed(kinds, window, clipping)
             if plan.shortfall(room) is None:
-                break
-        else:
-            window, kinds = next(each for each in fillings if each[0] == fillings[-1][0])
-            kinds = self._to_disk(window, kinds) if self.disk else kinds
-            plan = self._placed(kinds, window, clipping)
-        if self.clipping is None and self.workload.waits_for_norm and room.device_bytes and room.host_bytes:
-            speculating = self._placed(kinds, window, "speculate")
-            if plan.host_bytes and SPARE_ROOM * speculating.host_bytes <= room.host_bytes:
-                return speculating
-        return plan
+                return plan
+        window, kinds = next(each for each in fillings if each[0] == fillings[-1][0])
+        return self._placed(self._to_disk(window, kinds) if self.disk else kinds, window, clipping)
 
     def _fillings(self) -> Iterator[tuple[int, str]]:
         """Return windows with a letter for each layer, the preferred first.

@@ -213,18 +213,10 @@ def test_a_streamed_layer_whose_update_need_not_wait_takes_12_bytes_a_parameter_
     assert placed_plan(workload, "SSSS", 3, None).host_bytes == 4 * each + 512 + 4 * 4  # small numbers
 
 
-def test_speculation_is_chosen_where_both_memories_are_known_and_the_host_has_room() -> None:
-    workload = tiny(**SMALL)
-    stronghold = create("stronghold", {"resident_layers": 0})
-    needed = placed_plan(workload, "W" * 5, 3).host_bytes
-
-    def chosen(device_bytes: int | None, host_bytes: int | None, workload: Workload = workload) -> str | None:
-        return stronghold.plan(workload, Room(device_bytes, host_bytes)).options.get("clipping")
-
-    assert chosen(GIB, 4 * needed) == "speculate"
-    assert chosen(GIB, needed) == chosen(None, 4 * needed) == chosen(GIB, None) == "deferred"
-    assert chosen(GIB, 4 * needed, tiny(**SMALL, clip_norm=0.0)) is None
-    assert create("stronghold", {"placement": "R"}).plan(workload, Room(GIB, GIB)).options["clipping"] == "deferred"
+def test_updates_wait_for_the_norm_however_much_room_the_host_has() -> None:
+    stronghold, room = create("stronghold", {"resident_layers": 0}), Room(GIB, GIB)
+    assert stronghold.plan(tiny(**SMALL), room).options["clipping"] == "deferred"
+    assert "clipping" not in stronghold.plan(tiny(**SMALL, clip_norm=0.0), room).options
 
 
 def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:

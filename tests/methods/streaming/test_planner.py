@@ -191,13 +191,17 @@ def test_a_placement_that_is_given_is_kept_and_timed() -> None:
         assert planned.options["placement"] == "R4W20" and planned.step_seconds
 
 
-def test_updates_are_made_ahead_where_that_is_worth_the_memory() -> None:
-    """The host binds; without room for a second state the update waits for the norm."""
-    workload = Workload(num_layers=60, dtype="bf16")
-    for host_gib, clipping in ((200, "speculate"), (40, "deferred")):
-        room = Room(20 * 2**30, host_gib * 2**30, rates=MACHINES["h200"][1])
-        planned = create("stronghold", {}).plan(workload, room)
-        assert planned.options["clipping"] == clipping and planned.shortfall(room) is None
+def test_updates_wait_for_the_norm_unless_asked_and_the_forecast_counts_that() -> None:
+    """The host binds, and has room for a second state: nobody knows how often it would be adopted."""
+    workload, room = Workload(num_layers=60, dtype="bf16"), Room(20 * 2**30, 200 * 2**30, rates=MACHINES["h200"][1])
+    found = {
+        asked: create("stronghold", {"clipping": asked}).plan(workload, room)
+        for asked in (None, "deferred", "speculate")
+    }
+    assert found[None] == found["deferred"] and found[None].options["clipping"] == "deferred"
+    assert found["speculate"].options["clipping"] == "speculate"
+    assert found["speculate"].host_bytes > found[None].host_bytes
+    assert found["speculate"].step_seconds < found[None].step_seconds
 
 
 def test_an_update_ahead_counts_what_it_costs() -> None:
