@@ -1,25 +1,37 @@
 #!/usr/bin/env bash
 # A GPU borrowed for minutes, on a machine with Python, torch and perhaps no network, in calls of under ten minutes:
-#   bench/gpu.sh 1 [RESULTS]          shows that it works: facts, tests, rates, each engine once; default results/gpu
-#   bench/gpu.sh 2 [RESULTS]          the headline's sizes up to 48 layers; the same call goes on where it stopped
-#   bench/gpu.sh 3 [RESULTS]          78 and 100 layers, a trace, the probes of the headline, Hydra, the largest sizes
-#   bench/gpu.sh --demo [RESULTS]     all of it at tiny sizes on the simulated device
+#   bench/gpu.sh [NAME]               does the steps of bench/gpu.py that are left; records in results/NAME, default gpu
+#   bench/gpu.sh [NAME] --limit 545   in so many seconds; the next call goes on where this one stops
+#   bench/gpu.sh [NAME] --only TITLE  one step alone, and again
+#   bench/gpu.sh --demo [NAME]        all of it at tiny sizes on the simulated device
 #   bench/gpu.sh --wheels DIR [NAME]  elsewhere, with a network: the wheels that such a machine lacks
-# Each call leaves RESULTS.tar.gz in the folder OUT, else beside RESULTS, and first puts back what such an archive there,
-# beside RESULTS or at the top of this tree holds. PYTHON names another python3, WHEELS another folder of wheels than wheels/.
+# Each call leaves NAME.tar.gz in the folder OUT, else in results/, and first puts back what such an archive there, in
+# results/ or at the top of this tree holds. PYTHON names another python3, WHEELS another folder of wheels than wheels/.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 python=${PYTHON:-python3}
 wheels=${WHEELS:-wheels}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} # one rank speaks to itself; some machines have no other
+# One rank speaks to itself. Some machines have no other interface, and without DNS gloo waits for the host's name.
+export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 case "${1:-}" in
 --wheels)
-    shift
-    exec "$python" -m bench.gpu_wheels "$@"
+    folder=${2:?expected a folder: bench/gpu.sh --wheels DIR}
+    pinned() { for name; do grep -hoEm1 "^$name==[^ ]+" requirements/run.txt || exit 2; done; }
+    # For Python 3.12 beside a torch of its own. DeepSpeed has no wheel: its is made from its source, without kernels.
+    source=$(pinned deepspeed) || exit 2
+    wheels=$(pinned megatron-core hjson pydantic pydantic-core annotated-types typing-inspection typing-extensions \
+        "${@:3}") || exit 2
+    mkdir -p "$folder" && rm -f "$folder"/*.whl
+    pip="$python -m pip --quiet --disable-pip-version-check"
+    # shellcheck disable=SC2086
+    $pip wheel --no-deps --no-build-isolation --no-binary :all: --wheel-dir "$folder" $source &&
+        $pip download --no-deps --only-binary :all: --python-version 3.12 --implementation cp \
+            --platform=manylinux{_2_28,_2_24,_2_17,2014,1}_x86_64 --dest "$folder" $wheels
+    exit
     ;;
 --demo)
-    set -- 1 "${2:-results/gpu-demo}" --demo --limit "${LIMIT:-900}"
+    set -- "${2:-gpu-demo}" --demo --limit "${LIMIT:-900}"
     ;;
 *)
     if compgen -G "$wheels/*.whl" > /dev/null; then

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m bench.gpu_facts FILE [--device cpu]
 
-If the measurement of a fact fails, the file has its error, and the next fact follows.
+A fact that cannot be measured is its error, and the next one follows.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness.base.whole_file import write_whole
 from harness.core.job import GIB
-from harness.devices import budgets, machine
+from harness.devices import budgets, machine, tf32
 from harness.devices.streams import Device
-from methods.streaming.calibrate import copies, median_seconds
+from methods.streaming.calibrate import median_seconds
 
 SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 64, 32)}  # of attention: the published one, and a small one
-PINNED = {"cuda": (4 * GIB, 16 * GIB), "cpu": (GIB // 8,)}
+PINNED_BYTES = {"cuda": 3 * GIB // 2, "cpu": GIB // 8}  # of which torch takes 2 GiB, by powers of two
 LAUNCHES = 1000
 
 
 def memory(device: str) -> dict[str, Any]:
-    """The device's bytes by NVML and by CUDA, and the context's: bare, and with the libraries of a layer."""
+    """Return the device's bytes by NVML and by CUDA, and the context's: bare, and with the libraries of a layer."""
     before, told = machine.gpu_free_bytes(), {"nvml_total": machine.gpu().get("gpu_bytes")}
     torch.zeros(1, device=device)
     told["context_bare"] = budgets.context_since(before)
@@ -48,65 +48,58 @@ def versions(device: str) -> dict[str, Any]:
     return {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
 
 
+def products(device: str) -> dict[str, Any]:
+    """Return the error of a product in fp32, which TF32 makes a thousand times as large, and what asks for TF32."""
+    a, b = torch.randn(2, 512, 512, device=device)
+    exact = a.double() @ b.double()
+    return {"relative_error": f"{float((a @ b - exact).norm() / exact.norm()):.1e}", "tf32_by": tf32.asked()}
+
+
 def attention(device: str) -> dict[str, Any]:
-    """Return, by dtype, the kernel that torch chooses, its time, and whether its backward pass gives the same bits
-    twice."""
+    """Return, by dtype, the kernel that torch chooses, its time, and whether its backward pass repeats its bits."""
     found = {}
     with Device(device) as place:
         for dtype in (torch.float32, torch.bfloat16):
             q, k, v = torch.randn(3, *SHAPES[device], device=device, dtype=dtype, requires_grad=True)
-            choice = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name
 
             def passes(q: Any = q, k: Any = k, v: Any = v) -> tuple[torch.Tensor, ...]:
                 mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
                 return torch.autograd.grad(mixed.sum(), (q, k, v))
 
-            same = all(map(torch.equal, passes(), passes()))
-            found[str(dtype)] = {"kernel": choice, "same_bits": same, "seconds": median_seconds(place, passes)}
+            found[str(dtype)] = {
+                "kernel": SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name,
+                "same_bits": all(map(torch.equal, passes(), passes())),
+                "seconds": f"{median_seconds(place, passes):.2e}",
+            }
     return found
 
 
 def pinning(device: str) -> dict[str, Any]:
-    """Seconds to take and page-lock memory as training does, and the kernel's counters in which it shows."""
-    found: dict[str, Any] = {}
-    for size in PINNED[device]:
+    """Return the seconds to page-lock memory as training does, and as torch does for DeepSpeed and FSDP2, and the
+    MiB by which it grows this process, by the kernel's counters."""
+    size = PINNED_BYTES[device]
+
+    def taken(take: Callable[[], Any]) -> dict[str, Any]:
         before, started = budgets.process_bytes(), time.perf_counter()
-        with Device(device) as place:
-            slab = place.room(size, torch.uint8, host=True)
-            taken = time.perf_counter() - started
-            grown = _grown(before)
-            del slab
-        found[f"{size // 2**20} MiB"] = {"seconds": taken, "counters": grown}
-    return found
+        kept = take()
+        found: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 3)}
+        grown = {name: (now - before.get(name, 0)) // 2**20 for name, now in budgets.process_bytes().items()}
+        del kept
+        return found | {name: mib for name, mib in grown.items() if mib > 0}
 
-
-def pinned_by_torch(device: str) -> dict[str, Any]:
-    """Time pin_memory(), which DeepSpeed and FSDP2 call: 1.5 GiB show whether it takes 2 GiB."""
-    before, started = budgets.process_bytes(), time.perf_counter()
-    kept = torch.empty(3 * GIB // 2, dtype=torch.uint8, pin_memory=True)
-    taken = time.perf_counter() - started
-    return {"bytes": kept.nbytes, "seconds": taken, "counters": _grown(before)}
-
-
-def _grown(before: dict[str, int]) -> dict[str, int]:
-    """Return the kernel's counters of this process that have grown by at least a MiB, in MiB."""
-    grown = {name: (now - before[name]) // 2**20 for name, now in budgets.process_bytes().items()}
-    return {name: size for name, size in grown.items() if size > 0}
-
-
-def link(device: str) -> dict[str, float]:
     with Device(device) as place:
-        return {name: round(rate / 1e9, 2) for name, rate in copies(place).items()}
+        found = {"ours": taken(lambda: place.room(size, torch.uint8, host=True))}
+    return {**found, "torch's": taken(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda"))}
 
 
-def launches(device: str) -> dict[str, float]:
+def launches(device: str) -> dict[str, str]:
     """Return the seconds that the host takes to queue a small kernel."""
     x = torch.zeros(64, device=device)
     x.add_(1)
     started = time.perf_counter()
     for _ in range(LAUNCHES):
         x.add_(1)
-    return {"seconds": (time.perf_counter() - started) / LAUNCHES}
+    return {"seconds": f"{(time.perf_counter() - started) / LAUNCHES:.1e}"}
 
 
 def messages(device: str) -> dict[str, Any]:
@@ -117,31 +110,11 @@ def messages(device: str) -> dict[str, Any]:
     for place in dict.fromkeys(("cpu", device)):
         dist.all_reduce(torch.ones(1, device=place))
     dist.destroy_process_group()
-    interface = os.environ.get("NCCL_SOCKET_IFNAME", "not set")
-    return {"seconds": time.perf_counter() - started, "NCCL_SOCKET_IFNAME": interface}
+    interfaces = {name: os.environ.get(name, "not set") for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")}
+    return {"seconds": round(time.perf_counter() - started, 3), **interfaces}
 
 
-FACTS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {  # each with the devices that have it
-    "memory": (memory, ("cuda",)),
-    "versions": (versions, ("cpu", "cuda")),
-    "attention": (attention, ("cpu", "cuda")),
-    "link_gb_per_second": (link, ("cpu", "cuda")),
-    "launches": (launches, ("cpu", "cuda")),
-    "pinning": (pinning, ("cpu", "cuda")),
-    "pinned_by_torch": (pinned_by_torch, ("cuda",)),
-    "messages": (messages, ("cpu", "cuda")),
-}
-
-
-def lines(found: dict[str, Any]) -> list[str]:
-    """Return each fact as a line, for people."""
-    return [f"{name:20}{_text(value)}" for name, value in found.items()]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+FACTS = (memory, versions, products, attention, launches, pinning, messages)
 
 
 @click.command()
@@ -149,14 +122,18 @@ def _text(value: Any) -> str:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda")
 def main(file: Path, device: str) -> None:
     found: dict[str, Any] = {"machine": machine.facts()}
-    for name, (measure, devices) in FACTS.items():
-        if device in devices:
-            try:
-                found[name] = measure(device)
-            except Exception as error:  # any: a driver's, a library's; it is the fact
-                found[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-            write_whole(file, json.dumps(found, indent=1))
+    for measure in FACTS:
+        try:
+            found[measure.__name__] = measure(device)
+        except Exception as error:  # any: a driver's, a library's; it is the fact
+            found[measure.__name__] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        write_whole(file, json.dumps(found, indent=1))
     print("\n".join(lines(found)))
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """Return each fact as a line, for people."""
+    return [f"{name:12}{json.dumps(value)}" for name, value in found.items()]
 
 
 if __name__ == "__main__":

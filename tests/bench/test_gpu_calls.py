@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -13,13 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import click
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 
-from bench import gpu, gpu_facts, gpu_results, gpu_wheels
-from bench.gpu import GpuCall, GpuStep, Steps
+from bench import gpu, gpu_facts, gpu_results
+from bench.gpu import GpuCall, GpuStep
 from harness.base.checkout import ROOT
 from harness.cli.main import door
 from harness.core.job import GIB, Job, Workload
@@ -29,35 +30,38 @@ from tests.support import records
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_gpu import FakeGpu
 
-CUDA = gpu.cuda(128 * GIB)
+CUDA = gpu.cuda(128 * GIB, 139 * GIB)
 PYTHON = sys.executable
 
 
-def step(title: str, code: str = "", seconds: float = 60, needs: int = 0) -> GpuStep:
-    return GpuStep(title, (PYTHON, "-c", code), seconds, needs)
+def step(title: str, code: str = "", seconds: float = 60, files: tuple[Path, ...] = ()) -> GpuStep:
+    return GpuStep(title, seconds, (PYTHON, "-c", code), files)
 
 
-def call(folder: Path, limit_seconds: float = 120) -> GpuCall:
-    return GpuCall(folder, folder / "out", limit_seconds)
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    (tmp_path / "results" / "gpu").mkdir(parents=True)
+    return tmp_path / "results" / "gpu"
+
+
+def call(results: Path, limit_seconds: float = 120) -> GpuCall:
+    return GpuCall(results, results.parent, limit_seconds)
 
 
 def words(found: GpuStep, option: str) -> str:
-    return found.command[found.command.index(option) + 1]
+    return found.command[len(found.command) - 1 - found.command[::-1].index(option) + 1]
 
 
 @pytest.fixture(params=[CUDA, gpu.DEMO], ids=["cuda", "demo"])
-def steps(request: pytest.FixtureRequest, tmp_path: Path) -> list[GpuStep]:
-    made = Steps(request.param, tmp_path)
-    return [one for number in (1, 2, 3) for one in made.of(number)]
+def steps(request: pytest.FixtureRequest, results: Path) -> list[GpuStep]:
+    return gpu.steps(request.param, results)
 
 
-def test_the_door_takes_every_command(steps: list[GpuStep], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_door_takes_every_command(steps: list[GpuStep]) -> None:
     verbs = [one.command[3:] for one in steps if one.command[1:3] == ("-m", "harness")]
     assert len(verbs) >= 20
     for verb, *rest in verbs:
         command: Any = door.commands[verb]
-        while isinstance(command, click.Group):
-            command, rest = command.commands[rest[0]], rest[1:]
         command.make_context(verb, list(rest))
 
 
@@ -65,102 +69,174 @@ def test_titles_tell_steps_apart(steps: list[GpuStep]) -> None:
     assert len({one.title for one in steps}) == len(steps)
 
 
-def test_nothing_deeper_than_48_layers_is_tried_before_those_have_trained() -> None:
-    made = Steps(CUDA, Path("results"))
-    deep = [
-        one for number in (1, 2, 3) for one in made.of(number) if "-l" in one.command and int(words(one, "-l")) > 48
-    ]
-    assert len(deep) == 5 and {one.needs for one in deep} == {48}
+def test_each_step_tells_the_code_that_its_result_is_of(steps: list[GpuStep]) -> None:
+    assert all(one.files and all(file.is_file() for file in one.files) for one in steps)
+    (four,) = (one for one in steps if one.title.startswith("four models,") and "off" not in one.command)
+    assert [file.stem for file in four.files] == ["hydra", "resident"]
+
+
+def test_the_headline_comes_before_what_is_deeper_and_the_reference_is_measured_twice_before_both() -> None:
+    depths = [int(words(one, "-l")) for one in gpu.steps(CUDA, ROOT) if "-l" in one.command]
+    first, headline = depths.index(24), [depths.index(depth) for depth in (48, 32, 78)]
+    assert depths[first : first + 2] == [24, 24] and first < min(headline) and headline == sorted(headline)
+    assert max(depths) * 16 * Workload().layer_params == pytest.approx(139 * GIB * 1.25, rel=0.01)
+
+
+def test_a_step_in_bf16_is_timed_20_times_beyond_the_clocks_rise() -> None:
+    timed = {
+        words(one, "--dtype"): int(words(one, "--steps")) - int(words(one, "--warmup"))
+        for one in gpu.steps(CUDA, ROOT)
+        if "--steps" in one.command
+    }
+    assert timed == {"bf16": 20, "fp32": 5}
+    assert {words(one, "--dtype") for one in gpu.steps(CUDA, ROOT) if "--calibrate" in one.command} == {"bf16", "fp32"}
 
 
 def test_every_job_on_a_gpu_has_a_limit_and_a_budget_of_the_host() -> None:
-    made = Steps(CUDA, Path("results"))
-    jobs = [one for number in (1, 2, 3) for one in made.of(number) if "-m" in one.command[3:]]
-    jobs = [one for one in jobs if one.command[2] == "harness"]
+    jobs = [one for one in gpu.steps(CUDA, ROOT) if one.command[3:4] == ("run",)]
     assert jobs and all(words(one, "--host-memory") == "90GiB" and words(one, "--timeout") == "400" for one in jobs)
 
 
 def test_a_machine_with_less_memory_has_smaller_budgets() -> None:
-    assert "56GiB" in gpu.cuda(64 * GIB).budget
+    assert "--host-memory 56GiB" in gpu.cuda(64 * GIB, 16 * GIB).job
 
 
-def test_a_done_step_is_not_done_again_unless_the_source_has_changed(tmp_path: Path) -> None:
-    one = step("one", f"open({str(tmp_path / 'ran')!r}, 'a').write('x')")
-    for _ in range(2):
-        call(tmp_path).run([one])
-    assert (tmp_path / "ran").read_text() == "x"
-    changed = call(tmp_path)
-    changed.source = "another"
-    changed.run([one])
-    assert (tmp_path / "ran").read_text() == "xx"
+def test_a_done_step_is_done_again_only_if_its_own_code_has_changed(tmp_path: Path, results: Path) -> None:
+    mine, other = tmp_path / "mine.py", tmp_path / "other.py"
+    for file in (mine, other):
+        file.write_text("x = 1")
+    ran = results / "ran"
+    one = step("one", f"open({str(ran)!r}, 'a').write('x')", files=(mine,))
+
+    def again() -> str:
+        gpu._hash.cache_clear()  # as a new process
+        made = call(results)
+        made.run(made.left([one]))
+        return ran.read_text()
+
+    assert again() == again() == "x"
+    other.write_text("x = 2")
+    assert again() == "x"
+    mine.write_text("x = 2")
+    assert again() == "xx"
 
 
-def test_what_another_machine_has_shown_is_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["gpu", "pydantic"])
+def test_what_another_machine_or_other_packages_have_shown_is_shown_again(
+    results: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     one = step("one")
-    call(tmp_path).run([one])
-    FakeGpu(32 * GIB, 0, 0).install_nvml(monkeypatch)
-    assert not call(tmp_path).is_done(one)
+    call(results).run([one])
+    assert call(results).left([one]) == []
+    if what == "gpu":
+        FakeGpu(32 * GIB, 0, 0).install_nvml(monkeypatch)
+    else:
+        monkeypatch.setattr(gpu, "version", lambda package: "another")
+    assert call(results).left([one]) == [one]
 
 
-def test_a_step_that_always_needs_too_long_holds_up_no_other(tmp_path: Path) -> None:
+def test_a_step_that_always_needs_too_long_holds_up_no_other(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow, quick = step("slow", "import time; time.sleep(60)", seconds=0.5), step("quick")
-    first = call(tmp_path)
-    first.run([slow])
-    assert first.tried["slow"].code is None
-    assert [one.title for one in call(tmp_path).ordered([slow, quick])] == ["quick", "slow"]
+    call(results).run([slow])
+    made = call(results)
+    assert made.tried["slow"]["code"] is None
+    made.run(made.left([slow, quick]))
+    told = capsys.readouterr().out
+    assert told.index("quick: done") < told.rindex("slow: ended")
 
 
-def test_a_failure_is_a_result_and_an_interrupted_step_is_not(tmp_path: Path) -> None:
-    made = call(tmp_path)
-    ends = [step(f"ends with {code}", f"raise SystemExit({code})") for code in (0, 1, 3, 4, 5, 7, 2, 6, 130)]
+def test_a_step_that_the_calls_end_cuts_off_keeps_its_place(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.1)
+    call(results, gpu.ENDING_SECONDS + 1).run([step("cut", "import time; time.sleep(60)")])
+    assert call(results).tried["cut"] | {"seconds": 0, "source": ""} == {
+        "code": None, "seconds": 0, "times": 0, "source": "",
+    }  # fmt: skip
+
+
+def test_a_call_ends_within_its_limit_whatever_a_step_does(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one ignores Ctrl-C, so that it is killed after its grace."""
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(gpu, "ENDING_SECONDS", 3.0)
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 1.0)
+    started, made = time.monotonic(), call(results, 6)
+    made.run([step("deaf", code)])
+    made.verdict([step("deaf")])
+    assert time.monotonic() - started < 6
+    assert gpu.ENDING_SECONDS > gpu.GRACE_SECONDS
+
+
+def test_an_end_that_another_try_may_change_is_no_result(results: Path) -> None:
+    """Out of memory and a failed gate are; a crash, a failed test, a missing package are not."""
+    made = call(results)
+    ends = [step(f"ends with {code}", f"raise SystemExit({code})") for code in (0, 4, 5, 1, 2, 3, 6, 7, 130)]
     made.run(ends)
-    assert [made.is_done(one) for one in ends] == [True] * 6 + [False] * 3
+    assert made.left(ends) == ends[3:]
 
 
-def test_an_ended_step_leaves_no_process(tmp_path: Path) -> None:
-    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    made = call(tmp_path)
-    made.run([step("parent", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])", seconds=3)])
-    pid = int((tmp_path / "pid").read_text())
+def test_an_ended_step_leaves_no_process(results: Path) -> None:
+    child = f"import os, time; open({str(results / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    call(results).run([step("parent", code, seconds=3)])
+    pid = int((results / "pid").read_text())
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(10)  # an ended orphan is there until its new parent looks
     assert not psutil.pid_exists(pid)
 
 
-def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
-    made = call(tmp_path, limit_seconds=gpu.ENDING_SECONDS + 1)
+def test_without_time_nothing_is_begun(results: Path) -> None:
+    made = call(results, limit_seconds=gpu.ENDING_SECONDS + gpu.LEAST_SECONDS - 1)
     made.run([step("late")])
     assert not made.tried
 
 
-def test_a_step_waits_for_the_depth_that_it_needs(tmp_path: Path) -> None:
-    made, deep = call(tmp_path), step("deep", needs=48)
-    made.run([deep])
-    assert not made.tried
-    records.write(tmp_path, records.record(Job("stronghold", Workload(num_layers=48))))
-    made.run([deep])
-    assert made.is_done(deep)
-
-
-def test_the_verdict_names_what_is_left_what_went_wrong_and_each_run(tmp_path: Path) -> None:
-    made = call(tmp_path)
-    (tmp_path / "facts.json").write_text(json.dumps({"launches": {"seconds": 2e-6}}))
-    bad, late = step("bad", "raise SystemExit(1)"), step("late")
+def test_the_verdict_names_what_is_left_what_went_wrong_and_each_run(results: Path) -> None:
+    made = call(results)
+    (results / "facts.json").write_text(json.dumps({"launches": {"seconds": 2e-6}}))
+    bad, late = step("bad", "raise SystemExit(4)"), step("late")
     made.run([bad])
     job = Job("stronghold", Workload(num_layers=48), steps=6)
     run = records.record(
         job, 2.0, predicted={"step_seconds": 1.5, "device": {"weights": 75}}, peaks={"device_allocated": 100}
     )
-    records.write(tmp_path, run)
-    told = "\n".join(gpu.verdict(made, [bad, late]))
-    assert "late: not begun" in told and "bad: exit code 1" in told and "launches" in told
+    records.write(results, run)
+    told = "\n".join(made.verdict([bad, late]))
+    assert "late: not begun" in told and "bad: exit code 4" in told and "launches" in told
     assert "2.000 s (0.75 planned), device 100 bytes (0.75 planned)" in told
 
 
+@pytest.mark.parametrize(("second", "told"), [(2.0, "2 runs, the same bits"), (2.5, "2 runs, other bits")])
+def test_the_verdict_tells_if_two_runs_of_a_job_had_the_same_bits(results: Path, second: float, told: str) -> None:
+    records.write(results, *(records.record(Job("resident", Workload()), losses=[loss] * 20) for loss in (2.0, second)))
+    assert told in call(results).verdict([])[-1]
+
+
+def test_one_step_can_be_asked_for_by_its_title(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu.signal, "signal", lambda kind, handler: None)
+    monkeypatch.delenv("OUT", raising=False)
+    ran = tmp_path / "ran"
+    listed = [step(title, f"open({str(ran)!r}, 'a').write({title!r})") for title in ("one", "two")]
+    monkeypatch.setattr(gpu, "steps", lambda scale, results: listed)
+    for arguments, told in ((["--only", "two"], "two"), (["--only", "two"], "twotwo"), ([], "twotwoone")):
+        CliRunner().invoke(gpu.main, arguments, catch_exceptions=False)
+        assert ran.read_text() == told
+    refused = CliRunner().invoke(gpu.main, ["--only", "three"])
+    assert refused.exit_code == 2 and "got three; try one of one; two" in " ".join(refused.output.split())
+
+
+def test_without_a_package_that_records_need_nothing_is_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu.signal, "signal", lambda kind, handler: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused = CliRunner().invoke(gpu.main, [])
+    assert refused.exit_code == 2 and "expected pydantic" in refused.output and not list(tmp_path.iterdir())
+
+
 @pytest.fixture
-def measured(tmp_path: Path) -> tuple[Path, Path]:
-    """A folder of results, and a tree with a calibration and a kernel."""
-    results, tree = tmp_path / "results" / "gpu", tmp_path / "tree"
+def measured(results: Path) -> Path:
+    """A folder of results, in a tree with a calibration and a kernel."""
+    tree = results.parents[1]
     for path, size in (
         (results / "log_a.json", 100), (results / "steps" / "one.txt", 100), (results / "trace-a.json", 3000),
         (results / "figures" / "large.png", 2000), (tree / "results" / "calibration.json", 100),
@@ -168,46 +244,49 @@ def measured(tmp_path: Path) -> tuple[Path, Path]:
     ):  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(os.urandom(size))
-    return results, tree
+    return results
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_archive_puts_back_what_it_took(measured: tuple[Path, Path], tmp_path: Path) -> None:
-    results, tree = measured
-    assert gpu_results.pack(results, tmp_path / "out", root=tree) == []
-    again = tmp_path / "again"
-    assert gpu_results.unpack(tmp_path / "out" / "gpu.tar.gz", again / "gpu", again / "tree") == 6
-    assert (contents(again / "gpu"), contents(again / "tree")) == (contents(results), contents(tree))
+def test_the_archive_puts_back_what_it_took(measured: Path, tmp_path: Path) -> None:
+    taken = contents(tmp_path)
+    assert gpu_results.pack(measured, tmp_path / "out") == []
+    assert gpu_results.unpack(tmp_path / "out" / "gpu.tar.gz", tmp_path / "again") == 6
+    assert contents(tmp_path / "again") == taken
 
 
-def test_the_archive_keeps_what_is_there(measured: tuple[Path, Path], tmp_path: Path) -> None:
-    results, tree = measured
-    gpu_results.pack(results, tmp_path, root=tree)
-    (results / "log_a.json").write_text("newer")
-    assert gpu_results.unpack(tmp_path / "gpu.tar.gz", results, tree) == 0
-    assert (results / "log_a.json").read_text() == "newer"
+def test_the_archive_keeps_what_is_there(measured: Path, tmp_path: Path) -> None:
+    gpu_results.pack(measured, tmp_path)
+    (measured / "log_a.json").write_text("newer")
+    assert gpu_results.unpack(tmp_path / "gpu.tar.gz", tmp_path) == 0
+    assert (measured / "log_a.json").read_text() == "newer"
 
 
-@pytest.mark.parametrize(("most", "left"), [(4500, ["results/trace-a.json"]),
-                                            (1500, ["results/trace-a.json", "results/figures/large.png"])])  # fmt: skip
-def test_a_full_archive_leaves_traces_first(
-    measured: tuple[Path, Path], tmp_path: Path, most: int, left: list[str]
-) -> None:
-    results, tree = measured
-    assert gpu_results.pack(results, tmp_path, most, tree) == left
+@pytest.mark.parametrize(("most", "num_left"), [(4500, 1), (1700, 2)])
+def test_a_full_archive_leaves_traces_first(measured: Path, tmp_path: Path, most: int, num_left: int) -> None:
+    names = ["results/gpu/trace-a.json", "results/gpu/figures/large.png"]
+    assert gpu_results.pack(measured, tmp_path, most) == names[:num_left]
     assert (tmp_path / "gpu.tar.gz").stat().st_size <= most
 
 
-@pytest.mark.parametrize("name", ["../outside", "tree/../outside", "/etc/outside", "other/file"])
+@pytest.mark.parametrize("name", ["../outside", "results/../methods/a.py", "/etc/outside", "methods/file.py"])
 def test_a_strangers_archive_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     with tarfile.open(tmp_path / "gpu.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "file", arcname=name)
     with pytest.raises(ValueError, match="is no archive of results"):
-        gpu_results.unpack(tmp_path / "gpu.tar.gz", tmp_path / "results" / "gpu", tmp_path / "tree")
+        gpu_results.unpack(tmp_path / "gpu.tar.gz", tmp_path / "tree")
+
+
+def test_a_link_in_an_archive_leads_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc")
+    with tarfile.open(tmp_path / "gpu.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "link", arcname="results/link")
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        gpu_results.unpack(tmp_path / "gpu.tar.gz", tmp_path / "tree")
 
 
 def test_a_broken_archive_is_one_line(tmp_path: Path) -> None:
@@ -216,17 +295,10 @@ def test_a_broken_archive_is_one_line(tmp_path: Path) -> None:
         gpu_results.unpack(tmp_path / "gpu.tar.gz", tmp_path)
 
 
-def test_wheels_are_those_of_the_constraints() -> None:
-    assert "deepspeed==0.19.8" in gpu_wheels.pinned(("deepspeed",))
-    assert len(gpu_wheels.pinned(gpu_wheels.NAMES)) == len(gpu_wheels.NAMES)
-    with pytest.raises(ValueError, match="got apex"):
-        gpu_wheels.pinned(("apex",))
-
-
 def door_call(tmp_path: Path, *words: str, **environment: str) -> list[str]:
     """The words and the variables with which bench/gpu.sh starts Python, for each start a line."""
     stub = tmp_path / "python"
-    stub.write_text('#!/bin/sh\necho "$@ | $PYTHONPATH | $NCCL_SOCKET_IFNAME"\n')
+    stub.write_text('#!/bin/sh\necho "$@ | $PYTHONPATH | $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"\n')
     stub.chmod(0o755)
     given = {
         **os.environ,
@@ -240,27 +312,42 @@ def door_call(tmp_path: Path, *words: str, **environment: str) -> list[str]:
 
 
 def test_the_door_keeps_the_callers_packages_and_speaks_to_itself(tmp_path: Path) -> None:
-    (told,) = door_call(tmp_path, "2", "results/x")
-    assert told == f"-m bench.gpu 2 results/x | {ROOT}:/theirs | lo"
+    (told,) = door_call(tmp_path, "x", "--limit", "545", GLOO_SOCKET_IFNAME="eth1")
+    assert told == f"-m bench.gpu x --limit 545 | {ROOT}:/theirs | lo eth1"
 
 
 def test_the_door_installs_wheels_where_there_are_some_without_a_network(tmp_path: Path) -> None:
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / "a.whl").write_text("")
-    installs, calls = door_call(tmp_path, "1")
+    installs, calls = door_call(tmp_path)
     folder = installs.split("--target ")[1].split()[0]
     assert "--no-index" in installs and "--no-deps" in installs and installs.split(" | ")[0].endswith("a.whl")
-    assert calls == f"-m bench.gpu 1 | {ROOT}:{folder}:/theirs | lo" and not Path(folder).exists()
+    assert calls == f"-m bench.gpu | {ROOT}:{folder}:/theirs | lo lo" and not Path(folder).exists()
+
+
+def test_wheels_are_those_of_the_lock(tmp_path: Path) -> None:
+    """DeepSpeed from its source, the others for the other machine's Python."""
+    (tmp_path / "old.whl").write_text("")
+    built, fetched = door_call(tmp_path, "--wheels", str(tmp_path), "rich")
+    assert " wheel " in built and "deepspeed==0.19.8" in built and not (tmp_path / "old.whl").exists()
+    lock = (ROOT / "requirements" / "run.txt").read_text()
+    asked = [word for word in fetched.split() if "==" in word]
+    assert len(asked) == 8 and all(f"{each} " in lock for each in asked) and "--python-version 3.12" in fetched
+    with pytest.raises(subprocess.CalledProcessError):
+        door_call(tmp_path, "--wheels", str(tmp_path), "apex")
 
 
 def test_a_fact_that_fails_is_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: str) -> None:
         raise RuntimeError("no driver\nand more")
 
-    monkeypatch.setattr(gpu_facts, "FACTS", {"first": (fail, ("cpu",)), "second": (lambda device: 1.5, ("cpu",))})
+    def tell(device: str) -> float:
+        return 1.5
+
+    monkeypatch.setattr(gpu_facts, "FACTS", (fail, tell))
     gpu_facts.main.callback(tmp_path / "facts.json", "cpu")  # type: ignore[misc]
     found = json.loads((tmp_path / "facts.json").read_text())
-    assert found["first"] == {"error": "RuntimeError: no driver"} and found["second"] == 1.5
+    assert found["fail"] == {"error": "RuntimeError: no driver"} and found["tell"] == 1.5
 
 
 def test_the_facts_of_a_gpu_are_measured_by_its_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,17 +356,16 @@ def test_the_facts_of_a_gpu_are_measured_by_its_rules(tmp_path: Path, monkeypatc
     gpu_of.install_nvml(monkeypatch)
     for name, function in gpu_of.functions().items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(gpu_facts, "PINNED", {"cuda": (2**20,)})
+    monkeypatch.setattr(gpu_facts, "PINNED_BYTES", {"cuda": 2**20})
     monkeypatch.setattr(gpu_facts, "SHAPES", {"cuda": (1, 4, 64, 32)})
-    monkeypatch.setattr(calibrate, "COPY_BYTES", {"cuda": 2**20})
     monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
-    monkeypatch.setattr(gpu_facts, "GIB", 2**20)
     with cuda.running():
         gpu_facts.main.callback(tmp_path / "facts.json", "cuda")  # type: ignore[misc]
     found = json.loads((tmp_path / "facts.json").read_text())
     assert [name for name, fact in found.items() if "error" in fact] == ["messages"]
     assert found["memory"]["cuda_total"] == 32 * GIB and found["memory"]["is_expandable"]
-    assert list(cuda.broken) == ["a copy that does not block, with host memory that is not page-locked"]
+    assert found["products"]["tf32_by"] == [] and float(found["products"]["relative_error"]) < 1e-5
+    assert list(cuda.broken) == []
 
 
 @pytest.mark.heavy
@@ -301,8 +387,8 @@ def test_the_demo_does_every_step_and_goes_on_from_its_archive(tmp_path: Path) -
     told, seconds = done()
     assert seconds < 480 and "left:\n== went wrong:\n== runs" in told
     records = read_all(tree / "results" / "gpu-demo")[0].values()
-    probed = [record.job.workload.num_layers for record in records if record.gate.evidence.get("probe")]
-    assert probed == [*gpu.DEMO.headline]
+    probed = {record.job.method for record in records if record.gate.evidence.get("probe")}
+    assert probed == {*gpu.DEMO.methods} - {"resident"}
     archive = tmp_path / "out" / "gpu-demo.tar.gz"
     assert archive.stat().st_size < gpu_results.MOST_BYTES
     shutil.rmtree(tree / "results")
