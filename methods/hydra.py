@@ -105,7 +105,7 @@ class Hydra(Method):
 
         from harness.devices.streams import Device
         from methods.sharding import gpt
-        from methods.sharding.device_process import Here, start_processes
+        from methods.sharding.device_process import Here, largest_peaks, start_processes
         from methods.sharding.device_worker import Worker
         from methods.sharding.dispatch import Dispatcher
         from methods.sharding.rehearsal import rehearse
@@ -163,7 +163,7 @@ class Hydra(Method):
                 schedule |= {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
             others = [gpt.other(own[n], models[n], steps[n], names) for n in range(1, len(own))]
             moved_bytes = sum(each.moved_bytes for each in devices)
-            return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others)
+            return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others, largest_peaks(devices))
 
     def _plan(self, workload: Workload, num_layers: int) -> Plan:
         size, whole, tensors = workload.weight_bytes, workload.num_params, gpt_tensors(workload)

@@ -76,6 +76,7 @@ class Trained(NamedTuple):
     moved_bytes: int = 0  # between the two memories
     schedule: dict[str, Any] = {}  # noqa: RUF012 of several models: `num_models`, and the order of turns
     others: Sequence[OtherModel] = ()
+    peaks: dict[str, int] = {}  # noqa: RUF012 of a method's own processes for devices: the largest of each, in bytes
 
 
 Training = Generator[Step, None, Trained]

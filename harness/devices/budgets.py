@@ -202,6 +202,19 @@ def context_since(free_bytes: int | None) -> int | None:
     return max(0, free_bytes - now - torch.cuda.memory_reserved())
 
 
+def device_peaks(device: str) -> dict[str, int]:
+    """Return the peaks of a device's memory in this process, by a record's names."""
+    if device == "sim":
+        return sim.peaks()
+    torch = sys.modules.get("torch")
+    if device != "cuda" or torch is None:
+        return {}
+    return {
+        "device_allocated": torch.cuda.max_memory_allocated(),
+        "device_reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
 def limit_of_the_call() -> str:
     """Name the limit that the caller sets on the memory of all its processes; "" if there is none. If memory then runs
     out, that is the result of this call alone."""

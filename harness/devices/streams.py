@@ -133,7 +133,7 @@ class Device:
         self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each waits only for those before it
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # place of a home in the order of the forward pass
-        self._page_locked: list[Tensor] = []
+        self._page_locked: list[torch.UntypedStorage] = []
 
     def __enter__(self) -> Device:
         return self
@@ -143,8 +143,8 @@ class Device:
             pool.shutdown(cancel_futures=exc[0] is not None)  # finish pending writes, unless the run failed
         if self._page_locked:
             torch.cuda.synchronize()
-        for slab in self._page_locked:
-            torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+        for memory in self._page_locked:
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def span(self, track: str, work: str, of: str) -> AbstractContextManager[None]:
         """Mark work of one kind on a part of the model, for a trace: on a stream ("compute", "inbound", "outbound"),
@@ -174,13 +174,18 @@ class Device:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
         if self.name.type == "cuda":
-            code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
-            if code == NO_MEMORY:
-                raise torch.OutOfMemoryError(f"cannot page-lock {slab.nbytes} bytes of host memory: CUDA error {code}")
-            if code:  # such as 801, not supported, or 712, locked already: no smaller model helps
-                raise RuntimeError(f"expected CUDA to lock {slab.nbytes} bytes of the host, got CUDA error {code}")
-            self._page_locked.append(slab)
+            self.page_lock(slab.untyped_storage())
         return slab
+
+    def page_lock(self, memory: torch.UntypedStorage) -> None:
+        """Lock host memory for this process's copies until the device is left; processes that share it lock it each.
+        Raises torch.OutOfMemoryError if there is not enough."""
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
+        if code == NO_MEMORY:
+            raise torch.OutOfMemoryError(f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}")
+        if code:  # such as 801, not supported, or 712, locked already: no smaller model helps
+            raise RuntimeError(f"expected CUDA to lock {memory.nbytes()} bytes of the host, got CUDA error {code}")
+        self._page_locked.append(memory)
 
     def synchronize(self, *pending: Future) -> None:
         """Wait for these futures, then for everything queued on the three streams."""

@@ -32,7 +32,7 @@ from harness.core import failures, log_lines
 from harness.core.job import Job, Plan
 from harness.core.method import Method, Step, Trained, create
 from harness.core.record import Record, wrong_num_models
-from harness.devices import budgets, machine, sim, tf32
+from harness.devices import budgets, machine, tf32
 
 ORPHAN_SECONDS = 60.0
 Emit = Callable[[dict[str, Any]], None]
@@ -174,6 +174,8 @@ class Run:
             trace.write(self.clock.marks, self.emit)
         self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
         self.measured |= memory_of_training(job.device)
+        peaks = self.measured["peaks"]
+        peaks |= {name: max(size, peaks.get(name, 0)) for name, size in trained.peaks.items()}
         self.enter("inspect")
         self.measured["tensors"] = inspect(trained.tensors, job)
         self.measured["others"] = [
@@ -245,7 +247,7 @@ class Run:
                 told["skipped_at_scale"] = _number("loss_scale", step.loss_scale)
             self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **told})
             if len(losses) % log_lines.interval_steps(self.job) == 0:
-                peaks = device_peaks(self.job.device)
+                peaks = budgets.device_peaks(self.job.device)
                 for line in log_lines.interval_lines(self.job, self.measured, peaks, self.dialect):
                     print(line, flush=True)
 
@@ -306,25 +308,13 @@ def _readable(record: Record) -> Record:
     return record
 
 
-def device_peaks(device: str) -> dict[str, int]:
-    if device == "sim":
-        return sim.peaks()
-    torch = sys.modules.get("torch")
-    if device != "cuda" or torch is None:
-        return {}
-    return {
-        "device_allocated": torch.cuda.max_memory_allocated(),
-        "device_reserved": torch.cuda.max_memory_reserved(),
-    }
-
-
 def memory_of_training(device: str) -> dict[str, Any]:
     """Return the fields of the record that must be read before the inspection takes memory of its own."""
     torch = sys.modules.get("torch")
     if device != "cuda" or torch is None:
-        return {"peaks": device_peaks(device)}
+        return {"peaks": budgets.device_peaks(device)}
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    return {"peaks": device_peaks(device), "num_alloc_retries": retries}
+    return {"peaks": budgets.device_peaks(device), "num_alloc_retries": retries}
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch.multiprocessing
 
+from harness.devices.budgets import device_peaks
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker
 from methods.sharding.shard import Shard, split
@@ -34,6 +35,7 @@ class Here:
 
     connection = None
     told = 0
+    peaks: dict[str, int] = {}  # noqa: RUF012 the harness reads this process's own
 
     def __init__(self, worker: Worker, *, is_alone: bool = False) -> None:
         self.worker, self.is_alone = worker, is_alone
@@ -65,7 +67,7 @@ class Elsewhere:
         self.process.start()
         other.close()
         self.told = 0  # number of halvings of shards that it was told
-        self.moved_bytes = 0
+        self.moved_bytes, self.peaks = 0, dict[str, int]()  # as of the last reply
 
     def ready(self) -> None:
         """Wait until the process has made its worker. Raises RuntimeError with the traceback if that failed."""
@@ -79,7 +81,7 @@ class Elsewhere:
 
     def reply(self) -> Any:
         """Return the unit's result or failure, and its seconds. Raises EOFError if the process has died."""
-        left, seconds, self.moved_bytes = pickle.loads(self.connection.recv_bytes())
+        left, seconds, self.moved_bytes, self.peaks = pickle.loads(self.connection.recv_bytes())
         return left, seconds
 
     def close(self) -> None:
@@ -90,8 +92,10 @@ class Elsewhere:
 def start_processes(
     names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1
 ) -> list[Any]:
-    """Start the devices of these torch names, each with a worker of its own; they are closed when the stack is left."""
-    devices = [Elsewhere(make_worker, name, models, options, num_threads=num_threads) for name in names]
+    """Start the devices of these torch names, each with a worker of its own; they are closed when the stack is left. Of
+    a GPU's memory each may take the share that this process may."""
+    share = torch.cuda.get_per_process_memory_fraction() if names[0].startswith("cuda") else 1.0
+    devices = [Elsewhere(make_worker, name, models, options, share, num_threads=num_threads) for name in names]
     for device in devices:
         stack.callback(device.close)
     for device in devices:
@@ -99,15 +103,27 @@ def start_processes(
     return devices
 
 
-def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any]) -> Worker:
-    return Worker(Device(name), models, **options)
+def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any], share: float) -> Worker:
+    device = Device(name)
+    if device.name.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share)
+        homes = (slab.untyped_storage() for shards in models for shard in shards for slab in shard.slabs.values())
+        for home in {home.data_ptr(): home for home in homes}.values():  # one for the slabs of a model
+            device.page_lock(home)
+    return Worker(device, models, **options)
+
+
+def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
+    """Return the largest of each peak of the devices that are processes of their own."""
+    names = {name for device in devices for name in device.peaks}
+    return {name: max(device.peaks.get(name, 0) for device in devices) for name in names}
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:
     """Run unit after unit in a device's process, until the connection is closed."""
 
-    def reply(left: Any, seconds: float = 0.0, moved_bytes: int = 0) -> None:
-        connection.send_bytes(pickle.dumps((left, seconds, moved_bytes)))
+    def reply(left: Any, seconds: float = 0.0, moved_bytes: int = 0, peaks: dict[str, int] | None = None) -> None:
+        connection.send_bytes(pickle.dumps((left, seconds, moved_bytes, peaks or {})))
 
     torch.set_num_threads(num_threads)
     try:
@@ -122,7 +138,8 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
             for model, index in splits:  # in the dispatcher's order
                 split(worker.models[model], index)
             left = run_unit(worker, unit, following)
-            reply(left, time.perf_counter() - started, worker.device.moved_bytes)
+            seconds, device = time.perf_counter() - started, worker.device
+            reply(left, seconds, device.moved_bytes, device_peaks(device.name.type))
 
 
 def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | UnitFailure:

@@ -15,6 +15,7 @@ from harness.gate import inspect_training
 from harness.run import worker
 from harness.run.timeline import read
 from methods.offload.transfer import copy, queue
+from methods.sharding import device_process, gpt
 from tests.support import bugs, planting
 from tests.support.bugs import Bug
 from tests.support.fake_cuda import FakeCuda, FakeEvent
@@ -158,6 +159,20 @@ def test_only_a_lack_of_memory_to_lock_is_called_one(
             Job("l2l", tiny(num_layers=2), device="cuda", steps=2, warmup=1), "", (), lambda event: None
         )
     assert record.status == status and f"CUDA error {code}" in record.reason
+
+
+def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_that_its_parent_may(
+    gpu: FakeGpu, cuda: FakeCuda
+) -> None:
+    workload = tiny(num_layers=2)
+    with Device("cpu") as host:
+        models = [gpt.at_home(workload, [1, 1, 1, 1], host, is_shared=True, in_halves=False) for _ in range(2)]
+    homes = [shards[0].slabs["weights"].untyped_storage() for shards in models]
+    with cuda.running():
+        device_process.make_worker("cuda:1", models, {}, 0.25)
+    assert cuda.locked == {home.data_ptr(): home.nbytes() for home in homes}
+    assert sum(map(len, (shard.slabs["weights"] for shard in models[0]))) < homes[0].nbytes()
+    assert (cuda.current_device(), gpu.fraction) == (1, 0.25)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -37,11 +37,12 @@ class Tells(Method):
                 waiting = []
         yield from waiting
         tensors = [TensorState(self.how, torch.ones(2))] if self.how == HALF else []
-        return Trained(tensors, MOVED.get(self.how, 0), SCHEDULES.get(self.how, {}))
+        return Trained(tensors, MOVED.get(self.how, 0), SCHEDULES.get(self.how, {}), peaks=PEAKS.get(self.how, {}))
 
 
 SCHEDULES = {"models": {"num_models": 1000}, "none": {"num_models": 0}, "resumed": {"resumed_steps": 3},
              "object": {"a": object()}, "deep": json.loads(60 * '{"a": ' + "1" + 60 * "}")}
+PEAKS = {"own processes": {"device_allocated": 7}}
 MOVED = {"words": "many", "less than none": -5, "digits": 10**30}
 STEPS = {"skipped": {"is_skipped": True}, "no scale": {"loss_scale": "x"}, "no shares": {"shares": "abc"}}
 HALF = chr(0xD800)  # of a character
@@ -77,6 +78,14 @@ def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refus
     assert (record.status, refused in record.reason) == ("crash" if refused else "ok", True), record.reason
     record.write(tmp_path / "log_record.json")
     str(Record.read(tmp_path / "log_record.json")).encode()
+
+
+def test_a_peak_in_processes_of_the_methods_own_is_on_record(tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    record = worker.run(
+        Job("tells", TINY, {"how": "own processes"}, steps=2, warmup=1), "key", (tmp_path,), lambda event: None
+    )
+    assert record.peaks["device_allocated"] == 7
 
 
 def test_a_method_that_yields_nothing_is_told_what_to_yield(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from methods.sharding.device_process import Elsewhere
+from methods.sharding import device_process
+from methods.sharding.device_process import Elsewhere, largest_peaks, serve
 from methods.sharding.dispatch import Dispatcher
 from methods.sharding.scheduler import simulate
+from methods.sharding.shard import Version
 from methods.sharding.task import Task
 from methods.sharding.unit import FORWARD, LOSS, Result, Unit
 
@@ -18,7 +22,7 @@ from methods.sharding.unit import FORWARD, LOSS, Result, Unit
 class Sleeper:
     """A device whose units take a time and do nothing."""
 
-    device = SimpleNamespace(moved_bytes=0)
+    device = SimpleNamespace(moved_bytes=0, name=torch.device("cpu"))
 
     def __init__(self, seconds: dict[tuple[int, str, int], float]) -> None:
         self.seconds = seconds
@@ -72,3 +76,22 @@ def test_the_dispatchers_makespan_is_the_simulations() -> None:
         device.close()
     assert 0.99 <= ratios[-1] <= 1.05
     assert 0.99 <= foretold <= 1.05
+
+
+def test_a_device_of_its_own_tells_its_peaks_with_each_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([{"device_allocated": 5}, {"device_allocated": 7, "device_reserved": 9}])
+    monkeypatch.setattr(device_process, "device_peaks", lambda device: next(peaks))
+    ours, theirs = multiprocessing.Pipe()
+    serving = threading.Thread(target=serve, args=(theirs, 1, Sleeper, {(0, FORWARD, 0): 0.0}))
+    serving.start()
+    device = Elsewhere.__new__(Elsewhere)  # whose process is a thread here
+    device.connection = ours
+    device.ready()
+    for told in ({"device_allocated": 5}, {"device_allocated": 7, "device_reserved": 9}):
+        device.start(Unit(0, 0, FORWARD, Version(0, 0)), None, ())
+        device.reply()
+        assert device.peaks == told
+    ours.close()
+    serving.join()
+    other = SimpleNamespace(peaks={"device_allocated": 8})
+    assert largest_peaks([device, other]) == {"device_allocated": 8, "device_reserved": 9}  # type: ignore[list-item]
