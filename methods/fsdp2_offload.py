@@ -9,11 +9,12 @@ Each rank trains on its part of every batch; torch averages the gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
+from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import describe, each_page_locked
 
 
@@ -27,14 +28,10 @@ class Fsdp2Offload(Method):
     world_size: int = 1  # ranks
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        if self.world_size < 1 or workload.batch_size % self.world_size:
-            counts = ", ".join(str(n) for n in range(1, workload.batch_size + 1) if workload.batch_size % n == 0)
-            raise ValueError(f"a batch of {workload.batch_size} splits over {counts} ranks, not {self.world_size}")
-        if workload.dropout and self.world_size > 1:
-            raise ValueError("dropout and --ranks exclude each other: each rank would drop other elements")
+        workload = rank_part(workload, self.world_size)
         # Sharded over the ranks: states and the batch. Whole on each rank: gathered weights, and their gradients.
         params = -(-workload.num_params // self.world_size)
-        size, workload = workload.weight_bytes, replace(workload, batch_size=workload.batch_size // self.world_size)
+        size = workload.weight_bytes
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
         home = each_page_locked(4, workload, room, self.world_size)
         gathered = 4 * (2 * workload.num_layers * workload.layer_params + workload.end_params) // self.world_size

@@ -9,18 +9,20 @@ from typing import Any
 from harness.core.job import Plan, Room, Workload
 from methods.engines.deepspeed_config import stage_3, stage_3_plan
 from methods.engines.deepspeed_method import DeepSpeedMethod
+from methods.shared.data_parallel import rank_part
 
 
 @dataclass(frozen=True)
 class ZeroInfinity(DeepSpeedMethod):
     adam: str = "fused"  # the host's Adam: fused, deepspeed or published (methods/engines/deepspeed_config.py)
+    world_size: int = 1  # ranks
 
     label = "ZeRO-Infinity"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
     scales_loss = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        return stage_3_plan(workload, room, adam=self.adam)
+        return stage_3_plan(rank_part(workload, self.world_size), room, self.world_size)
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         return stage_3(workload, on_gpu)

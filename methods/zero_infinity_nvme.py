@@ -5,6 +5,7 @@ Each run has a subfolder of its own and removes it at its end; the next run remo
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -17,6 +18,7 @@ from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
 from methods.engines.deepspeed_config import is_built, lacks_to_build, largest_tensor, stage_3, stage_3_device
 from methods.engines.deepspeed_method import DeepSpeedMethod
+from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import writable
 
 PREFIX = "harness-nvme-"
@@ -28,6 +30,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     disk: str | None = None  # folder of the states; None: the system's temporary one
     pipelined: bool | None = None  # read and write during the update; None: if the host has room for the buffers
     reentrant: bool = True  # recompute; torch's newer way gives wrong gradients here (DeepSpeed 0.19.8 on a CPU)
+    world_size: int = 1  # ranks
 
     label = "ZeRO-Infinity (NVMe)"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
@@ -42,15 +45,16 @@ class ZeroInfinityNvme(DeepSpeedMethod):
         return next((plan for plan in plans if plan.shortfall(room) is None), plans[-1])
 
     def _plan(self, workload: Workload, folder: str, pipelined: bool) -> Plan:
-        params, size = workload.num_params, workload.weight_bytes
-        largest = largest_tensor(workload)
+        workload, ranks = rank_part(workload, self.world_size), self.world_size
+        params, size = -(-workload.num_params // ranks), workload.weight_bytes
+        largest = -(-largest_tensor(workload) // ranks)
         of_states = 4 * num_state_buffers(pipelined) * max(sub_group_params(workload), largest)
         return Plan(
             device=stage_3_device(workload),
             host={"gradients": 4 * params, "buffers": size * NUM_BUFFERS * largest + of_states},
-            disk=on_disk(workload),
+            disk=on_disk(workload, ranks),
             moved_bytes=2 * (12 + size) * params,
-            options={"disk": folder, "pipelined": pipelined, "reentrant": self.reentrant},
+            options={**dataclasses.asdict(self), "disk": folder, "pipelined": pipelined},
         )
 
     def train(self, workload: Workload, batches, device: str) -> Training:
@@ -58,7 +62,9 @@ class ZeroInfinityNvme(DeepSpeedMethod):
 
         assert self.pipelined is not None
         with ExitStack() as needed:
-            folder = needed.enter_context(swap_folder(writable(self.disk), sum(on_disk(workload).values())))
+            folder = needed.enter_context(
+                swap_folder(writable(self.disk), sum(on_disk(workload, self.world_size).values()))
+            )
             if not is_built("async_io"):
                 raise Unavailable(lacks_to_build("async_io") or "DeepSpeed's async_io is not compiled: ./run.sh setup")
             nvme = {"device": "nvme", "nvme_path": str(folder)}
@@ -77,14 +83,14 @@ class ZeroInfinityNvme(DeepSpeedMethod):
                 },
             }  # fmt: skip
             aio = {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}
-            return (
-                yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, needed, aio=aio)
-            )
+            how = (self.adam, zero, self.reentrant, needed, self.world_size)
+            return (yield from deepspeed.train(workload, batches, device, *how, aio=aio))
 
 
-def on_disk(workload: Workload) -> dict[str, int]:
-    """Return the bytes on the disk by kind."""
-    return {"weights": workload.weight_bytes * workload.num_params, "optimizer": 12 * workload.num_params}
+def on_disk(workload: Workload, num_ranks: int) -> dict[str, int]:
+    """Return a rank's bytes on the disk by kind."""
+    params = -(-workload.num_params // num_ranks)
+    return {"weights": workload.weight_bytes * params, "optimizer": 12 * params}
 
 
 def num_state_buffers(pipelined: bool) -> int:

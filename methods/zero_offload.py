@@ -8,27 +8,28 @@ from typing import Any
 from harness.core.job import Plan, Room, Workload
 from methods.engines.deepspeed_config import BUCKET_PARAMS, stage_2, stage_2_host
 from methods.engines.deepspeed_method import DeepSpeedMethod
+from methods.shared.data_parallel import rank_part
 
 
 @dataclass(frozen=True)
 class ZeroOffload(DeepSpeedMethod):
     adam: str = "fused"  # the host's Adam: fused, deepspeed or published (methods/engines/deepspeed_config.py)
+    world_size: int = 1  # ranks
 
     label = "ZeRO-Offload"
     paper = "Ren et al., USENIX ATC 2021; DeepSpeed"
     scales_loss = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        params, size = workload.num_params, workload.weight_bytes
+        workload, params, size = rank_part(workload, self.world_size), workload.num_params, workload.weight_bytes
         return Plan(
             device={
                 "weights": size * params,
                 "gradients": 2 * size * min(BUCKET_PARAMS, params),
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
-            host=stage_2_host(workload, room),
-            moved_bytes=2 * size * params,
-            options={"adam": self.adam},
+            host=stage_2_host(workload, room, self.world_size),
+            moved_bytes=2 * size * params // self.world_size,
         )
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:

@@ -220,6 +220,11 @@ def join_alone(device: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def join_others(device: str) -> None:
+    """Start torch.distributed for the ranks that torchrun's variables name; sim passes no messages."""
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+
+
 def require_device(device: str, engine: str) -> None:
     """Raise Unavailable if this process only accounts for the device: an engine needs a device that torch has."""
     if device == "sim" and not torch.get_device_module(device).is_available():

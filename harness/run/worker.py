@@ -198,6 +198,8 @@ class Run:
                     self.measured["kernels"] = sorted(kernels.names)
                 else:
                     step = next(training)
+                if len(self.clock.marks) == 1 and (wrong := trains_alone(self.job)):
+                    raise ValueError(wrong)
                 for told in (step.loss, step.grad_norm):
                     if (
                         told is not None and type(told) is not self.clock.torch.Tensor
@@ -321,6 +323,19 @@ def _predicted(plan: Plan) -> dict[str, Any]:
     names = ["device", "host", "disk", "moved_bytes", *(("step_seconds", "binds") if plan.step_seconds else ())]
     names += ["stages"] if plan.stages else []
     return {name: getattr(plan, name) for name in names}
+
+
+def trains_alone(job: Job) -> str:
+    """Tell that this rank trains without the others, which would multiply the throughput; empty if it does not."""
+    import torch.distributed as dist
+
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks == job.world_size:
+        return ""
+    return (
+        f"expected torch.distributed to join {job.world_size} ranks, got a group of {num_ranks}, so each would train"
+        " alone; try init_process_group() by torchrun's variables"
+    )
 
 
 def _number(name: str, value: Any) -> float:

@@ -32,10 +32,10 @@ FP16 = {  # the rule of methods/shared/loss_scale.py
 }
 
 
-def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[str, Any]:
+def engine_config(workload: Workload, adam: str, zero: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration for this job."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": workload.batch_size,
+        "train_micro_batch_size_per_gpu": workload.batch_size // num_ranks,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": workload.clip_norm,  # said even when 0: left out, it is 1.0
         "zero_optimization": zero,
@@ -55,16 +55,17 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any]) -> dict[s
 
 def train(
     workload: Workload, batches: Any, device: str, adam: str, zero: dict[str, Any], reentrant: bool,
-    needed: ExitStack, **extra: Any
+    needed: ExitStack, num_ranks: int = 1, **extra: Any
 ) -> Training:  # fmt: skip
-    """Train by deepspeed.initialize's engine.
+    """Train by deepspeed.initialize's engine; each rank on its part of every batch.
 
     `reentrant`: torch's older recompute. `extra`: more configuration. `needed`: is closed after the trained tensors
     have been read, which are made one by one.
     """
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable(lacks_to_build("cpu_adam") or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
-    deepspeed = import_deepspeed(device)
+    deepspeed = import_deepspeed(device, num_ranks)
+    _load_built("cpu_adam", *(["async_io"] if "aio" in extra else []))
     is_scaled = workload.dtype == "fp16"
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -74,39 +75,44 @@ def train(
     import torch
     import torch.distributed as dist
 
-    from harness.devices.streams import join_alone
+    from harness.devices.streams import join_alone, join_others
 
-    join_alone(device)
+    join_alone(device) if num_ranks == 1 else join_others(device)
     needed.callback(dist.destroy_process_group)
-    config = {**engine_config(workload, adam, zero), **extra}
+    rank = dist.get_rank()
+    config = {**engine_config(workload, adam, zero, num_ranks), **extra}
     engine = _engine(deepspeed, workload, config, device, adam, reentrant)
     for step, (inputs, targets) in enumerate(batches, start=1):
         scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
-        loss = engine(inputs, targets, scale)
+        loss = engine(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale)
         engine.backward(loss / scale)  # the engine multiplies by the scale again
         for group in engine.optimizer.param_groups:
             group["lr"] = workload.learning_rate_at(step)
         engine.step()
-        norm = engine.get_global_grad_norm()
-        ended = Step(loss.detach(), None if norm is None else torch.as_tensor(norm))
+        norm, mean = engine.get_global_grad_norm(), loss.detach() / num_ranks
+        if num_ranks > 1:
+            dist.all_reduce(mean)
+        ended = Step(mean, None if norm is None else torch.as_tensor(norm))
         if is_scaled:
             ended = ended._replace(loss_scale=scale, is_skipped=bool(engine.optimizer.overflow))
         yield ended
     return Trained(_states(engine, needed.pop_all()))
 
 
-def import_deepspeed(device: str) -> Any:
-    """Import the package, configured for this device, without its shared-memory communication.
+def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
+    """Import the package, configured for this device and torchrun's ranks, without its shared-memory communication.
 
-    One rank does not use that communication, and its first start would compile it. Raises Unavailable if the package is
-    missing.
+    The first start of that communication would compile it. Raises Unavailable if the package is missing.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    if num_ranks == 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "LOCAL_SIZE": "1",  # set as DeepSpeed's launcher does: on a CPU it would start numactl several times a step
+        "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number, and each rank sees one
+        # Set as DeepSpeed's launcher does: on a CPU it would start numactl several times a step.
+        "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies there
     }  # fmt: skip
@@ -121,12 +127,11 @@ def import_deepspeed(device: str) -> Any:
         from methods.engines import deepspeed_sim
 
         deepspeed_sim.use()
-    _load_built()
     return deepspeed
 
 
-def _load_built() -> None:
-    """Load the compiled kernels; otherwise every run of DeepSpeed would start ninja to check them."""
+def _load_built(*kernels: str) -> None:
+    """Load those of the kernels that are compiled; otherwise every run of DeepSpeed would start ninja to check them."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _import_module_from_library
@@ -134,12 +139,11 @@ def _load_built() -> None:
     def load(kernel: str) -> None:
         OpBuilder._loaded_ops[kernel] = _import_module_from_library(kernel, EXTENSIONS / kernel, True)
 
-    if is_built("cpu_adam"):
-        load("cpu_adam")
-    if is_built("async_io"):
-        load("pin_memory")
-        PinMemoryBuilder().load()  # makes its symbols known, which the next kernel needs
-        load("async_io")
+    for kernel in filter(is_built, kernels):
+        if kernel == "async_io":
+            load("pin_memory")
+            PinMemoryBuilder().load()  # makes its symbols known, which the next kernel needs
+        load(kernel)
 
 
 def use_built_kernel_in_superoffload() -> None:
@@ -154,7 +158,7 @@ def superoffload_worker(*arguments: Any) -> None:
     """Run SuperOffload's optimizer process with the compiled kernel."""
     from deepspeed.runtime.superoffload.superoffload_utils import superoffload_optimizer_worker
 
-    _load_built()
+    _load_built("cpu_adam")
     superoffload_optimizer_worker(*arguments)
 
 

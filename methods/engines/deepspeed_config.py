@@ -100,30 +100,30 @@ def group_params(workload: Workload) -> tuple[int, int]:
     return workload.num_params - small, small
 
 
-def flat_groups(size: int, workload: Workload, room: Room) -> int:
-    """Bytes of a page-locked tensor of each group, of elements of so many bytes."""
-    return sum(page_locked(size * params, room) for params in group_params(workload))
+def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
+    """Bytes of a rank's part of a page-locked tensor of each group, of elements of so many bytes."""
+    return sum(page_locked(size * -(-params // num_ranks), room) for params in group_params(workload))
 
 
-def stage_2_host(workload: Workload, room: Room) -> dict[str, int]:
-    """Bytes on the host: masters, gradients and a copy of the weights, flat; on sim 20 (fp32) and 18 (bf16) a
-    parameter."""
-    flat = {4: flat_groups(4, workload, room), 2: flat_groups(2, workload, room)}
-    states = {"weights": flat[4], "gradients": flat[4], "optimizer": 8 * workload.num_params}
-    return {**states, "buffers": flat[workload.weight_bytes]}
+def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str, int]:
+    """Bytes of a rank on the host: its part of masters, gradients and moments, and a copy of all weights, flat; on sim
+    20 (fp32) and 18 (bf16) a parameter."""
+    part = flat_groups(4, workload, room, num_ranks)
+    states = {"weights": part, "gradients": part, "optimizer": 8 * -(-workload.num_params // num_ranks)}
+    return {**states, "buffers": flat_groups(workload.weight_bytes, workload, room)}
 
 
-def stage_3_plan(workload: Workload, room: Room, **options: Any) -> Plan:
-    """Page-locked are the weights, the gradients of groups of SUB_GROUP_PARAMS, as they accumulate all of them again
-    (buffers), and, in the cache of what is freed, each weight as it was first stored."""
-    params, size = workload.num_params, workload.weight_bytes
-    gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
+def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
+    """Page-locked are a rank's part of the weights, the gradients of groups of SUB_GROUP_PARAMS, as they accumulate all
+    of them again (buffers), and, in the cache of what is freed, each weight as it was first stored."""
+    params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
+    gathered = -(-(2 * workload.num_layers * workload.layer_params + workload.end_params) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
-    freed = each_page_locked(size, workload, room) if room.page_locks else 0
+    freed = each_page_locked(size, workload, room, num_ranks) if room.page_locks else 0
     home = {  # on sim 24 (fp32) and 20 (bf16) bytes a parameter
-        "weights": flat_groups(size, workload, room) + 4 * params,
+        "weights": flat_groups(size, workload, room, num_ranks) + 4 * params,
         "gradients": sub_groups * page_locked(4 * SUB_GROUP_PARAMS, room) + page_locked(4 * rest, room),
         "optimizer": 8 * params,
         "buffers": page_locked(size * params, room) + freed,
     }
-    return Plan(stage_3_device(workload), home, moved_bytes=size * (gathered + params), options=options)
+    return Plan(stage_3_device(workload), home, moved_bytes=size * (gathered + params))

@@ -17,6 +17,7 @@ class DeepSpeedMethod(Method):
     log_dialect = "deepspeed"
     adam = "deepspeed"  # one of deepspeed_config.ADAMS
     reentrant = False  # recompute by torch's older way
+    world_size = 1  # ranks
 
     def __post_init__(self) -> None:
         if self.adam not in deepspeed_config.ADAMS:
@@ -61,4 +62,5 @@ class DeepSpeedMethod(Method):
 
         zero = self.zero(workload, on_gpu=device == "cuda")
         with ExitStack() as needed:
-            return (yield from deepspeed.train(workload, batches, device, self.adam, zero, self.reentrant, needed))
+            how = (self.adam, zero, self.reentrant, needed, self.world_size)
+            return (yield from deepspeed.train(workload, batches, device, *how))

@@ -89,6 +89,39 @@ def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "world_size"), [("zero-offload", 2), ("zero-offload", 4), ("zero-infinity", 2)])
+def test_ranks_train_as_the_reference_does_on_the_whole_batch(
+    name: str, world_size: int, dtype: str, shared_results: Path
+) -> None:
+    record = run(shared_results, name, dataclasses.replace(SMALL, batch_size=4, dtype=dtype), world_size=world_size)
+    assert record.gate.passed, record.gate.text
+    assert len(record.machine["ranks"]) == world_size
+    assert all(tensor["exp_avg"] and tensor["exp_avg_sq"] for tensor in record.tensors.values())
+    if dtype == "fp32":
+        assert record.gate.evidence["loss_difference"] <= 1e-6
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_ranks_share_what_lies_on_the_disk(pipelined: bool, tmp_path: Path, shared_results: Path, libaio: None) -> None:
+    options = {"world_size": 2, "pipelined": pipelined, "disk": str(tmp_path)}
+    record = run(shared_results, "zero-infinity-nvme", dataclasses.replace(SMALL, batch_size=4), **options)
+    assert record.gate.passed and record.gate.evidence["loss_difference"] <= 1e-6, record.gate.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_plans_its_part_of_what_zero_shards() -> None:
+    """By hand: ZeRO-2 shards 16 of 20 bytes a parameter, ZeRO-3 all 24; both split the batch's activations."""
+    load, room = dataclasses.replace(LARGE, batch_size=4), Room()
+    for name, whole in (("zero-offload", 4), ("zero-infinity", 0)):
+        one, two = (create(name, {"world_size": n}).plan(load, room) for n in (1, 2))
+        kept = whole * load.num_params
+        assert two.host_bytes - kept == pytest.approx((one.host_bytes - kept) / 2, rel=1e-6)
+        assert two.device["activations"] < one.device["activations"] and two.moved_bytes <= one.moved_bytes // 2 + 1
+
+
+@pytest.mark.heavy
 def test_a_run_starts_no_program_to_count_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, started = tmp_path / "numactl", tmp_path / "started"
     program.write_text(f"#!/bin/sh\ntouch {started}\n")

@@ -33,13 +33,15 @@ from harness.core.job import Plan
 class Meeting(Method):
     world_size: int = 2
     raises_at: int = 0
+    is_alone: bool = False
 
     def plan(self, workload, budget):
         return Plan(device={"weights": 1})
 
     def train(self, workload, batches, device):
         import time, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if self.is_alone else {}
+        dist.init_process_group("gloo", **alone)
         for step, batch in enumerate(batches, start=1):
             if step == self.raises_at and dist.get_rank() == 1:
                 raise ZeroDivisionError("rank 1 divides by zero")
@@ -174,6 +176,15 @@ def test_the_first_rank_to_raise_is_named(words: list[str], tmp_path: Path) -> N
     assert record.status == "crash" and record.evidence["rank"] == 1
     assert record.reason.startswith("rank 1 of 2: ZeroDivisionError: rank 1 divides by zero at step 3")
     assert "rank 1 divides by zero" in record.evidence["traceback"]
+
+
+@pytest.mark.heavy
+def test_ranks_that_train_alone_are_refused(words: list[str], tmp_path: Path) -> None:
+    """Each would train the whole batch as the reference does, and count for all."""
+    job = Job("meeting", TINY, {"world_size": 2, "is_alone": True}, steps=8, warmup=2)
+    folders = (tmp_path / "methods",)
+    (record,) = Sweep(tmp_path, folders).run([resolve(job, folders)[0]])
+    assert record.status == "crash" and "expected torch.distributed to join 2 ranks" in record.reason, record.reason
 
 
 @pytest.mark.heavy
