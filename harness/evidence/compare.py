@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import Any
 
 import pandas as pd
 
+from harness.base.checkout import ROOT
 from harness.core.job import gib
 from harness.core.record import Record, records_of
 from harness.figures import frame
 from harness.figures.point import RatioInterval, ratio, row_of
+from harness.jobs.command import command
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
+RESULTS = ROOT / "results"
 SIMULATED = ("sim", "virtual")  # devices whose clock is simulated
 METRIC = "samples_per_second"
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
@@ -50,11 +54,18 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
     read = functools.cache(records_of)  # which tells of each folder once
     found, complaints = pairs(select(a, results, read), select(b, results, read))
     made = [compare(*pair) for pair in found]
+    folders = folder_of(a, results), folder_of(b, results)
     for one in made:
-        show(one, as_json)
+        show(one, as_json, folders)
     for complaint in complaints:
         print(json.dumps({"verdict": NONE, "why": complaint}) if as_json else f"{NONE}: {complaint}")
     return not complaints and all(one.ratio is not None for one in made)
+
+
+def folder_of(text: str, results: Path) -> Path:
+    """Return the folder of the records that a word names."""
+    path = Path(text)
+    return path.parent if path.is_file() else path if path.is_dir() else results
 
 
 def select(text: str, results: Path, read: Callable[[Path], list[Record]] = records_of) -> pd.DataFrame:
@@ -170,7 +181,7 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
         return Comparison(a, b, NONE, f"{' and '.join(silent)} timed one step, which shows no noise: try more --steps")
     found = ratio(*sides.values())
     verdict = FASTER if found.low > 1 else SLOWER if found.high < 1 else ALIKE
-    return Comparison(a, b, verdict, found.how + ("" if found.has_interval else "; --rerun measures again"), found)
+    return Comparison(a, b, verdict, found.how, found)
 
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
@@ -197,7 +208,8 @@ def side(repeats: list[Record]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show(comparison: Comparison, as_json: bool) -> None:
+def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path]) -> None:
+    """`folders`: of A's records and of B's, for the calls that measure again."""
     data = comparison.to_dict()
     if as_json:
         print(json.dumps(data))
@@ -205,6 +217,12 @@ def show(comparison: Comparison, as_json: bool) -> None:
     print(f"A: {_side_text(data['a'])}\nB: {_side_text(data['b'])}")
     if comparison.ratio is None:
         print(f"{comparison.verdict}: {comparison.why}")
+    elif comparison.verdict == ALIKE:
+        print("cannot tell which is faster")
+        print(f"  A's samples/s are {comparison.ratio.text} times B's ({comparison.why})")
+        for repeats, folder in zip((comparison.a, comparison.b), folders, strict=True):
+            where = "" if folder == RESULTS else f" --results {shlex.quote(str(folder))}"
+            print(f"  to narrow it, measure again: {command(repeats[-1].job, is_short=True)} --rerun{where}")
     else:
         print(f"A is {comparison.verdict}: {comparison.ratio.text} times B's samples/s ({comparison.why})")
     for name, (ours, theirs) in data["differs"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from harness.evidence.compare import ALIKE, FASTER, NONE, SLOWER
 from harness.figures.point import ratio, row_of
 from tests.cli.test_main import run
 from tests.support import records
+from tests.support.cli import jobs_of
 from tests.support.records import write
 
 SMALL = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
@@ -87,9 +89,21 @@ def test_one_timed_step_tells_nothing_of_its_noise() -> None:
 def test_one_run_each_has_no_interval_and_says_so() -> None:
     found = compare.compare([record(seconds=1.0)], [record("resident", 2.0)])
     assert found.why == (
-        "margin of 5%: 1 and 1 runs with steps that scatter by 0.0% and 0.0%, an interval needs 3 each; --rerun"
-        " measures again"
+        "margin of 5%: 1 and 1 runs with steps that scatter by 0.0% and 0.0%, an interval needs 3 each"
     )
+
+
+def test_where_it_cannot_tell_the_first_words_say_so_then_the_numbers_then_calls_that_repeat(tmp_path: Path) -> None:
+    write(tmp_path, record(seconds=1.0), record("resident", 1.02))
+    told = run("compare", "l2l", "resident", "--results", tmp_path).stdout.splitlines()
+    assert told[2] == "cannot tell which is faster"
+    assert told[3].startswith("  A's samples/s are 1.02 (0.971 to 1.07) times B's (margin of 5%: 1 and 1 runs")
+    for line, name in zip(told[4:6], ("l2l", "resident"), strict=True):
+        assert line.startswith(f"  to narrow it, measure again: ./run.sh -m {name} ")
+        words = shlex.split(line.partition("./run.sh ")[2])
+        assert words[-3:] == ["--rerun", "--results", str(tmp_path)]
+        (job,) = jobs_of(shlex.join(["./run.sh", *words]))
+        assert (job.method, job.workload) == (name, SMALL)
 
 
 def test_without_a_passing_gate_there_is_no_throughput_and_no_ratio() -> None:
