@@ -71,7 +71,7 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
             "method": law.method, "published_layers": law.published_layers, "step_seconds": seconds,
             **limits._asdict(), "binding": limits.binding,
             "was_the_limit": limits.largest == law.published_layers, "verdict": law.verdict(limits),
-            "host_source": law.host_source,
+            "host_source": law.host_source, "here": law.here,
         })  # fmt: skip
     return found
 
@@ -136,6 +136,9 @@ def show_published(found: list[dict[str, Any]]) -> None:
     title = "What bound the published runs, by laws recovered from their logs (largest depths)"
     print_table(("method", *numbers, "verdict"), rows, title, numbers=numbers)
     print("Of the engines that were published; the rows above are of those that run here.")
+    for row in found:
+        if row["here"]:
+            print(f"{row['method']} here: {row['here']}.")
 
 
 def _size(size: int | None) -> str:
