@@ -1,7 +1,7 @@
 """The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
 Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle, notebook), advise.py, doctor.py, check_method.py, image in
+report, bundle, notebook), advise.py, doctor.py, check_method.py, completion.py, image in
 harness/places/shared/docker_image.py, and those that methods bring (Method.verbs).
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from harness.base.console import readable_output
-from harness.cli import job_verbs, options, result_verbs
+from harness.cli import completion, job_verbs, options, result_verbs
 from harness.cli.advise import advise
 from harness.cli.check_method import check_method
 from harness.cli.doctor import doctor
@@ -38,6 +38,16 @@ What people do first:
 ./run.sh --help lists all verbs and methods; ./run.sh VERB --help the options."""
 
 
+GROUPS = {  # verbs by purpose, in the order of --help; others follow as those that methods bring
+    "Before a run": ("advise", "plan", "doctor", "setup"),
+    "Train": ("run", "sweep", "search", "demo"),
+    "Results": ("compare", "report", "fairness", "bundle"),
+    "The papers' figures and claims": ("case", "verify", "import", "notebook"),
+    "Around it": ("check-method", "image", "completion"),
+}
+OF_METHODS = "Brought by methods"
+
+
 class Door(WithMethods, click.Group):
     """Click's group of verbs; a call that begins with an option is a `run`, because published calls name no verb."""
 
@@ -53,6 +63,15 @@ class Door(WithMethods, click.Group):
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(self.all_verbs())
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the verbs by purpose."""
+        verbs, grouped = self.all_verbs(), set().union(*GROUPS.values())
+        groups = {**GROUPS, OF_METHODS: tuple(sorted(verbs.keys() - grouped))}
+        width = formatter.width - 6 - max(map(len, verbs))
+        for title, names in groups.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, verbs[name].get_short_help_str(width)) for name in names])
 
     def all_verbs(self) -> dict[str, click.Command]:
         return {**self._of_methods(), **self.commands}
@@ -75,13 +94,16 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
         click.echo(FIRST_CALLS)
 
 
-for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, doctor, image):
+for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, completion.completion, doctor, image):
     door.add_command(verb)
 
 
 def main() -> None:
     """Run the call; return its exit code: the verb's own, 2 for wrong usage, 130 if interrupted by Ctrl-C, SIGTERM or a
     closed pipe."""
+    if completion.is_asked_for():
+        completion.answer(door)
+        return
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as under nohup
             signal.signal(number, signal.default_int_handler)

@@ -1,0 +1,41 @@
+"""The verb `completion`, and the answers that a shell asks for at each Tab; click has both."""
+
+from __future__ import annotations
+
+import os
+
+import click
+from click.shell_completion import BashComplete, ShellComplete, ZshComplete
+
+NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks up ./run.sh by its last part
+
+
+class _Zsh(ZshComplete):
+    """click's script asks the command by its name, which has to be on PATH: here by the word that was typed."""
+
+    source_template = ZshComplete.source_template.replace(
+        "    (( ! $+commands[%(prog_name)s] )) && return 1\n", ""
+    ).replace("zsh_complete %(prog_name)s", "zsh_complete ${words[1]}")
+
+
+SHELLS: dict[str, type[ShellComplete]] = {"bash": BashComplete, "zsh": _Zsh}
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(list(SHELLS)))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the script that completes verbs, options and names: eval "$(./run.sh completion bash)"."""
+    print(SHELLS[shell](context.find_root().command, {}, NAME, VARIABLE).source())
+
+
+def is_asked_for() -> bool:
+    """True if a shell calls at a Tab."""
+    return VARIABLE in os.environ
+
+
+def answer(door: click.Command) -> None:
+    """Print what may stand where the Tab was pressed."""
+    shell = os.environ[VARIABLE].removesuffix("_complete")
+    if shell in SHELLS:
+        print(SHELLS[shell](door, {}, NAME, VARIABLE).complete())
