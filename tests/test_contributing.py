@@ -158,7 +158,10 @@ def test_a_case_finds_a_machine_of_a_file_and_names_both(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: {device_memory: 9.0}", "a: expected a positive size with KiB, MiB, GiB, TiB, got '9.0'; try 32GiB"),
+        (
+            "a: {device_memory: 9.0}",
+            "a: expected a positive size with KiB, MiB, GiB, TiB, KB, MB, GB, TB, got '9.0'; try 32GiB",
+        ),
         ("a: {devicememory: 9GiB}", "a: "),
         ("v100-vm: {device_memory: 9GiB}", "expected one entry v100-vm, got "),
         ("../a: {device_memory: 9GiB}", "expected a name of letters, digits, ._- and spaces, got '../a'"),

@@ -41,16 +41,11 @@ def take_settings(context: click.Context, _: click.Parameter, name: str | None) 
     return name
 
 
-job_options = options.together(
-    click.option("-m", "method_names", metavar="METHOD", help="One method, several (a,b), published, or all."),
-    click.option("--as", "as_artifact", type=click.Choice(["sc22"]), is_eager=True, callback=take_settings,
-                 help="sc22: the published artifact's five methods for all, window 4, 50 steps, dropout 0.1."),
+workload_options = options.together(
     options.model,
     click.option("-l", "num_layers", type=Numbers(), default="16", help="Layers."),
     click.option("-h", "hidden_size", type=Numbers(), default="2048", help="Hidden size."),
     click.option("-b", "batch_size", type=Numbers(), default="4", help="Samples per step."),
-    click.option("-w", "window_size", type=Numbers(), help="Layers in the window; default: planned from the budgets."),
-    click.option("--placement", metavar="RUNS", help="Where layers live, bottom to top, such as R2W5S1."),
     click.option("--micro-batches", type=int, default=1, help="Split each batch into N equal parts, run in turn."),
     options.num_heads,
     options.seq_len,
@@ -61,6 +56,30 @@ job_options = options.together(
     click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak rate of the published schedule."),
     click.option("--seed", type=int, default=1234, help="Seed of weights and data."),
     click.option("--data", "corpus", help="Megatron corpus, PREFIX.bin and PREFIX.idx; default: a seeded stream."),
+)  # fmt: skip
+size_options = options.together(
+    click.option("-w", "window_size", type=Numbers(), help="Layers in the window; default: planned from the budgets."),
+    click.option("--disk", metavar="DIR", help="Folder for layers on the disk."),
+    click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
+    click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
+    click.option("--disk-memory", type=Bytes(), help="Budget of disk space."),
+)
+
+
+def _methods(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return methods for a shell's Tab, of several the last."""
+    before = incomplete[: incomplete.rfind(",") + 1]
+    return [before + name for name in method.names() if name.startswith(incomplete.removeprefix(before))]
+
+
+job_options = options.together(
+    click.option("-m", "method_names", metavar="METHOD", shell_complete=_methods,
+                 help="One method, several (a,b), published, or all."),
+    click.option("--as", "as_artifact", type=click.Choice(["sc22"]), is_eager=True, callback=take_settings,
+                 help="sc22: the published artifact's five methods for all, window 4, 50 steps, dropout 0.1."),
+    workload_options,
+    size_options,
+    click.option("--placement", metavar="RUNS", help="Where layers live, bottom to top, such as R2W5S1."),
     click.option("--steps", type=int, default=20, help="Training steps, warm-up included."),
     click.option("--warmup", type=int, help="Steps left out of the median; default: 5, fewer if --steps is below 6."),
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the method."),
@@ -70,16 +89,13 @@ job_options = options.together(
     click.option("--hybrid", type=bool, help="Split the longest model's batch over idle devices (default: on)."),
     click.option("--ranks", "world_size", type=int, help="Processes that train together."),
     click.option("--resume", metavar="FOLDER", help="Go on from the newest checkpoint in a folder."),
-    click.option("--disk", metavar="DIR", help="Folder for layers on the disk."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
                  help="sim: a CPU with a simulated device memory; auto: sim if --device-memory is set on a CPU."),
-    click.option("--machine", "machine_name", metavar="NAME", help="Take the budgets of a machine of machines.yaml."),
-    click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
-    click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
+    click.option("--machine", "machine_name", type=options.MachineName(),
+                 help="Take the budgets of a machine of machines.yaml."),
     click.option("--scale", type=click.Choice(["fit"]),
                  help="fit: all layers, on sim; widths over one number, memories over its square, in about a minute."),
     click.option("--link", type=Bytes(), help="Link of --device sim: bytes per second each way."),
-    click.option("--disk-memory", type=Bytes(), help="Budget of disk space."),
     click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
     options.results,
     options.methods,
@@ -120,16 +136,15 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     Raises ValueError for an option that no method has, except -w, which published calls give to all methods."""
     names = _names(words, folders)
     given = dict(parse_option(text) for text in words["options"])
-    fixed = {name: words[name] for name in OF_WORKLOAD}
     device = _device(words, _budget(words))
     budget = _budget(words, device)
     steps = words["steps"]
     warmup = min(5, max(0, steps - 1)) if words["warmup"] is None else words["warmup"]
-    lists = (words[name] for name in LISTED)
     jobs = []
-    for name, *sizes, window in itertools.product(names, *lists, words["window_size"] or [None]):
-        workload = Workload(**dict(zip(LISTED, sizes, strict=True)), **fixed)
+    for name, workload, window in itertools.product(names, workloads(words), words["window_size"] or [None]):
         known = method.option_names(method.load(name, folders))
+        if window and words.get("as_artifact"):
+            window = min(window, workload.num_layers)  # as the artifact does
         asked = {"window_size": window} | {option: words.get(option) for option in OF_METHODS}
         own = {option: value for option, value in asked.items() if value is not None and option in known}
         jobs.append(Job(name, workload, {**given, **own}, budget, device, steps, warmup))
@@ -140,6 +155,13 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     if words.get("scale"):
         jobs = [to_fit(job, folders)[0] for job in jobs]
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
+
+
+def workloads(words: dict[str, Any]) -> list[Workload]:
+    """Return the workload of every combination of the sizes."""
+    fixed = {name: words[name] for name in OF_WORKLOAD}
+    sizes = itertools.product(*(words[name] for name in LISTED))
+    return [Workload(**dict(zip(LISTED, each, strict=True)), **fixed) for each in sizes]
 
 
 def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:

@@ -19,7 +19,7 @@ from harness.core.job import Budget, Job, Room
 from harness.devices import budgets, machine, named_machines
 from harness.forecast import memories
 from harness.forecast.fit import resolve
-from harness.jobs.next_calls import next_calls
+from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 
@@ -138,7 +138,7 @@ def largest(**words: Any) -> None:
 @click.command()
 @click.argument("number", metavar="N|overlap|all")
 @click.option("--profile", metavar="NAME", help="Scale: demo (minutes, on a CPU), quick, paper, or fit (this machine).")
-@click.option("--machine", metavar="NAME", help="Machine of machines.yaml whose memories are the budgets.")
+@click.option("--machine", type=options.MachineName(), help="Machine of machines.yaml whose memories are the budgets.")
 @click.option("--budget", "seconds", type=Duration(), help="Time for missing runs; the plan shows what is left out.")
 @click.option("--repeats", type=click.IntRange(1), help="Processes per point; intervals need three.")
 @options.results
@@ -225,14 +225,15 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         records = Sweep(words["results"], folders, report, words["rerun"], place, probe).run(jobs)
     if len(records) > 1 and not words["as_json"]:
         print_results(records)
-    if len(asked) == 1 and not is_sweep and (records[0].status, records[0].phase) == ("does-not-fit", "plan"):
-        _advise(asked[0], folders, words["as_json"])
+    refused = [record for record in records if (record.status, record.phase) == ("does-not-fit", "plan")]
+    if not is_sweep and len(refused) == len(asked):
+        _advise(asked, folders, words["as_json"])
     sys.exit(exit_codes.of_records(records, is_sweep))
 
 
-def _advise(job: Job, folders: tuple[Path, ...], as_json: bool) -> None:
+def _advise(jobs: list[Job], folders: tuple[Path, ...], as_json: bool) -> None:
     """Tell which command to call instead."""
-    for call, why in next_calls(job, folders):
+    for call, why in next_calls_of(jobs, folders):
         print(json.dumps({"event": "next", "call": call, "why": why}) if as_json else f"try {call}\n    {why}")
 
 

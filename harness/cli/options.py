@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from harness.base.checkout import ROOT
 from harness.base.registry import Registry
 from harness.core import named_models
 from harness.devices import named_machines
+from harness.forecast.sized_model import amount, sized
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
+MODEL = "harness.model"  # key of a call's --model in click's meta
 MOST_NUMBERS = 10_000  # most values of one option
 
 
@@ -109,17 +112,69 @@ machine_of_records = click.option(
 )
 
 
+class Amount(click.ParamType):
+    """Click type: a number with a decimal unit."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: Any, context: Any) -> float:
+        if (number := amount(str(value))) is None:
+            self.fail(f"expected a positive number such as 7B, 350M or 1e9 in digits, got {value!r}", param, context)
+        return number
+
+
+class MachineName(click.ParamType):
+    """Click type: a machine of machines.yaml, as people write it."""
+
+    name = "NAME"
+
+    def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in named_machines.names() if name.startswith(incomplete)]
+
+    def convert(self, value: Any, param: Any, context: Any) -> str:
+        return named_machines.spelled(str(value))
+
+
 def _take_sizes(context: click.Context, param: click.Parameter, name: str | None) -> None:
     """Make the model's sizes the defaults of the options that follow; a verb's own defaults stay, such as the largest
-    depth of a search."""
-    if name is not None:
-        sizes = named_models.load(name).sizes
-        context.default_map = {**{option: str(size) for option, size in sizes.items()}, **(context.default_map or {})}
+    depth of a search. A number of parameters in place of a name makes a model of about that size."""
+    if name is None:
+        return
+    if num_params := amount(name):
+        _take_number(context, param, num_params)
+        return
+    found = named_models.load(name)
+    context.meta[MODEL] = name
+    if "our architecture" in found.about:
+        click.echo(f"{name} here is the published GPT at its size: {found.about}", err=True)
+    _set_defaults(context, found.sizes)
 
 
-model = click.option(
-    "--model", metavar="NAME", is_eager=True, expose_value=False, callback=_take_sizes,
-    help="Take -l, -h, --heads, --seq and --vocab of a model of models.yaml, such as gpt2-xl; those given override it.",
+def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return names for a shell's Tab."""
+    return [name for name in named_models.names() if name.startswith(incomplete)]
+
+
+def _take_number(context: click.Context, param: click.Parameter, num_params: float | None) -> None:
+    if num_params is not None:
+        shape = sized(num_params)
+        _set_defaults(context, {name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_heads")})
+
+
+def _set_defaults(context: click.Context, sizes: dict[str, Any]) -> None:
+    context.default_map = {**{option: str(size) for option, size in sizes.items()}, **(context.default_map or {})}
+
+
+model = together(
+    click.option(
+        "--model", metavar="NAME", shell_complete=_models, is_eager=True, expose_value=False, callback=_take_sizes,
+        help="Take -l, -h, --heads, --seq and --vocab of a model of models.yaml, such as gpt2-xl, or of about so many"
+        " parameters, such as 7b; those given override it.",
+    ),
+    click.option(
+        "--params", type=Amount(), is_eager=True, expose_value=False, callback=_take_number,
+        help="Parameters in all, such as 7B: -l, -h and --heads of that size, in the width of the nearest GPT-3.",
+    ),
 )  # fmt: skip
 num_heads = click.option("--heads", "num_heads", type=int, default=16, help="Attention heads per layer.")
 seq_len = click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample.")

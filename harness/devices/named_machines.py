@@ -21,12 +21,16 @@ FILE = ROOT / "machines.yaml"
 PUBLISHED = "v100-vm"  # the machine of the published runs
 EXAMPLE = "v100-vm: {device_memory: 32GiB}"
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+LEAST_END = 4  # characters of a name's end that stand for it
 
 
 # Assumed shares of a datasheet's rates that a step achieves. The published V100 runs had 0.70, 0.55 and 0.73.
 ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
 ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
+# Assumed of a machine whose disk no fact tells: an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s. A rate
+# that is left out would be infinite.
+ASSUMED_DISK = {"disk_read_gb_per_second": 3.0, "disk_write_gb_per_second": 2.0}
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Machine:
 
     def rates(self, dtype: str) -> Rates | None:
         """Return the rates for training in this dtype; facts hold for their own precision."""
-        facts = dict(self.facts or {})
+        facts = ASSUMED_DISK | (self.facts or {})
         if self.datasheet is None:
             return of_facts(facts)
         if not str(facts.get("precision", dtype)).startswith(dtype):
@@ -144,6 +148,26 @@ def load(name: str, *files: Path) -> Machine:
     return entry(Machine, "machine", name, files or REGISTRY.places, EXAMPLE)
 
 
+def plain(name: str) -> str:
+    """Return a GPU's name in the form that machines.yaml, people and the driver share."""
+    return "".join(character for character in name.lower() if character.isalnum())
+
+
+def spelled(name: str) -> str:
+    """Return the entry's name for what people write: RTX 4090, 4090, NVIDIA H100, a100-80gb; what none or several
+    entries match comes back as it is."""
+    word = plain(name).removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
+    same = [each for each in names() if plain(each) == word]
+    ends = [each for each in names() if plain(each).endswith(word)] if len(word) >= LEAST_END else []
+    found = [name] if name in names() else same or ends
+    return found[0] if len(found) == 1 else name
+
+
+def of_gpu(gpu: str | None) -> str | None:
+    """Return the machine of a GPU's name as the driver tells it; None if there is none."""
+    return max((name for name in names() if plain(name) in plain(gpu or "")), key=len, default=None)
+
+
 def source(name: str) -> str:
     """Return the entry and its file, as people read it."""
     file = places(REGISTRY.places, EXAMPLE)[name]
@@ -157,9 +181,10 @@ def words(name: str) -> str:
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes of a size with its unit. Raises ValueError if it is none."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,30})?)(KiB|MiB|GiB|TiB)", text)
-    size = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    """Return the bytes of a size with its unit, in capitals or not. Raises ValueError if it is none."""
+    units = {unit.lower(): factor for unit, factor in UNITS.items()}
+    match = re.fullmatch(rf"(\d{{1,9}}(?:\.\d{{1,30}})?) ?({'|'.join(units)})", text.lower())
+    size = int(float(match[1]) * units[match[2]]) if match else 0
     if not size:
         raise ValueError(f"expected a positive size with {', '.join(UNITS)}, got {text!r:.80}; try 32GiB")
     return size

@@ -34,8 +34,16 @@ def command(job: Job, is_short: bool = False) -> str:
     words += [] if is_short and job.device == usual else ["--device", job.device]
     for name, word in budgets.items():
         if getattr(budget, name) is not None:
-            words += [word, f"{Decimal(getattr(budget, name)) / 1024}KiB"]  # exact: a division by a power of two
+            words += [word, size_text(getattr(budget, name))]
     words += ["--timeout", budget.seconds] if budget.seconds is not None else []
     if not is_short or (job.steps, job.warmup) != (Job.steps, Job.warmup):
         words += ["--steps", job.steps, "--warmup", job.warmup]
     return shlex.join(["./run.sh", *map(str, words)])
+
+
+def size_text(size: float) -> str:
+    """Return a size in the largest unit of which it is a whole number, else in KiB, which are exact: a division by a
+    power of two."""
+    units = [("TiB", 2**40), ("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20)]
+    unit, factor = next(((unit, each) for unit, each in units if size % each == 0), ("KiB", 1024))
+    return f"{Decimal(size) / factor}{unit}"

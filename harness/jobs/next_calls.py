@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from harness.core import method
@@ -17,6 +17,25 @@ from harness.forecast.run_time import probe_seconds, run_seconds, text
 from harness.gate.probe import Extent
 from harness.jobs.command import command
 from harness.jobs.scale import to_fit
+
+
+def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Return such commands for jobs of which none can fit: of several methods at one size, one for all of them."""
+    if len(jobs) == 1:
+        yield from next_calls(jobs[0], folders)
+    if len(jobs) == 1 or len({job.workload for job in jobs}) > 1:
+        return
+    told = max(jobs, key=lambda job: len(job.options))  # the others have some of its options
+    all_of_them = dataclasses.replace(told, method=",".join(job.method for job in jobs))
+    with contextlib.suppress(ValueError):  # a fixed placement, or sizes that no factor divides
+        if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
+            yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
+    depth = min(largest(method.create(job.method, job.options, folders), job, machine.rank_room(job)) for job in jobs)
+    with contextlib.suppress(ValueError):  # no layer, or fewer than a window that was given
+        load = told.workload.at_depth(depth)
+        if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
+            smaller = dataclasses.replace(all_of_them, workload=load)
+            yield command(smaller, is_short=True), f"the largest depth that fits all of them, {_about(seconds)}"
 
 
 def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -71,10 +90,21 @@ def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:
 
 def _minutes(job: Job, folders: tuple[Path, ...]) -> str:
     """Tell the time of the run and its reference, if it fits; empty if it does not."""
-    resolved, plan, shortfall = resolve(job, folders)
-    if shortfall:
-        return ""
-    rates = machine.rank_room(job).rates
-    run = run_seconds(resolved, plan, rates)
-    probe = probe_seconds(resolved, run, method.load(job.method, folders), Extent())
-    return f"about {text(2 * run + probe)}, reference and probe included"
+    seconds = _seconds_of_all([job], folders)
+    return _about(seconds) if seconds else ""
+
+
+def _about(seconds: float) -> str:
+    return f"about {text(seconds)}, reference and probe included"
+
+
+def _seconds_of_all(jobs: Sequence[Job], folders: tuple[Path, ...]) -> float | None:
+    """Return the seconds of the runs with one reference, and of their probes; None if one of them does not fit."""
+    runs, probes = [], 0.0
+    for job in jobs:
+        resolved, plan, shortfall = resolve(job, folders)
+        if shortfall:
+            return None
+        runs.append(run_seconds(resolved, plan, machine.rank_room(job).rates))
+        probes += probe_seconds(resolved, runs[-1], method.load(job.method, folders), Extent())
+    return max(runs) + sum(runs) + probes

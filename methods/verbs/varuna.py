@@ -48,7 +48,9 @@ gpt = options.together(
     options.dtype,
 )
 rates = options.together(
-    click.option("--machine", "machine_name", metavar="NAME", help="Rates of a machine of machines.yaml, for a GPT."),
+    click.option(
+        "--machine", "machine_name", type=options.MachineName(), help="Rates of a machine of machines.yaml, for a GPT."
+    ),
     options.machines,
     click.option("--network", type=Bytes(), help="Bytes per second of a link between stages of a GPT."),
 )

@@ -148,6 +148,11 @@ def test_the_artifacts_settings_are_its_own_and_what_is_given_beside_overrides_t
     assert (own.options["window_size"], own.steps, own.workload.dropout) == (15, 20, 0.1)
 
 
+def test_the_artifacts_window_is_no_wider_than_the_model() -> None:
+    assert [job.options["window_size"] for job in jobs_of("-m stronghold -l 2,4,8 --as sc22")] == [2, 4, 4]
+    assert jobs_of("-m stronghold -l 2 -w 15 --as sc22")[0].options["window_size"] == 2
+
+
 def test_published_names_the_five_methods_anywhere() -> None:
     assert [job.method for job in jobs_of("-m published,hydra")] == [*PUBLISHED_METHODS, "hydra"]
     assert jobs_of("-m l2l")[0].workload.dropout == 0

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from harness.cli.job_options import make_jobs
 from harness.cli.main import FIRST_CALLS, door
 from harness.cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
-from harness.jobs.command import command
+from harness.devices import named_machines
+from harness.jobs.command import command, size_text
 from tests.support import records
 from tests.support.cli import run
 from tests.support.tiny import TINY
@@ -86,8 +88,8 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m resident --device cuda", "no cuda device"),
         ("no-such-verb", "No such command"),
         ("-m resident --no-such-option", "No such option"),
-        ("plan --params 7B", "No such option '--params'; advise has it\n"),
-        ("plan --model 7B", "no model '7B': did you mean llama-7b or llama2-7b? choose one of"),
+        ("plan --tokens 7B", "No such option '--tokens'; advise has it\n"),
+        ("plan --model llama", "no model 'llama': did you mean llama-7b"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:
@@ -192,8 +194,47 @@ def test_a_word_that_no_method_has_a_use_for_is_an_error(words: str) -> None:
         make_jobs(parsed, ())
 
 
-def test_sizes_have_units() -> None:
-    assert Bytes().convert("1.5GiB", None, None) == GIB * 3 // 2
+@pytest.mark.parametrize(
+    ("text", "size"), [("1.5GiB", GIB * 3 // 2), ("64GB", 64 * 10**9), ("64gb", 64 * 10**9), ("16 gib", 16 * GIB)]
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert Bytes().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("size", [64 * 10**9, 24 * GIB, 31900 * 2**20, 12345678, 3 * 2**40])
+def test_the_command_of_a_job_has_its_sizes_to_the_byte(size: int) -> None:
+    assert Bytes().convert(size_text(size), None, None) == size and len(size_text(size)) < 20
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
+def test_a_gpu_is_found_as_people_write_it(name: str) -> None:
+    assert named_machines.spelled(name) == "rtx4090"
+
+
+def test_a_gpu_that_several_names_match_stays_as_it_was_written() -> None:
+    assert named_machines.spelled("a100-80gb") == "a100-80" and named_machines.spelled("a100") == "a100"
+
+
+@pytest.mark.parametrize("verb", ["run", "plan", "sweep", "advise", "search largest"])
+def test_the_same_words_give_sizes_in_every_verb(verb: str) -> None:
+    command: Any = door
+    for word in verb.split():
+        command = command.commands[word]
+    words = {word for param in command.params for word in param.opts}
+    assert words >= set("-l -h -b -w --heads --seq --vocab --dtype --model --params --micro-batches --disk".split())
+    assert words >= {"--device-memory", "--host-memory", "--disk-memory", "--machine", "--machines"}
+
+
+@pytest.mark.parametrize("words", ["--params 7B", "--model 7b", "--model 7.0B"])
+def test_a_number_of_parameters_makes_a_model_of_that_size(words: str) -> None:
+    (job,) = make_jobs(job_verbs.run.make_context("run", ["-m", "l2l", *words.split()]).params, ())
+    assert job.workload.num_params == pytest.approx(7e9, rel=0.05) and job.workload.hidden_size == 4096
+
+
+def test_a_model_of_our_architecture_is_said_to_be_none_of_its_name() -> None:
+    told = run("plan", "-m", "l2l", "--model", "opt-1.3b").stderr
+    assert told.startswith("opt-1.3b here is the published GPT at its size") and told.count("\n") == 1
+    assert run("plan", "-m", "l2l", "--model", "gpt2-xl").stderr == ""
 
 
 @pytest.mark.parametrize(

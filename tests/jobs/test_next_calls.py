@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from harness.cli import job_verbs
-from harness.cli.job_options import make_jobs
 from harness.core import method
 from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.rates import Rates
@@ -22,16 +20,11 @@ from harness.forecast.plan_table import row
 from harness.gate.probe import Extent
 from harness.jobs import progress, scale
 from harness.jobs.next_calls import next_calls
-from tests.support.cli import run
+from tests.support.cli import jobs_of, run
 
 DEEP = (
     "-m stronghold -l 60 -h 64 -b 1 --heads 4 --seq 16 --vocab 128 --device-memory 1MiB --host-memory 16MiB --steps 5"
 )
-
-
-def jobs_of(call: str) -> list[Job]:
-    words = shlex.split(call)[1:]
-    return make_jobs(job_verbs.run.make_context("run", words[words[0] == "plan" :]).params, ())
 
 
 def test_a_job_that_cannot_fit_is_a_result_with_calls_that_can(tmp_path: Path) -> None:
@@ -43,6 +36,15 @@ def test_a_job_that_cannot_fit_is_a_result_with_calls_that_can(tmp_path: Path) -
     assert ["--disk" in call for call in calls] == [True, False]
     for call in calls:
         assert resolve(jobs_of(call)[0])[2] is None
+
+
+def test_several_methods_none_of_which_can_fit_get_calls_for_all_of_them(tmp_path: Path) -> None:
+    words = "-m resident,l2l,stronghold -l 200 --device-memory 8MiB --host-memory 64MiB -h 128 --seq 64 --vocab 512"
+    done = run(*words.split(), "--results", str(tmp_path))
+    calls = [line.removeprefix("try ") for line in done.stdout.splitlines() if line.startswith("try ")]
+    assert calls and all(call.startswith("./run.sh -m resident,l2l,stronghold ") for call in calls)
+    for call in calls:
+        assert [resolve(job)[2] for job in jobs_of(call)] == [None] * 3
 
 
 @pytest.mark.heavy

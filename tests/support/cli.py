@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from functools import partial
 from unittest import mock
 
 from harness.base.checkout import ROOT
+from harness.cli import job_verbs
 from harness.cli import main as door
+from harness.cli.job_options import make_jobs
+from harness.core.job import Job
 from harness.places import docker
 
 
@@ -35,6 +39,12 @@ def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
             signal.signal(signal.SIGTERM, handler)
             docker.engine.cache_clear()
     return subprocess.CompletedProcess(command, code, out.getvalue(), error.getvalue())
+
+
+def jobs_of(call: str) -> list[Job]:
+    """The jobs of a call that trains or plans."""
+    words = shlex.split(call)[1:]
+    return make_jobs(job_verbs.run.make_context("run", words[words[0] == "plan" :]).params, ())
 
 
 def start(*words: object, **streams: int) -> subprocess.Popen[str]:
