@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.job import Plan, Room, Workload
+from harness.core.method import ForecastTest
 from methods.engines.deepspeed_config import stage_3, stage_3_plan
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
@@ -20,6 +21,7 @@ class ZeroInfinity(DeepSpeedMethod):
     label = "ZeRO-Infinity"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
     scales_loss = True
+    forecast_test = ForecastTest(3, -0.22, "SlideFormer's runs of DeepSpeed, Llama 3.1 8B on an RTX 4090")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         return stage_3_plan(rank_part(workload, self.world_size), room, self.world_size)

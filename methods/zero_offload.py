@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.job import Plan, Room, Workload
+from harness.core.method import ForecastTest
 from methods.engines.deepspeed_config import BUCKET_PARAMS, stage_2, stage_2_host
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
@@ -19,6 +20,7 @@ class ZeroOffload(DeepSpeedMethod):
     label = "ZeRO-Offload"
     paper = "Ren et al., USENIX ATC 2021; DeepSpeed"
     scales_loss = True
+    forecast_test = ForecastTest(2, 0.013, "the published logs on a V100, 32 and 48 layers")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         workload, params, size = rank_part(workload, self.world_size), workload.num_params, workload.weight_bytes

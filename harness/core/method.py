@@ -49,6 +49,14 @@ class TensorState(NamedTuple):
     exp_avg_sq: torch.Tensor | None = None
 
 
+class ForecastTest(NamedTuple):
+    """Forecasts of a method's steps held against runs elsewhere."""
+
+    num_runs: int
+    worst: float  # measured seconds over foretold ones, less 1
+    source: str
+
+
 class OtherModel(NamedTuple):
     """Any model but the first of several that took turns."""
 
@@ -111,6 +119,8 @@ class Method(ABC):
     clips: ClassVar[bool] = True  # False: trains only with --clip 0
     drops_alike: ClassVar[bool] = True  # False: drops other elements than the reference
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
+
+    forecast_test: ClassVar[ForecastTest | None] = None  # runs elsewhere that tested the forecasts of its steps
 
     # The work on the host, "copies" or "updates", that runs beside the device's compute; a plan with step_seconds of
     # its own overrides it.

@@ -145,6 +145,16 @@ def surroundings(device: str) -> dict[str, Any]:
     return found
 
 
+def has_bf16() -> bool:
+    """True if that GPU computes in bf16, as those of compute capability 8.0 and above do; True if the driver does not
+    tell."""
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):
+        return bool(pynvml.nvmlDeviceGetCudaComputeCapability(_gpu_handle())[0] >= 8)
+    return True
+
+
 def allocator_settings() -> str:
     """Return the settings of torch's caching allocator in the environment, by the new variable and the old."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

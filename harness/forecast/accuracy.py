@@ -13,6 +13,7 @@ from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.core.record import Record
 from harness.devices import machine, named_machines
+from harness.devices.named_machines import plain
 from harness.forecast.resources import Forecast
 from harness.forecast.step import predicted
 
@@ -23,6 +24,29 @@ class Accuracy(NamedTuple):
     num_runs: int
     median: float
     worst: float
+
+
+class Error(NamedTuple):
+    """How far a forecast may be off: the largest miss of those that were held against a measurement."""
+
+    worst: float  # measured seconds over foretold ones, less 1
+    text: str
+
+
+def error_of(name: str, here: Accuracy | None, folders: tuple[Path, ...] = ()) -> Error:
+    """Return the error of a method's forecasts: by its runs in the results, else by runs elsewhere, else by those of
+    other methods."""
+
+    def told(worst: float) -> str:
+        return f"took up to {abs(worst):.0%} {'more' if worst > 0 else 'less'} time than foretold"
+
+    if here:
+        return Error(here.worst, f"its {here.num_runs} runs here {told(here.worst)}")
+    if own := method.load(name, folders).forecast_test:
+        return Error(own.worst, f"{own.num_runs} runs elsewhere {told(own.worst)} ({own.source})")
+    tested = {other: cls.forecast_test for other, cls in method.loadable(folders).items() if cls.forecast_test}
+    worst = max((each.worst for each in tested.values()), key=abs)
+    return Error(worst, f"no run of {name} has tested that; runs of {' and '.join(tested)} elsewhere {told(worst)}")
 
 
 def rates_of(record: Record) -> Rates | None:
@@ -46,13 +70,7 @@ def entry_of(record: Record) -> str | None:
     """Return the machine of a record in machines.yaml, by its GPU; for imported logs the published one."""
     if record.origin == "imported":
         return named_machines.PUBLISHED
-    gpu = plain(str(record.machine.get("gpu") or ""))
-    return max((name for name in named_machines.names() if plain(name) in gpu), key=len, default=None)
-
-
-def plain(name: str) -> str:
-    """Return a GPU's name in the form that this page and the driver share."""
-    return "".join(character for character in name.lower() if character.isalnum())
+    return named_machines.of_gpu(str(record.machine.get("gpu") or ""))
 
 
 def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:

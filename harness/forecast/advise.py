@@ -1,5 +1,8 @@
-"""Which method for this GPU? Every method's plan there, what a step should take, what binds, the cheapest change that
-helps. Arithmetic alone: nothing is allocated, torch is not imported; what was measured stands beside it."""
+"""Which method for this GPU, and with which settings? Of each method the fastest plan there; of these the fastest that
+trains like the reference; what would change it.
+
+Arithmetic alone: nothing is allocated, torch is not imported. What was measured stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -7,73 +10,241 @@ import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.core import method, named_models
-from harness.core.job import GIB, MEMORIES, Budget, Job, Plan, Room, Workload, gib
+from harness.core import method
+from harness.core.job import GIB, MEMORIES, Budget, Job, Workload, gib
+from harness.core.rates import Rates
 from harness.core.record import Record
-from harness.devices import cuda_budget, machine, named_machines
-from harness.forecast.accuracy import accuracy, entry_of, is_here, measured_for
+from harness.devices import named_machines
+from harness.forecast.accuracy import accuracy, entry_of, error_of, is_here, measured_for
+from harness.forecast.best_settings import NEAR, Try, best
 from harness.forecast.fit import largest
-from harness.forecast.memories import host_bytes
-from harness.forecast.resources import Forecast
 from harness.forecast.step import predicted
+from harness.forecast.training_place import TrainingPlace, named_place, this_place
 
-ON_DISK = {"disk": tempfile.gettempdir()}
-WORTH = 1.1  # a change that makes less than this many times the tokens a second is not named
+DISK = tempfile.gettempdir()
+WORTH = 1.1  # a change that makes less than this many times the tokens a second is no help
 MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
+# A sequence that is searched is the model's own, or as short as it takes for a token to cost at most LONGER times the
+# arithmetic that it costs in one of SHORT_SEQ.
+SHORT_SEQ, LONGER = 1024, 1.1
+SEARCHED = frozenset({"batch_size", "micro_batches", "seq_len"})
+
+
+class Remedy(NamedTuple):
+    """What would change the decision. `method`: the fastest then, None if that would not help; `times`: as fast as now,
+    None where nothing fits now."""
+
+    change: str
+    method: str | None = None
+    tokens_per_second: float | None = None
+    times: float | None = None
+    settings: str = ""
 
 
 @dataclass(frozen=True)
-class TrainingPlace:
-    """Where to train: what plans may fill there, and the peak that MFU is a share of."""
+class Decision:
+    """`chosen`: of the rows within NEAR of the fastest the one with the least batch; None where no method fits, or no
+    speed is known. `rows`: all, the chosen one first."""
 
-    name: str | None  # in machines.yaml; None: this machine
-    about: str
-    device: str
-    asked: Budget
+    workload: Workload
+    rows: list[dict[str, Any]]
+    chosen: dict[str, Any] | None
 
-    def room_for(self, workload: Workload) -> Room:
-        """Return the room of a machine by name with the budgets that are given; the host's is assumed if neither tells
-        it."""
-        if self.name is None:
-            return machine.room(self.asked, self.device, workload)
-        entry, asked = named_machines.load(self.name), self.asked
-        device = cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else entry.room.device_bytes
-        disk, rates = asked.disk_bytes or entry.room.disk_bytes, entry.rates(workload.dtype)
-        return Room(device, host_bytes(self.name, asked), disk, rates, page_locks=True)
-
-    def peak_flops(self, dtype: str) -> float | None:
-        sheet = self.name and named_machines.load(self.name).datasheet
-        return sheet.peak_flops(dtype) if sheet else None
+    @property
+    def is_unknown(self) -> bool:
+        """True if methods fit, but no speed is known."""
+        return self.chosen is None and any(is_usable(row) and row["fits"] for row in self.rows)
 
 
-def named_place(name: str, asked: Budget) -> TrainingPlace:
-    return TrainingPlace(name, named_machines.load(name).about, "cuda", asked)
+@dataclass(frozen=True)
+class Advice:
+    """A question; decision() is its answer.
 
+    `searched`: of SEARCHED those that the answer may choose. `options`: given to the methods that have them.
+    """
 
-def this_place(asked: Budget) -> TrainingPlace:
-    device = machine.devices()[0]
-    if device == "cpu" and asked.device_bytes:
-        device = "sim"
-    facts = machine.facts()
-    return TrainingPlace(
-        None, f"this machine: {facts.get('gpu') or facts['cpu']}, {facts['cores']} cores", device, asked
-    )
+    place: TrainingPlace
+    workload: Workload
+    tokens: float | None = None
+    records: tuple[Record, ...] = ()
+    folders: tuple[Path, ...] = ()
+    searched: frozenset[str] = frozenset()
+    options: dict[str, Any] = field(default_factory=dict)
 
+    def decision(self, names: list[str]) -> Decision:
+        """Return the fastest settings; the sequence, if it is searched, is halved where that is worth it."""
+        load, halves = self.workload, "seq_len" in self.searched
+        load = self._affordable(load) if halves else load
+        made = self._decide(names, load)
+        while halves and load.seq_len // 2 >= SHORT_SEQ:
+            shorter = replace(load, seq_len=load.seq_len // 2)
+            if made.chosen and not self._is_worth(made.chosen, shorter):
+                break
+            load, made = shorter, self._decide(names, shorter)
+        return made
 
-def sized(num_params: float) -> Workload:
-    """A GPT of about so many parameters: the width of the GPT-3 nearest to it, in as many layers as that takes."""
+    def _affordable(self, load: Workload) -> Workload:
+        """Halve the sequence until a token costs little more arithmetic than in a short one."""
 
-    def distance(workload: Workload) -> float:
-        return max(workload.num_params / num_params, num_params / workload.num_params)
+        def cost(tokens: int) -> float:
+            return replace(load, seq_len=tokens).flops_per_step / tokens
 
-    models = [named_models.load(name) for name in named_models.names() if name.startswith("gpt3-")]
-    nearest = min((Workload(**model.sizes) for model in models), key=distance)
-    layers = round((num_params - nearest.end_params) / nearest.layer_params)
-    return nearest.at_depth(max(1, layers))
+        seq_len = load.seq_len
+        while seq_len // 2 >= SHORT_SEQ and cost(seq_len) > LONGER * cost(SHORT_SEQ):
+            seq_len //= 2
+        return replace(load, seq_len=seq_len)
+
+    def _is_worth(self, chosen: dict[str, Any], workload: Workload) -> bool:
+        then = self._fastest(chosen["method"], self.place, workload, chosen["asked"], chosen["batch_size"])
+        return (then.tokens_per_second or 0.0) > WORTH * chosen["tokens_per_second"]
+
+    def _decide(self, names: list[str], workload: Workload) -> Decision:
+        off = accuracy(self.records, self.folders)
+        rows = []
+        for name in names:
+            here = off.get(name)
+            told = {
+                "accuracy": here and here._asdict(),
+                "error_of_forecast": error_of(name, here, self.folders)._asdict(),
+            }
+            rows += [row | told for row in self._rows(name, workload)]
+        rows.sort(key=_rank)
+        able = [row for row in rows if _rank(row)[0] == 0]
+        near = [row for row in able if row["tokens_per_second"] >= NEAR * able[0]["tokens_per_second"]]
+        chosen = min(near, key=lambda row: row["batch_size"], default=None)
+        if chosen:
+            rows.insert(0, rows.pop(rows.index(chosen)))
+        return Decision(workload, [row | {"reason": _reason(row, chosen)} for row in rows], chosen)
+
+    def _rows(self, name: str, workload: Workload) -> Iterator[dict[str, Any]]:
+        """Yield a method's row, and one `with` a disk where its plan then uses one."""
+        known = method.option_names(method.load(name, self.folders))
+        asked = {option: value for option, value in self.options.items() if option in known}
+        yield (row := self._row(name, workload, asked))
+        if "error" not in row and not row["disk"] and "disk" in known:
+            on_disk = self._row(name, workload, asked | {"disk": DISK})
+            if on_disk.get("disk"):
+                yield on_disk | {"with": "--disk DIR"}
+
+    def _row(self, name: str, workload: Workload, options: dict[str, Any]) -> dict[str, Any]:
+        try:
+            found = self._fastest(name, self.place, workload, options)
+        except (ValueError, method.Unavailable) as error:
+            return {"method": name, "error": str(error)}
+        load, plan, cls = found.workload, found.plan.pooled(found.room), method.load(name, self.folders)
+        trained, unrated = method.create(name, options, self.folders), replace(found.room, rates=None)
+        job = Job(name, load, device=self.place.device)
+        sizes = ("num_params", "num_layers", "batch_size", "micro_batches", "seq_len", "dtype")
+        return {
+            "method": name, "is_exact": cls.is_exact, "missing": self._missing(name),
+            **{size: getattr(load, size) for size in sizes},
+            "fits": not found.lacks, "lacks_bytes": found.lacks, "shortfall": found.plan.shortfall(found.room),
+            **{memory: getattr(plan, memory) for memory in MEMORIES},
+            "options": found.plan.options, "asked": options, "largest_layers": largest(trained, job, unrated),
+            **self._speeds(found),
+            "measured_step_seconds": measured_for(self.records, name, load, self.place.name, bool(plan.disk)),
+        }  # fmt: skip
+
+    def _missing(self, name: str) -> str | None:
+        """Return what the method lacks to run here, and how to get it; for another machine that is unknown."""
+        return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
+
+    def _fastest(
+        self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any], least: int = 1
+    ) -> Try:  # fmt: skip
+        """`least`: the batch to begin a search with."""
+        trained = method.create(name, options, self.folders)
+        searched = self.searched if trained.accumulates else self.searched - {"micro_batches"}
+        return best(partial(self._try, trained, place, options), workload, searched, least)
+
+    def _try(self, trained: method.Method, place: TrainingPlace, options: dict[str, Any], workload: Workload) -> Try:
+        method.check(trained, workload, self.folders)
+        room, num_ranks = place.room_for(workload), options.get("world_size", 1)
+        if num_ranks > 1:
+            rates = room.rates and _shared(room.rates, num_ranks)
+            room = replace(room, host_bytes=room.host_bytes and room.host_bytes // num_ranks, rates=rates)
+        plan = trained.plan(workload, room)
+        part = replace(workload, batch_size=workload.batch_size // num_ranks)
+        return Try(workload, options, plan, room, predicted(trained, part, plan, room.rates) if room.rates else None)
+
+    def _speeds(self, found: Try) -> dict[str, Any]:
+        names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
+        if found.step is None:
+            return dict.fromkeys(names)
+        seconds, speed = found.step.seconds, found.tokens_per_second
+        peak = self.place.peak_flops(found.workload.dtype)
+        hours = self.tokens and speed and self.tokens / speed / 3600
+        mfu = peak and found.workload.model_flops_per_step / seconds / peak
+        return dict(zip(names, (seconds, found.step.binds, speed, hours, mfu), strict=True))
+
+    def remedies(self, made: Decision) -> Iterator[Remedy]:
+        """Yield what would change the decision, and what would not."""
+        able = [row for row in made.rows if is_usable(row)]
+        place, load = self.place, made.workload
+        host = place.room_for(load).host_bytes or 0
+        most = MORE_HOST_GIB[-1]
+        helps = partial(self._remedy, made.chosen, able)
+        found = helps(f"+{most} GiB of host memory", place.with_host(host + most * GIB), load)
+        if found.method:  # the least that helps
+            more = (
+                helps(f"+{size} GiB of host memory", place.with_host(host + size * GIB), load) for size in MORE_HOST_GIB
+            )
+            found = next((each for each in more if each.method), found)
+        yield found if found.method else Remedy("more host memory")
+        if made.chosen and made.chosen["disk"]:
+            yield self._without_disk(made)
+        if place.device == "cuda":
+            yield helps("a second GPU", place, load, {"world_size": 2})
+        if place.name and not made.chosen:
+            yield self._first_gpu(able, load)
+        if load.seq_len > 1:
+            yield helps(f"--seq {load.seq_len // 2}", place, replace(load, seq_len=load.seq_len // 2))
+
+    def _first_gpu(self, rows: list[dict[str, Any]], load: Workload) -> Remedy:
+        """Return the GPU of the least memory with which something fits beside the same host."""
+        asked = Budget(host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes)
+        sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
+        here = self.place.room_for(load).device_bytes or 0
+        larger = sorted((name for name, size in sizes.items() if size > here), key=lambda name: sizes[name])
+        tried = (self._remedy(None, rows, f"--gpu {name}", named_place(name, asked), load) for name in larger)
+        return next((each for each in tried if each.method), Remedy("another GPU"))
+
+    def _without_disk(self, made: Decision) -> Remedy:
+        rows = [row for row in made.rows if is_usable(row) and row["fits"] and not row["disk"]]
+        if not rows or not made.chosen:
+            return Remedy("no disk")
+        speed = rows[0]["tokens_per_second"]
+        times = speed / made.chosen["tokens_per_second"]
+        return Remedy("no disk", rows[0]["method"], speed, times, settings_text(rows[0]))
+
+    def _remedy(
+        self, chosen: dict[str, Any] | None, rows: list[dict[str, Any]], change: str, place: TrainingPlace,
+        workload: Workload, options: dict[str, Any] | None = None,
+    ) -> Remedy:  # fmt: skip
+        """Return the fastest of these rows' methods after a change, if it helps. Batches are searched from each row's
+        own on."""
+        found: list[tuple[dict[str, Any], Try]] = []
+        for row in rows:
+            least = row["batch_size"] * workload.seq_len // row["seq_len"] if row["fits"] else 1
+            asked = row["asked"] | (options or {})
+            with contextlib.suppress(ValueError, method.Unavailable):
+                least = max(least, asked.get("world_size", 1))
+                then = self._fastest(row["method"], place, workload, asked, least)
+                found += [] if then.lacks or not then.step else [(row, then)]
+        now = chosen and chosen["tokens_per_second"]
+        found = [(row, then) for row, then in found if (then.tokens_per_second or 0.0) > WORTH * (now or 0.0)]
+        if not found:
+            return Remedy(change)
+        row, then = max(found, key=lambda pair: pair[1].tokens_per_second or 0.0)
+        speed = then.tokens_per_second or 0.0
+        ranks = " --ranks 2" if then.options.get("world_size") else ""
+        sizes = {name: getattr(then.workload, name) for name in ("batch_size", "seq_len", "micro_batches")}
+        return Remedy(change, row["method"] + ranks, speed, speed / now if now else None, settings_text(sizes))
 
 
 def of_records(records: Sequence[Record]) -> Advice | None:
@@ -92,123 +263,18 @@ def of_records(records: Sequence[Record]) -> Advice | None:
     return Advice(place, workload, records=tuple(records))
 
 
-class Try(NamedTuple):
-    """A plan, and what a step of it should take; None where the rates are not known."""
-
-    plan: Plan
-    room: Room
-    step: Forecast | None
-
-    @property
-    def lacks(self) -> dict[str, int]:
-        return self.plan.lacks(self.room)
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A question; rows() is its answer."""
-
-    place: TrainingPlace
-    workload: Workload
-    tokens: float | None = None
-    records: tuple[Record, ...] = ()
-    folders: tuple[Path, ...] = ()
-
-    def rows(self, names: list[str]) -> list[dict[str, Any]]:
-        """A row a method, and one `with` a disk where its plan then uses one: those that fit by their speed, then those
-        that do not by what they lack, those that do not run here, with what is `missing`, and those that do not train
-        this workload, with the `error`."""
-        off = accuracy(self.records, self.folders)
-        rows = [row | {"accuracy": off[name]._asdict() if name in off else None}
-                for name in names for row in self._rows(name)]  # fmt: skip
-        return sorted(rows, key=_rank)
-
-    def _rows(self, name: str) -> Iterator[dict[str, Any]]:
-        yield (row := self._row(name, {}))
-        if "error" not in row and not row["disk"] and "disk" in method.option_names(method.load(name, self.folders)):
-            on_disk = self._row(name, ON_DISK)
-            if on_disk.get("disk"):
-                yield on_disk | {"with": "--disk DIR"}
-
-    def _row(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
-        is_exact = method.load(name, self.folders).is_exact
-        try:
-            found = self._try(name, self.place, self.workload, options)
-        except (ValueError, method.Unavailable) as error:
-            return {"method": name, "error": str(error)}
-        job = Job(name, self.workload, device=self.place.device)
-        depth = largest(method.create(name, options, self.folders), job, found.room)
-        plan = found.plan.pooled(found.room)
-        return {
-            "method": name, "is_exact": is_exact, "missing": self._missing(name),
-            "fits": not found.lacks, "lacks_bytes": found.lacks,
-            "shortfall": found.plan.shortfall(found.room), **{memory: getattr(plan, memory) for memory in MEMORIES},
-            "options": found.plan.options, "largest_layers": depth, **self._speeds(found.step),
-            "measured_step_seconds": measured_for(self.records, name, self.workload, self.place.name, bool(plan.disk)),
-            "change": self._change(name, options, found, depth),
-        }  # fmt: skip
-
-    def _missing(self, name: str) -> str | None:
-        """Return what the method lacks to run here, and how to get it; for another machine that is unknown."""
-        return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
-
-    def _try(self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any]) -> Try:
-        trained = method.create(name, options, self.folders)
-        method.check(trained, workload, self.folders)
-        room = place.room_for(workload)
-        plan = trained.plan(workload, room)
-        return Try(plan, room, predicted(trained, workload, plan, room.rates) if room.rates else None)
-
-    def _speeds(self, step: Forecast | None) -> dict[str, Any]:
-        names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
-        if step is None:
-            return dict.fromkeys(names)
-        workload, seconds = self.workload, step.seconds
-        speed = workload.batch_size * workload.seq_len / seconds
-        peak = self.place.peak_flops(workload.dtype)
-        hours = self.tokens and self.tokens / speed / 3600
-        mfu = peak and workload.model_flops_per_step / seconds / peak
-        return dict(zip(names, (seconds, step.binds, speed, hours, mfu), strict=True))
-
-    def _change(self, name: str, asked: dict[str, Any], now: Try, depth: int) -> str | None:
-        """The first change that makes it fit, or a tenth faster, the cheapest first."""
-        for text, place, workload, options in self._changes(name):
-            with contextlib.suppress(ValueError, method.Unavailable):
-                then = self._try(name, place, workload, asked | options)
-                if now.lacks and not then.lacks:
-                    return text
-                if not (now.lacks or then.lacks) and now.step and then.step:
-                    more = workload.batch_size / self.workload.batch_size * now.step.seconds / then.step.seconds
-                    if more > WORTH:
-                        return f"{text}: {more:.1f}x the tokens a second"
-        return f"-l {depth}" if depth and now.lacks else None
-
-    def _changes(self, name: str) -> Iterator[tuple[str, TrainingPlace, Workload, dict[str, Any]]]:
-        """Yield changes, free ones first: other numbers, another batch, the disk; then memory, then another GPU."""
-        place, workload = self.place, self.workload
-        sheet = named_machines.load(place.name).datasheet if place.name else None
-        half = "bf16" if not sheet or sheet.peak_flops("bf16") else "fp16"
-        if workload.dtype == "fp32" and (not sheet or sheet.peak_flops(half)):
-            yield f"--dtype {half}", place, replace(workload, dtype=half), {}
-        for batch in (2 * workload.batch_size, workload.batch_size // 2):
-            if batch:
-                yield f"-b {batch}", place, replace(workload, batch_size=batch), {}
-        if "disk" in method.option_names(method.load(name, self.folders)):
-            yield "--disk DIR", place, workload, ON_DISK
-        if place.name is None:
-            return
-        host = place.room_for(workload).host_bytes or 0
-        for more in MORE_HOST_GIB:
-            asked = replace(place.asked, host_bytes=host + more * GIB)
-            yield f"+{more} GiB of host memory", replace(place, asked=asked), workload, {}
-        sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
-        for other in sorted(sizes, key=lambda other: (sizes[other], not _is_whole(other))):
-            if sizes[other] > (place.room_for(workload).device_bytes or 0):
-                yield f"--gpu {other}", named_place(other, Budget(host_bytes=host)), workload, {}
+def is_usable(row: dict[str, Any]) -> bool:
+    """True if the method trains this workload like the reference, and runs there as far as that is known."""
+    return "error" not in row and row["is_exact"] and not row["missing"]
 
 
 def name_text(row: dict[str, Any]) -> str:
     return " ".join(filter(None, (row["method"], row.get("with"))))
+
+
+def settings_text(row: dict[str, Any]) -> str:
+    parts = f" in {row['micro_batches']} micro-batches" if row["micro_batches"] > 1 else ""
+    return f"{row['batch_size']} x {row['seq_len']}{parts}"
 
 
 def fits_text(row: dict[str, Any]) -> str:
@@ -222,16 +288,36 @@ def off_text(row: dict[str, Any]) -> str:
     return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({found['num_runs']} runs)" if found else ""
 
 
-def _is_whole(name: str) -> bool:
-    """False for an entry of one machine, which may use a part of its GPU."""
-    return "gpu_tflops" not in (named_machines.load(name).facts or {})
+def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:
+    """Why a row is not the decision, or that it is."""
+    if "error" in row:
+        return row["error"]
+    if row["missing"] or not row["fits"]:
+        return fits_text(row)
+    if not row["is_exact"]:
+        return "trains otherwise by design"
+    if chosen is None:
+        return "fits"
+    if (chosen["method"], chosen.get("with")) == (row["method"], row.get("with")):
+        return "taken"
+    larger = ", in a larger batch" if row["tokens_per_second"] > chosen["tokens_per_second"] else ""
+    return f"{row['tokens_per_second'] / chosen['tokens_per_second']:.2f} times as fast{larger}"
 
 
 def _rank(row: dict[str, Any]) -> tuple[int, float]:
     if "error" in row:
-        return 4, 0.0
+        return 5, 0.0
     if row["missing"]:
-        return 3, 0.0
+        return 4, 0.0
     if not row["fits"]:
-        return 2, sum(row["lacks_bytes"].values())
-    return (1, 0.0) if row["step_seconds"] is None else (0, row["step_seconds"])
+        return 3, sum(row["lacks_bytes"].values())
+    if row["step_seconds"] is None:
+        return 2, 0.0
+    return (0 if row["is_exact"] else 1), -row["tokens_per_second"]
+
+
+def _shared(rates: Rates, num_ranks: int) -> Rates:
+    """Return what each of several ranks on one host has of its rates."""
+    of_host = ("host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes")
+    names = [f"{name}_per_second" for name in of_host]
+    return replace(rates, **{name: getattr(rates, name) / num_ranks for name in names})

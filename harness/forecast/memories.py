@@ -9,8 +9,10 @@ ASSUMED_HOST_BYTES = 64 * GIB  # assumed if a named machine's entry has no host_
 
 
 def host_bytes(name: str, asked: Budget) -> int:
-    """Return a named machine's host memory: the call's, else the entry's, else an assumed one."""
-    return asked.host_bytes or named_machines.load(name).room.host_bytes or ASSUMED_HOST_BYTES
+    """Return a named machine's host memory: the call's, else the entry's, else an assumed one. A name without an entry
+    is that of a GPU which the call describes."""
+    listed = named_machines.load(name).room.host_bytes if name in named_machines.names() else None
+    return asked.host_bytes or listed or ASSUMED_HOST_BYTES
 
 
 def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
@@ -40,6 +42,8 @@ def _host(name: str | None, asked: Budget) -> str:
         return "--host-memory"
     if name is None:
         return "this machine's; try --host-memory for another"
+    if name not in named_machines.names():
+        return "assumed; try --host-memory"
     if named_machines.load(name).room.host_bytes:
         return named_machines.source(name)
     return f"assumed: {named_machines.source(name)} has none; try --host-memory"

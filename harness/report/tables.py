@@ -270,7 +270,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
     load = advice.workload
     size = f"{params_text(load.num_params)} parameters, {load.batch_size} x {load.seq_len} tokens a step, {load.dtype}"
     rows = []
-    for row in advice.rows(list(method.loadable(()))):
+    for row in advice.decision(list(method.loadable(()))).rows:
         if "error" in row:
             continue
         runs = [
@@ -287,7 +287,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
             "measured s": Cell("" if took is None else f"{took:.3g}", took, links=tuple(each.number for each in runs)),
             "binds": (row["binds"] or "") if predicted else "",
             "largest -l": Cell(str(row["largest_layers"]), row["largest_layers"]),
-            "would help": row["change"] or "",
+            "beside the others": row["reason"],
             "predictions off by": off_text(row),
         })  # fmt: skip
     made = table(f"A step of {size}, on {advice.place.about}", rows)

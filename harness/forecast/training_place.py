@@ -1,0 +1,92 @@
+"""Where to train: a machine by name, a GPU by its numbers, or this machine; what plans may fill there."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.core.job import Budget, Room, Workload
+from harness.core.rates import NEEDED
+from harness.devices import cuda_budget, machine, named_machines
+from harness.devices.named_machines import Machine
+from harness.forecast import memories
+
+HALVES = ("bf16", "fp16")  # the first that the GPU computes in is taken
+
+
+@dataclass(frozen=True)
+class TrainingPlace:
+    """A place, and the budgets that the call gives of it.
+
+    `entry`: in machines.yaml; of this machine that of its GPU, if any, whose rates stand in for measured ones.
+    """
+
+    name: str | None  # of a machine elsewhere; None: this machine
+    about: str
+    device: str
+    asked: Budget
+    entry: Machine | None = None
+
+    def room_for(self, workload: Workload) -> Room:
+        """Return what plans may fill; a host that nothing tells is assumed."""
+        asked, entry = self.asked, self.entry
+        if self.name is None:
+            room = machine.room(asked, self.device, workload)
+            disk_bytes = room.disk_bytes or shutil.disk_usage(tempfile.gettempdir()).free
+            rates = room.rates or (entry.rates(workload.dtype) if entry else None)
+            return replace(room, disk_bytes=disk_bytes, rates=rates)
+        assert entry
+        device = cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else entry.room.device_bytes
+        disk, rates = asked.disk_bytes or entry.room.disk_bytes, entry.rates(workload.dtype)
+        return Room(device, memories.host_bytes(self.name, asked), disk, rates, page_locks=True)
+
+    def peak_flops(self, dtype: str) -> float | None:
+        return self.entry.datasheet.peak_flops(dtype) if self.entry and self.entry.datasheet else None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype to train in unless another is asked for: bf16, fp16 where a GPU has no bf16, fp32 on a CPU."""
+        if self.device != "cuda":
+            return "fp32"
+        if self.entry and self.entry.datasheet:
+            return next((half for half in HALVES if self.peak_flops(half)), "fp32")
+        return "bf16" if self.name or machine.has_bf16() else "fp16"
+
+    def with_host(self, host_bytes: int) -> TrainingPlace:
+        return replace(self, asked=replace(self.asked, host_bytes=host_bytes))
+
+
+def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -> TrainingPlace:
+    """Return a machine of machines.yaml, or, by its numbers, a GPU that it does not list. `facts`: those of
+    machines.yaml, which override the entry's. Raises ValueError if the numbers do not suffice."""
+    given = facts or {}
+    if name in named_machines.names() or not given:
+        try:
+            entry = named_machines.load(name)
+        except ValueError as error:
+            raise ValueError(f"{error}; or give its numbers: --device-memory 24GB {numbers()}") from error
+        about = f"{entry.about}; {', '.join(given)} of the call" if given else entry.about
+        return TrainingPlace(name, about, "cuda", asked, replace(entry, facts=(entry.facts or {}) | given))
+    if missing := [fact for fact in NEEDED if fact not in given]:
+        raise ValueError(f"expected the facts of {name}, got none of {', '.join(missing)}: try {numbers()}")
+    if asked.device_bytes is None:
+        raise ValueError(f"expected the memory of {name}, got none: try --device-memory 24GB")
+    return TrainingPlace(name, f"{name}, by the numbers of the call", "cuda", asked, Machine(facts=given))
+
+
+def numbers() -> str:
+    """Return the options that describe a GPU which machines.yaml does not list, with a desktop's numbers."""
+    examples = {"gpu_tflops": 80, "link_gb_per_second": 20, "host_adam_gparams_per_second": 2}
+    return " ".join(f"--fact {fact}={examples[fact]}" for fact in NEEDED)
+
+
+def this_place(asked: Budget) -> TrainingPlace:
+    device = machine.devices()[0]
+    if device == "cpu" and asked.device_bytes:
+        device = "sim"
+    facts = machine.facts()
+    about = f"this machine: {facts.get('gpu') or facts['cpu']}, {facts['cores']} cores"
+    known = named_machines.of_gpu(facts.get("gpu")) if device == "cuda" else None
+    return TrainingPlace(None, about, device, asked, named_machines.load(known) if known else None)
