@@ -131,11 +131,14 @@ def least_seconds(
     workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str
 ) -> tuple[float, dict[str, float]] | None:
     """Return the bound over all placements, and the numbers of layers of each kind that carry least among those within
-    SLACK of it. None if no placement fits.
+    SLACK of it. None if no placement fits or scipy is missing.
 
     `needs`: bytes a layer by memory and kind; `free`: bytes for the layers by memory.
     """
-    from methods.streaming.linear_program import LinearProgram  # numpy: a slow import, needed only for plans by rates
+    try:
+        from scipy.optimize import linprog  # a slow import, needed only for plans by rates
+    except ImportError:
+        return None
 
     pools = range(2 if clipping == "deferred" else 1)
     upper, limits = [], []
@@ -146,18 +149,19 @@ def least_seconds(
     for memory, size in free.items():
         upper.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0 for _ in pools])
         limits.append(size / 2**30)
-    program = LinearProgram(upper, limits, [1.0] * len(kinds) + [0.0 for _ in pools], workload.num_layers)
-    if not program.is_feasible:
-        return None
+    whole = {"A_eq": [[1.0] * len(kinds) + [0.0 for _ in pools]], "b_eq": [workload.num_layers]}
     time = [0.0] * len(kinds) + [1.0 for _ in pools]
-    fastest, _ = program.least(time)
+    fastest = linprog(time, A_ub=upper, b_ub=limits, **whole)
+    if fastest.status:
+        return None
     table = carried(workload, clipping)
     moved = {kind: float(sum(table[kind].inbound) + sum(table[kind].outbound)) for kind in kinds}
     if "D" in kinds:
         moved["D"] += 2 * stored_bytes(workload) / workload.layer_params
-    program.limit(time, fastest * (1 + SLACK))
-    _, chosen = program.least([*moved.values()] + [0.0 for _ in pools])
-    return fastest, dict(zip(kinds, map(float, chosen), strict=False))
+    carries = [*moved.values()] + [0.0 for _ in pools]
+    least = linprog(carries, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], **whole)
+    chosen = (fastest if least.status else least).x
+    return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
 
 
 def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None) -> dict[str, int] | None:
