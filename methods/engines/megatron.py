@@ -1,5 +1,5 @@
-"""Our model in megatron-core: our attention in its layer, our weights in its shapes, and, without CUDA, stand-ins for
-the few calls to CUDA of its data-parallel buffers and optimizer.
+"""Our model in megatron-core: our attention in its layer, our weights in its shapes and in its ranks' parts, and,
+without CUDA, stand-ins for the few calls to CUDA of its data-parallel buffers and optimizer.
 
 megatron-core 0.16.1; docstrings name the lines that make these calls.
 """
@@ -15,14 +15,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Apex and Transformer Engine are absent
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from megatron.core import parallel_state as parallel_state
+    from megatron.core.distributed import finalize_model_grads as finalize_model_grads
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.module import MegatronModule
 
 NAMES = {
@@ -56,6 +59,89 @@ def reordered(name: str, tensor: Tensor, num_heads: int, *, to_megatron: bool) -
     outer, inner = (3, num_heads) if to_megatron else (num_heads, 3)
     rows = tensor.view(outer, inner, tensor.shape[0] // (3 * num_heads), *tensor.shape[1:])
     return rows.transpose(0, 1).reshape(tensor.shape)
+
+
+def shard_dim(name: str) -> int | None:
+    """Return the dimension in which tensor parallel ranks share a parameter; None: each has all of it."""
+    if name == "ends.wte.weight" or ".qkv." in name or ".fc1." in name:
+        return 0
+    return 1 if name.endswith(("proj.weight", "fc2.weight")) else None
+
+
+def whole_shape(name: str, shape: torch.Size) -> torch.Size:
+    """Return the shape of a parameter of which a rank has a part of this shape."""
+    num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shard_dim(name)
+    return torch.Size(size * num_parts if at == dim else size for at, size in enumerate(shape))
+
+
+def shard_of(name: str, whole: Tensor, num_heads: int) -> Tensor:
+    """Return this rank's part of a parameter of ours, in Megatron's order."""
+    ordered, dim = reordered(name, whole, num_heads, to_megatron=True), shard_dim(name)
+    if dim is None:
+        return ordered
+    num_parts, rank = (
+        getattr(parallel_state, f"get_tensor_model_parallel_{what}")() for what in ("world_size", "rank")
+    )
+    return ordered.chunk(num_parts, dim)[rank]
+
+
+def whole_of(name: str, shard: Tensor, num_heads: int) -> Tensor:
+    """Return a parameter, or a state of it, in our order, from all ranks' parts. Each rank must call this."""
+    num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shard_dim(name)
+    if num_parts > 1 and dim is not None:
+        parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(num_parts)]
+        dist.all_gather(parts, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        shard = torch.cat(parts, dim)
+    return reordered(name, shard, num_heads, to_megatron=False)
+
+
+def mark_shard(name: str, parameter: Tensor) -> None:
+    """Tell Megatron that ranks share this parameter: where initialization is ours it does not, and its gradient norm
+    would count the first rank's part alone."""
+    parameter.tensor_model_parallel = shard_dim(name) is not None  # type: ignore[attr-defined]
+
+
+def range_of(optimizer: Any, parameter: Any) -> Any:
+    """Return the elements of a flat parameter that this rank's distributed optimizer holds: start and end."""
+    return optimizer._get_model_param_range_map(parameter)["param"]
+
+
+def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
+    """Set the fp32 main weight, of which the distributed optimizer holds a part on this rank, or none."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not isinstance(each, DistributedOptimizer):
+            parameter.main_param.data.copy_(start)
+        elif parameter in each.model_param_gbuf_map:
+            held = range_of(each, parameter)
+            parameter.main_param.data.copy_(start.flatten()[held.start : held.end])
+
+
+def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
+    """Return weight and both moments of a rank's parameter, in fp32; of the distributed optimizer each rank must call
+    this."""
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    if not isinstance(optimizers[0], DistributedOptimizer):
+        main = getattr(parameter, "main_param", parameter)
+        state = next(each.optimizer.state[main] for each in optimizers if main in each.optimizer.state)
+        return [main.detach(), state["exp_avg"], state["exp_avg_sq"]]
+    slabs = [torch.zeros(parameter.numel(), device=parameter.device) for _ in range(3)]
+    for each in optimizers:
+        if parameter in each.model_param_gbuf_map:
+            held, states = range_of(each, parameter), each._get_main_param_and_optimizer_states(parameter)
+            for slab, name in zip(slabs, ("param", "exp_avg", "exp_avg_sq"), strict=True):
+                slab[held.start : held.end] = states[name].detach().flatten()
+    for slab in slabs:
+        dist.all_reduce(slab, group=parallel_state.get_data_parallel_group())
+    return [slab.view(parameter.shape) for slab in slabs]
+
+
+class ShardedNorm(nn.LayerNorm):
+    """A norm of a part of each sequence, whose gradients Megatron sums over the tensor parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
 
 class FusedAttention(MegatronModule):

@@ -103,6 +103,51 @@ def test_ranks_train_as_the_reference_does_on_the_whole_batch(
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"world_size": 2},
+        {"world_size": 2, "distributed_optimizer": True},
+        {"world_size": 2, "tensor_parallel": 2},
+        {"world_size": 4, "tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_megatrons_ranks_train_as_the_reference_does(options: dict, dtype: str, shared_results: Path) -> None:
+    record = run(shared_results, "megatron-lm", dataclasses.replace(SMALL, batch_size=4, dtype=dtype), **options)
+    assert record.gate.passed and len(record.tensors) == 40, record.gate.text
+    if dtype == "fp32":
+        assert record.gate.evidence["loss_difference"] <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"world_size": 4, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of --ranks 4, got 3"),
+        ({"world_size": 3, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of num_heads 4, got 3"),
+        ({"world_size": 2, "sequence_parallel": True}, "sequence_parallel: expected tensor_parallel above 1, got 1"),
+        ({"world_size": 3}, "a batch of 2 splits over 1, 2 ranks, not 3"),
+    ],
+)
+def test_ranks_that_megatron_cannot_have_are_told(options: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        create("megatron-lm", options).plan(SMALL, Room())
+
+
+def test_a_rank_of_megatron_plans_its_part() -> None:
+    """By hand: two ranks share each matrix, the embedding and the biases of columns; two groups share the moments."""
+    load, room = dataclasses.replace(LARGE, batch_size=4), Room()
+    one, shared, grouped = (
+        create("megatron-lm", options).plan(load, room).device
+        for options in ({}, {"world_size": 2, "tensor_parallel": 2}, {"world_size": 2, "distributed_optimizer": True})
+    )
+    small = (6 * 8 + 2 + 64) * 512  # norms and biases of rows of 8 layers, the last norm, 64 positions
+    assert shared["weights"] == 4 * (small + (load.num_params - small) / 2)
+    assert grouped["weights"] == one["weights"] and grouped["optimizer"] * 2 == one["optimizer"]
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize("pipelined", [True, False])
 def test_ranks_share_what_lies_on_the_disk(pipelined: bool, tmp_path: Path, shared_results: Path, libaio: None) -> None:
     options = {"world_size": 2, "pipelined": pipelined, "disk": str(tmp_path)}
