@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from harness.base import fork_server
 from harness.base.whole_file import write_whole
 from harness.core import method
 from harness.core.job import Job, Workload
@@ -36,7 +37,6 @@ from harness.gate import probe
 from harness.gate.probe import Probe
 from harness.gate.trial import Trial
 from harness.gate.verdict import judge, with_probe
-from harness.run import warm_start
 from methods.shared.roundings import ROUNDINGS
 
 SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)
@@ -278,7 +278,7 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
     unique = {job.key(): job for job in jobs}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([*warm_start.PRELOADED, "click", "harness.gate.probe"])  # what is imported above
+    server.set_forkserver_preload([*fork_server.IMPORTS, "click", "harness.gate.probe"])  # what is imported above
     found: dict[str, Record] = {}
     for is_engine in (True, False):
         some = {key: job for key, job in unique.items() if (job.method in ENGINES) == is_engine}

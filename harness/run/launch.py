@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import psutil
 
+from harness.base import fork_server
 from harness.base.child_process import child_environment
 from harness.core import failures, log_lines, method
 from harness.core.job import Job
@@ -28,7 +29,7 @@ from harness.core.record import Record, new_stem
 from harness.devices import budgets, cgroup, machine
 from harness.devices.device_lock import turn
 from harness.forecast import run_time
-from harness.run import ranks, scratch, warm_start
+from harness.run import ranks, scratch
 
 SAMPLE_SECONDS = 0.1
 LIST_SECONDS = 1.0  # seconds between lists of children; a list reads every process: 1.5 ms of the cores that train
@@ -163,13 +164,13 @@ class Watch:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
 
-    def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | warm_start.Forked:
+    def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | fork_server.Forked:
         module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
         of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
         # A memory group counts only memory taken in it: with a limit, start with a process that has none.
         if self.job.device != "cuda" and self.job.world_size == 1 and not self.wall:
             with contextlib.suppress(OSError):
-                return warm_start.start(module, log, descriptors, of_worker)
+                return fork_server.start(module, log.fileno(), log.fileno(), of_worker, descriptors).started()
         return subprocess.Popen(
             [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=descriptors,
             start_new_session=True, text=True, env=of_worker,

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.base import fork_server
 from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.failures import End
@@ -25,7 +26,7 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
-from harness.run import scratch, warm_start
+from harness.run import scratch
 from harness.run.launch import Events, Watch, environment, launch
 from tests.support import cli, tiny
 from tests.support.tiny import TINY, write_compiling
@@ -167,7 +168,7 @@ launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
     others = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.wait()
-    assert len(others) == 3 and not psutil.wait_procs(others, 30)[1]
+    assert len(others) == 2 and not psutil.wait_procs(others, 30)[1]
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.losses
 
@@ -231,7 +232,7 @@ def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
 ) -> None:
     (scratch := tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(warm_start, "_server", None)
+    monkeypatch.setattr(fork_server, "_server", None)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(FileNotFoundError):
         launch(Job("resident", TINY), "key", tmp_path)
@@ -309,7 +310,7 @@ def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> Non
 
 
 def kill_workers() -> None:
-    """Those that are forked, and not who waits for them."""
+    """Those that are forked, and not who forks them."""
     this = psutil.Process()
     for process in {*this.children(recursive=True)} - {*this.children()}:
         if not process.children():

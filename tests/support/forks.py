@@ -10,9 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from harness.base import fork_server
 from harness.core.job import Job
 from harness.core.record import new_stem
-from harness.run import warm_start
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.support.preloaded"])
@@ -32,15 +32,12 @@ def _on_cores(cores: set[int], function: Callable[..., Any], arguments: tuple[An
 @contextlib.contextmanager
 def own_server() -> Iterator[None]:
     """Let another process fork workers, and end it; the one before, which took seconds to start, is kept."""
-    before, warm_start._server = warm_start._server, None
+    before, fork_server._server = fork_server._server, None
     try:
         yield
     finally:
-        if own := warm_start._server:
-            own.connection.close()
-            own.process.kill()
-            own.process.wait()
-        warm_start._server = before
+        fork_server.close()
+        fork_server._server = before
 
 
 def launch(

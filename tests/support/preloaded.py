@@ -3,12 +3,12 @@
 import gc
 import importlib
 
+from harness.base import fork_server
 from harness.base.checked_data import _adapter
 from harness.core.record import Record
-from harness.run import warm_start
 
 gc.disable()
-for name in (*warm_start.PRELOADED, "tests.support.on_sim", "harness.gate.inspect_training", "harness.run.worker"):
+for name in (*fork_server.IMPORTS, "tests.support.on_sim", "harness.gate.inspect_training", "harness.run.worker"):
     importlib.import_module(name)
 _adapter(Record)
 gc.freeze()

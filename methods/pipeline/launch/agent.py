@@ -11,8 +11,6 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
-import gc
-import importlib
 import json
 import os
 import random
@@ -28,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from harness.base import fork_server
 from methods.pipeline.launch.folder import WORKERS_LOCK
 
 PR_SET_PDEATHSIG = 1
@@ -244,15 +243,6 @@ def _run(script: dict[str, Any], mine: dict[str, Any], told: int, others: list[i
     os._exit(code)
 
 
-def import_all() -> None:
-    """Import all modules without garbage collection, which takes a fifth of the time; imported modules stay."""
-    gc.disable()
-    for module in IMPORTS:
-        importlib.import_module(module)
-    gc.freeze()
-    gc.enable()
-
-
 def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered: takes no byte of the next order
         order = json.loads(orders.readline())
@@ -261,7 +251,7 @@ def main() -> None:
     os.dup2(2, 1)
     lock = open(Path(order["folder"]) / WORKERS_LOCK)  # noqa: SIM115  held until the last rank is gone, too
     fcntl.flock(lock, fcntl.LOCK_SH)
-    import_all()
+    fork_server.import_all(IMPORTS)
     agent, code = MachineAgent(output, order), 0
     try:
         agent.run()

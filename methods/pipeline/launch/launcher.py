@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.base import fork_server
 from harness.core.failures import LOST_RANK
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, step_line
-from methods.pipeline.launch.fork_server import ForkServer
 from methods.pipeline.launch.machines import MachineLine, Remote, is_here, read_list
 from methods.pipeline.launch.pace import Pace
 
@@ -80,7 +80,6 @@ class Launcher:
         self.job, self.folder, self.say = job, folder, say
         self.told: queue.SimpleQueue[tuple[Remote, dict[str, Any] | None]] = queue.SimpleQueue()
         self.agents: list[Remote] = []
-        self.here = ForkServer(folder.path / "logs" / "fork-server.txt")
         self.listed: list[MachineLine] = read_list(job.machine_list)
         self.seen: list[MachineLine] | None = None
         self.polled = self.pruned = 0.0
@@ -109,7 +108,7 @@ class Launcher:
         except KeyboardInterrupt:
             return self._interrupted()
         finally:
-            self.here.close()
+            fork_server.close()
             for agent in self.agents:
                 agent.close()
 
@@ -146,7 +145,7 @@ class Launcher:
     def _admit(self, line: MachineLine) -> None:
         order = {"folder": str(self.folder.path), "script": self.job.script, "code_dir": str(self.job.code_dir)}
         log = self.folder.path / "logs" / f"agent-{line.address.replace('/', '_')}-{line.number}.txt"
-        self.agents.append(Remote(line, order, log, self.told, self.here))
+        self.agents.append(Remote(line, order, log, self.told))
 
     def _dismiss(self, agent: Remote) -> None:
         self.agents.remove(agent)

@@ -26,8 +26,9 @@ from typing import Any
 
 import psutil
 
+from harness.base import fork_server
 from harness.base.child_process import child_environment
-from methods.pipeline.launch.fork_server import ForkServer
+from methods.pipeline.launch.agent import IMPORTS
 
 AGENT = "methods.pipeline.launch.agent"
 PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")  # variables that ssh passes on
@@ -88,27 +89,24 @@ def command(address: str) -> list[str]:
 class Remote:
     """An agent as its launcher sees it. Its reports go to `told`, with the agent; None when it is gone."""
 
-    def __init__(
-        self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any], here: ForkServer
-    ) -> None:
+    def __init__(self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
         self.began = self.heard = time.monotonic()
-        self.process: subprocess.Popen[bytes] | None = None  # the process that leads to another machine
         self.pid: int | None = None  # number of the process to kill
-        (reading, orders), (answers, writing) = os.pipe(), os.pipe()
-        with open(log, "a") as errors:
+        answers, writing = os.pipe()
+        with open(log, "a") as errors, open(writing, "wb"):
+            self.process: subprocess.Popen[str] | fork_server.Forked
             if is_here(line.address):
-                here.fork([reading, writing, errors.fileno()])
+                self.process = fork_server.start(AGENT, writing, errors.fileno(), child_environment(), (), IMPORTS)
             else:
                 self.process = subprocess.Popen(
-                    command(line.address), stdin=reading, stdout=writing, stderr=errors, start_new_session=True,
-                    env=child_environment(),
+                    command(line.address), stdin=subprocess.PIPE, stdout=writing, stderr=errors, text=True,
+                    start_new_session=True, env=child_environment(),
                 )  # fmt: skip
                 self.pid = self.process.pid
-        os.close(reading)
-        os.close(writing)
-        self.orders, self.answers = open(orders, "w"), open(answers)  # noqa: SIM115
+        assert self.process.stdin
+        self.orders, self.answers = self.process.stdin, open(answers)  # noqa: SIM115
         self.thread = threading.Thread(target=self._listen, args=(told,), daemon=True)
         self.thread.start()
         self.send(order)
@@ -136,9 +134,9 @@ class Remote:
             self.heard = time.monotonic()
             with contextlib.suppress(ValueError):  # a kill may cut a line off
                 event = json.loads(text)
-                if event["kind"] == "ready" and not self.process:
+                if event["kind"] == "ready" and isinstance(self.process, fork_server.Forked):
                     self.pid = event["pid"]
                 told.put((self, event))
-        if self.process:
+        if isinstance(self.process, subprocess.Popen):
             self.process.wait()
         told.put((self, None))

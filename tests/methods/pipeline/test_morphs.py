@@ -21,17 +21,18 @@ import torch.distributed as dist
 from bench.judge_launch import judge, judge_folder
 from bench.morphs import random_schedule
 from cases._morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, play, undisturbed
+from harness.base import fork_server
 from harness.base.checkout import ROOT
 from harness.base.child_process import child_environment
 from methods.pipeline import link
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
-from methods.pipeline.launch.fork_server import ForkServer
 from methods.pipeline.launch.machines import MachineLine, Remote, command, is_here, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.user_pipeline import Varuna
 from tests.methods.pipeline import user_model
+from tests.support import forks
 
 SIZE, BEFORE, AFTER = 8, 6, 3  # samples; steps before and after a morph
 SCALE = 2.0**17  # the first step overflows
@@ -317,11 +318,11 @@ def test_agents_of_this_machine_share_one_import_and_depend_on_their_launcher_al
     Folder(tmp_path, {}).locks[0].close()
     order = {"folder": str(tmp_path), "script": "script.py", "code_dir": str(tmp_path)}
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    here = ForkServer(tmp_path / "log")
-    agents = [Remote(MachineLine("127.0.0.1", number), order, tmp_path / "log", told, here) for number in range(2)]
-    processes = [psutil.Process(told.get(timeout=120)[1]["pid"]) for _ in agents]
-    assert here.process and [process.ppid() for process in processes] == [here.process.pid] * 2
-    here.close()
+    with forks.own_server():
+        agents = [Remote(MachineLine("127.0.0.1", number), order, tmp_path / "log", told) for number in range(2)]
+        processes = [psutil.Process(told.get(timeout=120)[1]["pid"]) for _ in agents]
+        server: Any = fork_server._server
+        assert [process.ppid() for process in processes] == [server.process.pid] * 2
     for agent in agents:
         agent.send({"do": "end"})
     assert [told.get(timeout=30)[1]["kind"] for _ in agents] == ["ended"] * 2

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.base import fork_server
 from harness.base.checkout import ROOT
 from harness.base.child_process import child_environment
-from harness.run import warm_start
 from tests.run.test_launch import wait_for
 from tests.support import forks
 
@@ -37,7 +37,7 @@ def main():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a torch of nothing, whose import takes no seconds: nothing here trains."""
-    made = tmp_path_factory.mktemp("warm")
+    made = tmp_path_factory.mktemp("forked")
     (made / "torch").mkdir()
     for name in ("__init__", "_dynamo"):
         (made / "torch" / f"{name}.py").touch()
@@ -54,9 +54,9 @@ def environment(folder: Path) -> Iterator[dict[str, str]]:
 
 def ended(folder: Path, environment: dict[str, str], first: str = "pass", read: int = 1) -> tuple[int, str]:
     """The exit code of a worker, and its log."""
-    (folder / "warm_module.py").write_text(MODULE.format(first=first, read=read))
+    (folder / "forked_module.py").write_text(MODULE.format(first=first, read=read))
     with open(folder / "log", "w") as log:
-        worker = warm_start.start("warm_module", log, (), environment)
+        worker = fork_server.start("forked_module", log.fileno(), log.fileno(), environment)
         worker.stdin.write("a line\n")
         worker.stdin.close()
         return worker.wait(), (folder / "log").read_text()
@@ -90,20 +90,29 @@ def test_its_end_is_told(folder: Path, environment: dict[str, str], first: str, 
 def test_descriptors_keep_their_numbers(folder: Path, environment: dict[str, str]) -> None:
     numbers = [os.open(folder / name, os.O_WRONLY | os.O_CREAT) for name in "abc"]
     writes = "; ".join(f"os.write({number}, b'{name}')" for number, name in zip(numbers, "abc", strict=True))
-    (folder / "warm_module.py").write_text(MODULE.format(first=writes, read=1))
+    (folder / "forked_module.py").write_text(MODULE.format(first=writes, read=1))
     with open(folder / "log", "w") as log:
-        worker = warm_start.start("warm_module", log, numbers, environment)
+        worker = fork_server.start("forked_module", log.fileno(), log.fileno(), environment, numbers)
     worker.stdin.close()
     for number in numbers:
         os.close(number)
     assert worker.wait() == 0 and [(folder / name).read_text() for name in "abc"] == [*"abc"]
 
 
+def test_a_fork_holds_no_descriptor_of_another(folder: Path, environment: dict[str, str]) -> None:
+    (folder / "waits.py").write_text("import sys\nmain = sys.stdin.read\n")
+    with open(folder / "first", "w") as log:
+        waits = fork_server.start("waits", log.fileno(), log.fileno(), environment).started()
+    _, told = ended(folder, environment, "print(sorted(map(int, os.listdir('/proc/self/fd'))))")
+    waits.stdin.close()
+    assert waits.wait() == 0 and told.splitlines()[0] == "[0, 1, 2, 3]"  # the last is of listdir()
+
+
 def test_another_environment_is_another_process_and_the_one_before_ends(
     folder: Path, environment: dict[str, str]
 ) -> None:
     ended(folder, environment)
-    before: Any = warm_start._server
+    before: Any = fork_server._server
     _, log = ended(folder, environment | {"OWN": "2"})
     assert '"2"' in log and before.process.poll() is not None
 
@@ -131,9 +140,9 @@ def test_a_folder_of_the_call_that_is_gone_meanwhile_is_no_hindrance(
 
 def test_one_that_was_killed_is_started_anew(folder: Path, environment: dict[str, str]) -> None:
     ended(folder, environment)
-    assert warm_start._server
-    warm_start._server.process.kill()
-    wait_for(lambda: psutil.Process(warm_start._server.process.pid).status() == psutil.STATUS_ZOMBIE)
+    assert fork_server._server
+    fork_server._server.process.kill()
+    wait_for(lambda: psutil.Process(fork_server._server.process.pid).status() == psutil.STATUS_ZOMBIE)
     assert ended(folder, environment)[0] == 0
 
 
@@ -142,9 +151,9 @@ def test_it_ends_with_its_caller(environment: dict[str, str]) -> None:
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from harness.run import warm_start
-warm_start._connection(dict(os.environ))
-print(warm_start._server.process.pid, flush=True)
+from harness.base import fork_server
+fork_server._connection(dict(os.environ), ())
+print(fork_server._server.process.pid, flush=True)
 time.sleep(600)
 """
     caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
