@@ -94,9 +94,9 @@ PROMISES = {
         "methods/pipeline/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends",
     ],
     "DeepSpeed's process group": ["methods/test_engines.py::test_deepspeed_listens_on_this_machine_alone"],
-    "`--ranks` over several Slurm nodes": [],
-    "`varuna launch` listens at the addresses": [
-        "methods/pipeline/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends"
+    "`--ranks` over several Slurm nodes": [
+        "test_security.py::test_no_rank_loads_a_class_that_another_one_names",
+        "methods/pipeline/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends",
     ],
     "**Containers.** Every capability dropped": [
         "places/test_docker.py::test_a_job_has_no_rights_beyond_its_folders",

@@ -28,8 +28,8 @@ from harness.devices import cuda_budget, machine, sim
 MIB = 2**20
 BASELINES = ROOT / ".venv" / "baselines.json"  # baseline_bytes() by device, machine and packages
 PROCESSES = Path("/proc")
-LEAST_ROOM_BYTES = 64 * MIB  # torchrun's agent, which is inside the wall and trains nothing
-AGENT_BYTES = 256 * MIB  # torchrun's agent, which is inside the wall and trains nothing
+LEAST_ROOM_BYTES = 64 * MIB
+AGENT_BYTES = 256 * MIB  # the agent of several ranks, which is inside the wall and trains nothing
 # Distance between wall and budget: page tables, kernel stacks and code pages are charged to the group, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
 

@@ -75,13 +75,18 @@ def launch(
 def environment(job: Job) -> dict[str, str]:
     """Return the worker's environment; the caller's own settings have priority.
 
-    On a CPU one thread computes small layers. On CUDA torch's allocator grows its segments instead of adding new ones,
-    which leaves fewer fragments; that forbids giving device memory to another process, which no method does.
+    On a CPU one thread computes small layers; ranks share the cores. On CUDA torch's allocator grows its segments
+    instead of adding new ones, which leaves fewer fragments; that forbids giving device memory to another process,
+    which no method does.
     """
-    if job.device == "cuda":
-        return ({} if machine.allocator_settings() else {"PYTORCH_ALLOC_CONF": EXPANDABLE}) | child_environment()
-    has_one_thread = machine.is_small(job.workload) and job.world_size == 1
-    return ({"OMP_NUM_THREADS": "1"} if has_one_thread else {}) | child_environment()
+    chosen = {}
+    if job.device == "cuda" and not machine.allocator_settings():
+        chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE
+    if job.world_size > 1:
+        chosen["OMP_NUM_THREADS"] = str(max(1, machine.facts()["cores"] // ranks.num_local_ranks(job)))
+    elif job.device != "cuda" and machine.is_small(job.workload):
+        chosen["OMP_NUM_THREADS"] = "1"
+    return chosen | child_environment()
 
 
 class Events:
@@ -168,7 +173,7 @@ class Watch:
         module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
         of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
         # A memory group counts only memory taken in it: with a limit, start with a process that has none.
-        if self.job.device != "cuda" and self.job.world_size == 1 and not self.wall:
+        if self.job.device != "cuda" and not self.wall:
             with contextlib.suppress(OSError):
                 return fork_server.start(module, log.fileno(), log.fileno(), of_worker, descriptors).started()
         return subprocess.Popen(
@@ -290,7 +295,8 @@ class Watch:
         """Sample anonymous and shared memory, page-locked included, of the worker and its children, or of all ranks and
         their children.
 
-        A child counts from its second list on: for milliseconds, until it runs its program, it has its parent's memory.
+        A child of theirs counts from its second list on: for milliseconds, until it runs its program, it has its
+        parent's memory.
         The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch,
         results/LOG.md.
         """
@@ -299,11 +305,13 @@ class Watch:
         self._sample_shm()
         anonymous = shared = 0
         with contextlib.suppress(psutil.Error):
-            if time.monotonic() - self.listed > LIST_SECONDS:
+            are_missing = self.job.world_size > 1 and len(self.trainers) < ranks.num_local_ranks(self.job)
+            if are_missing or time.monotonic() - self.listed > LIST_SECONDS:
                 worker, self.listed = psutil.Process(self.process.pid), time.monotonic()
-                alone = [worker] if self.job.world_size == 1 else []  # the agent of several ranks trains nothing
-                before, self.processes = self.processes, [*alone, *worker.children(recursive=True)]
-                self.trainers = [process for process in self.processes if process in [*alone, *before]]
+                first = [worker] if self.job.world_size == 1 else worker.children()  # an agent trains nothing
+                others = [process for process in worker.children(recursive=True) if process not in first]
+                self.trainers = [*first, *(process for process in others if process in self.processes)]
+                self.processes = [*first, *others]
         for process in self.trainers:
             with contextlib.suppress(psutil.Error):  # the process may be gone
                 sizes = budgets.process_bytes(process.pid)

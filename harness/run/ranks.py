@@ -1,8 +1,8 @@
-"""One job by several ranks: torchrun's elastic agent starts them, watches them, and ends them together.
+"""One job by several ranks of this machine: an agent starts them, watches them, and ends them together.
 
 launch.py starts this module instead of worker.py if a job has several ranks. This process is the agent: it relays the
-events of this machine's first rank, and writes the job's record. A rank is a process like worker.py's, with its share
-of the host's budget; its own record lies in a folder beside the job's until the agent has read it.
+events of this machine's first rank, and writes the job's record. A rank is a fork that does what worker.py does, with
+its share of the host's budget; its own record lies in a folder beside the job's until the agent has read it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from harness.base.child_process import interrupt_here, when_closed
+from harness.base import fork_server
+from harness.base.rank_agent import OneRound, Rendezvous, write_all
 from harness.core import failures, log_lines
 from harness.core.job import Job
 from harness.core.record import Record
@@ -37,118 +37,92 @@ def folder_of(path: Path) -> Path:
     return path.with_name(f".ranks-{path.stem}")
 
 
+def num_local_ranks(job: Job) -> int:
+    """Return the number of ranks of this machine: all, unless torchrun's variables name several machines."""
+    return job.world_size // int(os.environ.get("PET_NNODES", "1"))
+
+
+class JobAgent(OneRound):
+    """The agent of a job's ranks on this machine. The order comes on standard input, which closes when the parent is
+    gone: then the ranks are interrupted."""
+
+    def __init__(self) -> None:
+        self.order = json.loads(sys.stdin.readline())
+        self.events, lock = self.order["events"], self.order["lock"]
+        os.set_inheritable(lock, False)
+        super().__init__(self._pass_on, private=[self.events, lock])
+        self.watch(0, self._hear_parent)
+        self.job, self.folder = Job.from_dict(self.order["job"]), folder_of(Path(self.order["record"]))
+
+    def train(self) -> dict[int, int]:
+        """Run the ranks; return exit codes as run() does."""
+        fork_server.import_all(fork_server.IMPORTS)
+        num_local = num_local_ranks(self.job)
+        if self.job.device == "cuda" and len(machine.visible_gpus()) < num_local:
+            reason = f"{num_local} ranks need a GPU each, {len(machine.visible_gpus())} seen here: lower --ranks"
+            record = Record(self.job, self.order["key"], "unavailable", reason=reason, started=time.time())
+            record.write(self.folder / "0.json")
+            return {0: 1}
+        there = Rendezvous()
+        if num_local < self.job.world_size:
+            port, node = int(os.environ["PET_MASTER_PORT"]), int(os.environ["PET_NODE_RANK"])
+            there = Rendezvous(os.environ["PET_MASTER_ADDR"], port, node, False, os.environ["PET_RDZV_ID"])
+        return self.meet(partial(rank, self.order), num_local, self.job.world_size, there)
+
+    def conclude(self, failed: dict[int, int]) -> None:
+        """Write the job's trace, and hand its record over; if the first rank to fail left none, tell its exit code."""
+        traces = {int(path.name.split("-")[1]): read(path) for path in self.folder.glob("trace-*")}
+        if self.job.trace and traces:
+            write(of_ranks(dict(sorted(traces.items()))), Path(self.job.trace))
+        paths = self.folder.glob("*.json")
+        ended = {int(path.stem): dataclasses.replace(Record.read(path), job=self.job) for path in paths}
+        first = first_to_fail(failed, ended) if failed else None
+        if first is not None and first not in ended:
+            self._pass_on(first, (json.dumps({"event": "rank", "rank": first, "code": failed[first]}) + "\n").encode())
+        elif ended:
+            hand_over(self._record(ended, first), self.order)
+
+    def _record(self, ended: dict[int, Record], first: int | None) -> Record:
+        """Return the job's record, by the ranks' own and by the first rank that failed."""
+        if first is not None:
+            record = ended[first]
+            end = failures.of_rank(failures.Failure(record.status, record.reason), first, self.job.world_size)
+            return dataclasses.replace(record, **end.changes(record.evidence))
+        record = together([ended[rank] for rank in sorted(ended)])
+        if self.is_interrupted and record.status != "ok":  # a rank may notice a lost peer before the interrupt
+            end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
+            return dataclasses.replace(record, **end.changes({}))
+        return record
+
+    def _hear_parent(self) -> None:
+        if not os.read(0, 4096):
+            self.waiting.unregister(0)
+            self.interrupt()
+
+    def _pass_on(self, rank: int, data: bytes) -> None:
+        try:
+            write_all(self.events, data)
+        except BrokenPipeError:
+            self.interrupt()
+
+
 def main() -> None:
-    """Entry point of the agent. The order comes on standard input, which closes when the parent is gone: then the run
-    is interrupted."""
-    order = json.loads(sys.stdin.readline())
-    os.set_inheritable(order["lock"], False)
-    parent = os.dup(0)
-    ours, theirs = socket.socketpair()
-    # The ranks inherit one end as their standard input, which closes however this process ends.
-    os.dup2(theirs.fileno(), 0)
-    theirs.close()
-    when_closed(parent, interrupt_here)
-    relay = threading.Thread(target=_relay, args=(ours, order["events"]), daemon=True)
-    relay.start()
-    job = Job.from_dict(order["job"])
-    print("\n".join(log_lines.header_lines(job)), flush=True)
-    folder = folder_of(Path(order["record"]))
-    folder.mkdir()
+    """Entry point of the agent."""
+    agent = JobAgent()
+    print("\n".join(log_lines.header_lines(agent.job)), flush=True)
+    agent.folder.mkdir()
     try:
-        end = _conclude(job, folder, *_train(job, order, folder))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # closes the last copy of the ranks' end
-        relay.join(timeout=1)
-        if job.trace and (traces := {int(path.name.split("-")[1]): read(path) for path in folder.glob("trace-*")}):
-            write(of_ranks(dict(sorted(traces.items()))), Path(job.trace))
-        if isinstance(end, Record):
-            hand_over(end, order)
-        elif end:
-            os.write(order["events"], (json.dumps(end) + "\n").encode())
+        agent.conclude(agent.train())
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(agent.folder, ignore_errors=True)
     sys.stdout.flush()
     os._exit(0)
 
 
-def _train(job: Job, order: dict[str, Any], folder: Path) -> tuple[dict[int, int], bool]:
-    """Run this machine's ranks; return exit codes of the failed ones, in the order seen, and True if interrupted."""
-    interrupts: list[int] = []
-    for kind in (signal.SIGINT, signal.SIGTERM):  # an exception may be taken for an import's own
-        signal.signal(kind, lambda number, frame: interrupts.append(number))
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    meeting = _meeting()
-    local_ranks = job.world_size // meeting["max_nodes"]
-    if job.device == "cuda" and len(machine.visible_gpus()) < local_ranks:
-        reason = f"{local_ranks} ranks need a GPU each, {len(machine.visible_gpus())} seen here: lower --ranks"
-        Record(job, order["key"], "unavailable", reason=reason, started=time.time()).write(folder / "0.json")
-        return {0: 1}, False
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.facts()["cores"] // local_ranks)))
-    logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
-    config = LaunchConfig(nproc_per_node=local_ranks, max_restarts=0, logs_specs=logs, **meeting)
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, signal.default_int_handler)
-    if interrupts:
-        return {}, True
-    try:
-        elastic_launch(config, sys.executable)("-m", "harness.run.ranks", json.dumps(order))
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}, False
-    except (SignalException, KeyboardInterrupt):
-        return {}, True
-    return {}, False
-
-
-def _meeting() -> dict[str, Any]:
-    """Return how the agents of all machines meet: this one alone, unless torchrun's own variables name others."""
-    num_nodes = int(os.environ.get("PET_NNODES", "1"))
-    found: dict[str, Any] = {"min_nodes": num_nodes, "max_nodes": num_nodes}
-    if num_nodes == 1:
-        from harness.run import loopback_rendezvous as loopback
-
-        loopback.register()
-        for library in ("GLOO", "NCCL"):  # backends that connect ranks
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        return {**found, "rdzv_backend": loopback.BACKEND, "local_addr": loopback.ADDRESS, "run_id": "alone"}
-    endpoint = f"{os.environ['PET_MASTER_ADDR']}:{os.environ['PET_MASTER_PORT']}"
-    others = {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "run_id": os.environ["PET_RDZV_ID"]}
-    return {**found, **others, "rdzv_configs": {"rank": int(os.environ["PET_NODE_RANK"])}}
-
-
-def _conclude(job: Job, folder: Path, failed: dict[int, int], is_interrupted: bool) -> Record | dict[str, Any] | None:
-    """Return the job's record, or None; if the first rank to fail left no record, report its exit code."""
-    ended = {int(path.stem): dataclasses.replace(Record.read(path), job=job) for path in folder.glob("*.json")}
-    if failed:
-        first = first_to_fail(failed, ended)
-        if first not in ended:
-            return {"event": "rank", "rank": first, "code": failed[first]}
-        record = ended[first]
-        end = failures.of_rank(failures.Failure(record.status, record.reason), first, job.world_size)
-        return dataclasses.replace(record, **end.changes(record.evidence))
-    if not ended:
-        return None
-    record = together([ended[rank] for rank in sorted(ended)])
-    if is_interrupted and record.status != "ok":  # a rank may notice a lost peer before the interrupt
-        end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
-        return dataclasses.replace(record, **end.changes({}))
-    return record
-
-
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
-    """Return the first rank that failed by itself: not stopped by the agent, not cut off by a peer.
-
-    A killed rank, which has no record, comes before one with a record. failed: exit codes in the order seen.
-    """
-
-    def rank_order(rank: int) -> tuple[bool, bool]:
-        record = ended.get(rank)
-        is_consequence = failed[rank] == -signal.SIGTERM or (record is not None and followed(record))
-        return is_consequence, record is not None
-
-    return min(failed, key=rank_order)
+    """Return the first rank that failed by itself, not cut off by a peer; a killed rank, which has no record, comes
+    before one with a record. failed: exit codes in the order seen."""
+    return min(failed, key=lambda rank: (rank in ended and followed(ended[rank]), rank in ended))
 
 
 def followed(record: Record) -> bool:
@@ -194,22 +168,11 @@ def end_all(processes: list[psutil.Process], seconds: float) -> None:
         time.sleep(0.01 if left else 0)
 
 
-def _relay(ranks: socket.socket, events: int) -> None:
-    with open(events, "wb", closefd=False) as parent:
-        while data := ranks.recv(65536):
-            try:
-                parent.write(data)
-                parent.flush()
-            except BrokenPipeError:
-                interrupt_here()
-
-
-def rank(order: dict[str, Any]) -> None:
-    """Run one rank. SIGINT lets it finish its record; SIGTERM, which the agent sends when another rank has failed, does
-    not. The rank ends when the agent is gone."""
+def rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
+    """Run one rank; return its exit code. SIGINT lets it finish its record."""
+    os.environ |= environment
     signal.signal(signal.SIGINT, interrupt_once)
-    when_closed(0, lambda: os.killpg(0, signal.SIGKILL))
-    number, local, local_ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    number, local, local_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     job = Job.from_dict(order["job"])
     if job.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = machine.visible_gpus()[local]
@@ -218,7 +181,7 @@ def rank(order: dict[str, Any]) -> None:
 
     def emit(event: dict[str, Any]) -> None:
         if local == 0:
-            os.write(0, (json.dumps(event) + "\n").encode())
+            write_all(tells, (json.dumps(event) + "\n").encode())
 
     trace = str(folder_of(Path(order["record"])) / f"trace-{number}") if job.trace else None
     part = dataclasses.replace(job, budget=job.budget.share(local_ranks), trace=trace)
@@ -227,12 +190,11 @@ def rank(order: dict[str, Any]) -> None:
     if local and record.status != "ok":
         print(record.evidence.get("traceback", record.reason), file=sys.stderr, flush=True)
     resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    stated = {"rank": number, "node": int(os.environ["GROUP_RANK"]), "resident_peak_bytes": resident_bytes}
+    stated = {"rank": number, "node": int(environment["GROUP_RANK"]), "resident_peak_bytes": resident_bytes}
     record = dataclasses.replace(record, machine={**record.machine, "ranks": [stated | record.peaks]})
     record.write(folder_of(Path(order["record"])) / f"{number}.json")
-    sys.stdout.flush()
-    os._exit(0 if record.status == "ok" else 1)
+    return 0 if record.status == "ok" else 1
 
 
 if __name__ == "__main__":
-    rank(json.loads(sys.argv[1])) if len(sys.argv) > 1 else main()
+    main()

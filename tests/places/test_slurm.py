@@ -27,7 +27,7 @@ from harness.places.docker import PYTHON
 from harness.places.shared.place import order
 from harness.places.slurm import Slurm, SlurmState, named, options_of
 from methods.pipeline.launch.folder import read_lines
-from tests.run.test_ranks import MEETING, SHARDED, processes, wait_for_steps
+from tests.run.test_ranks import MEETING, SHARDED, holders, training_ranks, wait_for_steps
 from tests.support import cli, tiny
 from tests.support.packages import still_running
 from tests.support.slurm import cluster
@@ -165,10 +165,9 @@ def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(place: Slurm, tmp_
     killed: list[float] = []
 
     def kill() -> None:
-        wait_for_steps(tmp_path)
-        ranks = [process for process in processes(str(tmp_path)) if process.environ().get("RANK") == "1"]
+        rank = training_ranks(tmp_path)[1]
         killed.append(time.time())
-        ranks[0].kill()
+        rank.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -178,7 +177,7 @@ def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(place: Slurm, tmp_
     killer.join()
     assert time.time() - killed[0] < 30
     assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL"), record.reason
-    assert record.evidence["rank"] == 1 and len(record.losses) >= 10 and processes(str(tmp_path)) == []
+    assert record.evidence["rank"] == 1 and len(record.losses) >= 10 and holders(tmp_path) == []
 
 
 def test_a_container_is_srun_s_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

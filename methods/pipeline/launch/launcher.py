@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base import fork_server
+from harness.base.rank_agent import GRACE_SECONDS, Rendezvous
 from harness.core.failures import LOST_RANK
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, step_line
@@ -28,7 +29,6 @@ from methods.pipeline.launch.pace import Pace
 
 POLL_SECONDS = 0.25  # of the list; a change counts when it is seen twice, since lists are written in several pieces
 START_SECONDS = 60.0  # seconds that a launcher's first round waits for an agent; later ones wait for none
-GRACE_SECONDS = 1.5  # seconds in which the ends of other ranks tell which one was the first
 STOP_SECONDS = 180.0  # seconds for the checkpoint that SIGUSR1 asks for
 END_SECONDS = 10.0  # seconds in which an agent that is told to end has ended its ranks
 RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; doubled each time
@@ -239,13 +239,7 @@ class Launcher:
         share = self.job.choice.batch_size // spread.num_replicas
         link = {"folder": str(self.folder.checkpoints), "checkpoint_every": self.job.checkpoint_every,
                 "cuts": spread.cuts, "round": running.number}  # fmt: skip
-        environment = {
-            "WORLD_SIZE": str(spread.num_ranks), "LOCAL_WORLD_SIZE": str(per_machine),
-            "MASTER_ADDR": address, "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(running.number),
-        }  # fmt: skip
-        if all(is_here(agent.line.address) for agent in running.machines):
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        is_one_machine = all(is_here(agent.line.address) for agent in running.machines)
         ranks: dict[Remote, list[dict[str, Any]]] = {agent: [] for agent in running.machines}
         for rank, (agent, local) in enumerate(running.seats):
             arguments = [
@@ -254,9 +248,11 @@ class Launcher:
             ]  # fmt: skip
             if running.resume_step:
                 arguments.append(f"--resume_step={running.resume_step}")
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(running.machines.index(agent))}
+            node = running.machines.index(agent)
+            there = Rendezvous(address, port, node, is_one_machine, run_id=str(running.number))
             ranks[agent].append({
-                "rank": rank, "arguments": [*arguments, *self.job.arguments], "environment": environment | own,
+                "rank": rank, "arguments": [*arguments, *self.job.arguments],
+                "environment": there.variables(rank, local, spread.num_ranks, per_machine),
                 "link": {**link, "rank": rank}, "log": str(self.folder.path / "logs" / f"rank-{rank}.txt"),
             })  # fmt: skip
         running.is_seated = True

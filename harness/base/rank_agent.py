@@ -1,0 +1,266 @@
+"""Starts this machine's ranks, watches them, and ends them, round after round; standard library only, until ranks meet.
+
+An agent forks ranks from its own process, which has imported torch, so they start at once. It has one thread whenever
+it forks, so that forking is safe. Ranks die with their agent, by the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+LOOPBACK = "127.0.0.1"
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+GRACE_SECONDS = 1.5  # seconds in which the ends of other ranks tell which one was the first
+INTERRUPT_SECONDS = 15.0  # seconds in which interrupted ranks end by themselves
+Work = Callable[[int], int]  # what a rank does: takes the descriptor of its pipe to the agent, returns its exit code
+
+
+class Rendezvous(NamedTuple):
+    """Where a round's ranks meet: at the store of the first node's agent."""
+
+    address: str = LOOPBACK
+    port: int = 0  # 0: of the system's choice
+    node: int = 0  # this agent's number
+    is_one_machine: bool = True
+    run_id: str = "alone"
+
+    def variables(self, rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
+        """Return torchrun's variables for a rank. Ranks of one machine talk by its loopback device alone, unless the
+        caller's variables name another one."""
+        found = {
+            "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size,
+            "GROUP_RANK": self.node, "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
+            "TORCHELASTIC_RUN_ID": self.run_id, "TORCHELASTIC_USE_AGENT_STORE": True,
+        }  # fmt: skip
+        libraries = ("GLOO", "NCCL") if self.is_one_machine else ()
+        devices = {name: os.environ.get(name, "lo") for name in (f"{each}_SOCKET_IFNAME" for each in libraries)}
+        return {name: str(value) for name, value in found.items()} | devices
+
+
+class Rank:
+    """A process that this agent forked."""
+
+    def __init__(self, number: int, pid: int, told: int) -> None:
+        self.number, self.pid, self.told = number, pid, told
+        self.end = os.pidfd_open(pid)
+
+    def signal(self, kind: int) -> None:
+        """Send the signal to the rank and to the processes that it started."""
+        for send in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                send(self.pid, kind)
+
+
+class RankAgent:
+    """The ranks of one round at a time. Subclasses say what is done with what ranks tell, with their ends, and with
+    signals, which end neither an agent nor its ranks. `private`: descriptors that ranks must not hold."""
+
+    def __init__(self, private: Iterable[int] = ()) -> None:
+        self.private = list(private)
+        self.ranks: dict[int, Rank] = {}
+        self.listener: socket.socket | None = None  # where the ranks of a round will meet
+        self.store: Any = None  # in which they find one another, with a thread of its own
+        self.waiting = selectors.DefaultSelector()
+        noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.private += [noticed, noticing]
+        self.watch(noticed, lambda: self.signalled(os.read(noticed, 4096)))
+        signal.set_wakeup_fd(noticing)
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, ignore)
+
+    def told(self, rank: int, data: bytes) -> None:
+        """Take what a rank wrote into its pipe: whole lines, if it writes whole lines of at most 4096 bytes."""
+
+    def exited(self, rank: int, code: int) -> None:
+        """Take the exit code of a rank; -9 also of those that this agent killed."""
+
+    def signalled(self, kinds: bytes) -> None:
+        """Take the numbers of the signals that came."""
+
+    def watch(self, descriptor: int, then: Callable[[], Any]) -> None:
+        """Call `then` whenever there is something to read."""
+        self.waiting.register(descriptor, selectors.EVENT_READ, then)
+
+    def turn(self, seconds: float) -> None:
+        """Wait for so long at most, and handle what came."""
+        for key, _ in self.waiting.select(seconds):
+            if key.fileobj in self.waiting.get_map():  # an earlier one may have closed it
+                key.data()
+
+    # ---- A round
+
+    def listen(self, address: str = LOOPBACK, port: int = 0) -> tuple[str, int]:
+        """Open the place where the ranks of the next round meet, on a port of the system's choice by default: at this
+        address alone, or at the machine's own name if the address is Slurm's name of a node. Return both. Raises
+        OSError if this machine cannot listen there."""
+        try:
+            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        except socket.gaierror:
+            address = socket.gethostname()
+            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        self.listener = socket.create_server((address, port), family=family)
+        return address, self.listener.getsockname()[1]
+
+    def fork(self, works: Mapping[int, Work]) -> None:
+        """Start ranks by their numbers; then serve their store, if this machine listens: nobody unpickles its bytes."""
+        for number, work in works.items():
+            told, tells = os.pipe()
+            pid = _fork(f"rank {number}", partial(self._work, work, tells, [told]))
+            os.close(tells)
+            rank = self.ranks[number] = Rank(number, pid, told)
+            self.watch(told, partial(self._relay, rank))
+            self.watch(rank.end, partial(self._ended, rank))
+        if self.listener:
+            from torch.distributed import TCPStore
+
+            address, port = self.listener.getsockname()[:2]
+            handle, self.listener = self.listener.detach(), None
+            self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+
+    def kill(self) -> None:
+        """End the round: kill the ranks that are left and what they started, and close the store."""
+        for rank in self.ranks.values():
+            rank.signal(signal.SIGKILL)
+        for rank in [*self.ranks.values()]:
+            self._ended(rank)
+        self.store = None  # ends its thread
+        if self.listener:
+            self.listener.close()
+            self.listener = None
+
+    def _relay(self, rank: Rank) -> None:
+        if data := os.read(rank.told, 65536):
+            self.told(rank.number, data)
+        else:
+            self.waiting.unregister(rank.told)
+            os.close(rank.told)
+            rank.told = -1
+
+    def _ended(self, rank: Rank) -> None:
+        rank.signal(signal.SIGKILL)  # kills what it started; its number is not free before it is waited for
+        code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
+        while rank.told >= 0:
+            self._relay(rank)
+        self.waiting.unregister(rank.end)
+        os.close(rank.end)
+        del self.ranks[rank.number]
+        self.exited(rank.number, code)
+
+    def _work(self, work: Work, tells: int, others: list[int]) -> NoReturn:
+        """Do a rank's work in this process, which is a new fork, and end it."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)  # SIGTERM, which reaches all processes of a machine, is for the agent to handle
+        self.waiting.close()
+        if self.listener:
+            self.listener.close()
+        ends = [end for rank in self.ranks.values() for end in (rank.end, rank.told) if end >= 0]
+        for descriptor in [*self.private, *others, *ends]:
+            os.close(descriptor)
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        random.seed()
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()
+        code = 1
+        try:
+            code = work(tells)
+        except BaseException:
+            traceback.print_exc()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+class OneRound(RankAgent):
+    """Ranks that stay: one round, until all have ended, or soon after one has failed. SIGINT and SIGTERM interrupt it.
+    `hear` takes what ranks tell."""
+
+    def __init__(self, hear: Callable[[int, bytes], Any], private: Iterable[int] = ()) -> None:
+        super().__init__(private)
+        self.hear = hear
+        self.failed: dict[int, int] = {}
+        self.is_interrupted = False
+        self.limit = math.inf  # time at which the ranks that are left are killed
+
+    def meet(
+        self, work: Callable[[dict[str, str], int], int], num_local: int, world_size: int, there: Rendezvous
+    ) -> dict[int, int]:
+        """Run this node's ranks as run() does, each by `work` with its variables; those of all nodes meet there."""
+        if there.node == 0:
+            address, port = self.listen(there.address, there.port)
+            there = there._replace(address=address, port=port)
+        locals_ = {there.node * num_local + local: local for local in range(num_local)}
+        return self.run({
+            rank: partial(work, there.variables(rank, local, world_size, num_local)) for rank, local in locals_.items()
+        })  # fmt: skip
+
+    def run(self, works: Mapping[int, Work]) -> dict[int, int]:
+        """Run ranks to their ends. Return the exit codes of those that failed before they were killed or
+        interrupted here, in the order seen."""
+        self.turn(0)  # a signal may have come before
+        if not self.is_interrupted:
+            self.fork(works)
+        while self.ranks and (left := self.limit - time.monotonic()) > 0:
+            self.turn(min(left, 60.0))
+        failed = dict(self.failed)
+        self.kill()
+        return failed
+
+    def interrupt(self) -> None:
+        """Let the ranks end by themselves, as at Ctrl-C."""
+        if not self.is_interrupted:
+            self.is_interrupted, self.limit = True, time.monotonic() + INTERRUPT_SECONDS
+            for rank in self.ranks.values():
+                os.kill(rank.pid, signal.SIGINT)
+
+    def told(self, rank: int, data: bytes) -> None:
+        self.hear(rank, data)
+
+    def exited(self, rank: int, code: int) -> None:
+        if code and not self.is_interrupted:
+            self.failed[rank] = code
+            self.limit = min(self.limit, time.monotonic() + GRACE_SECONDS)
+
+    def signalled(self, kinds: bytes) -> None:
+        self.interrupt()
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def ignore(number: int, frame: Any) -> None:
+    """A no-op handler: child programs inherit SIG_IGN but not this."""
+
+
+def _fork(name: str, work: Callable[[], NoReturn]) -> int:
+    """Fork a child that is killed when this process ends, however it ends; ps and top show its name."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        library = ctypes.CDLL(None)
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        library.prctl(PR_SET_NAME, name.encode())
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setsid()
+        work()
+    finally:
+        os._exit(1)
