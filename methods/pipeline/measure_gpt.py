@@ -6,14 +6,15 @@ import dataclasses
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+from harness.base.rank_agent import OneRound, Rendezvous
+from harness.core.failures import LOST_RANK
 from harness.core.gpt import adamw
 from harness.core.job import Workload
 from methods.pipeline.cut import CutPoint
@@ -59,7 +60,7 @@ class CutGpt(nn.Module):
 
 
 def measure(order: dict[str, Any]) -> None:
-    """Measure as one rank."""
+    """Measure as one rank, whose variables name the others."""
     workload = Workload(**order["workload"])
     if order.get("device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch first asks for a device
@@ -79,18 +80,32 @@ def measure(order: dict[str, Any]) -> None:
         dist.destroy_process_group()
 
 
+def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
+    """Measure as one of several ranks; return the exit code, and tell why it is not 0."""
+    os.environ |= environment
+    try:
+        measure(order)
+    except Exception as error:
+        os.write(tells, f"{type(error).__name__}: {error}"[:4000].encode())
+        raise
+    return 0
+
+
 def main() -> None:
-    """Entry point. The order comes on standard input, for a rank as its argument."""
-    order = json.loads(sys.argv[1]) if len(sys.argv) > 1 else json.load(sys.stdin)
-    if len(sys.argv) > 1 or order["num_ranks"] == 1:
-        record(measure)(order)
+    """Entry point. The order comes on standard input."""
+    order = json.load(sys.stdin)
+    num_ranks = order["num_ranks"]
+    if num_ranks == 1:
+        measure(order)
     else:
-        words = ["--standalone", "--nproc-per-node", str(order["num_ranks"]), "-m", "methods.pipeline.measure_gpt"]
-        try:
-            run.main([*words, json.dumps(order)])
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            sys.exit(f"rank {rank}: {failure.message}")
+        told: dict[int, str] = {}
+        agent = OneRound(lambda rank, data: told.update({rank: data.decode(errors="replace")}))
+        failed = agent.meet(partial(measure_as_rank, order), num_ranks, num_ranks, Rendezvous())
+        if agent.is_interrupted:
+            sys.exit("interrupted")
+        if failed:
+            first = min(failed, key=lambda rank: bool(LOST_RANK.search(told.get(rank, ""))))
+            sys.exit(f"rank {first}: {told.get(first, f'exit code {failed[first]}')}")
     print("null")
 
 
