@@ -24,8 +24,10 @@ from harness.core.gpt import DTYPES
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from harness.devices.streams import Device
 from methods.offload import adamw_kernel
+from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
+from methods.shared.terms import Terms
 from methods.streaming.layer_state import LayerState, draw
 
 FACTOR = torch.tensor(0.5)
@@ -35,7 +37,7 @@ NUM_UPDATES = 3  # under way
 
 def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[[], bool]]:
     """Start a layer's update by the threads of a training; return a function that tells if it is over."""
-    state = LayerState(device, new_layer(layer), "layers.0.", layer, host=True)
+    state = LayerState(device, new_layer(layer), "layers.0.", Terms.of(layer), host=True)
     state.grads.normal_()
     state.landed = device.outbound.record_event()
 
@@ -44,7 +46,7 @@ def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[
         if layer.dtype == "fp32":
             clip.factor = FACTOR
             clip.send_home()
-        state.update_when_landed(1e-4, clip)
+        state.update_when_landed(published_settings(1e-4), clip)
 
     return start, lambda: state.updated.done()
 
@@ -78,10 +80,10 @@ def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float],
     """Return the seconds of forward passes alone and beside updates, of which one is always waiting; both take
     turns."""
     tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
-    launched = LayerState(device, new_layer(tiny), "layers.0.", tiny, host=False)
+    launched = LayerState(device, new_layer(tiny), "layers.0.", Terms.of(tiny), host=False)
     draw([launched], tiny)
     launched.bind(launched.current.weights)
-    x = torch.randn(1, 4, 16, dtype=DTYPES[layer.dtype])
+    xs = [(torch.randn(1, 4, 16, dtype=DTYPES[layer.dtype]).requires_grad_(),)]
     layers = [ours(device, layer) for _ in range(NUM_UPDATES)]
 
     def passes(*, beside: bool) -> Iterator[float]:
@@ -90,7 +92,7 @@ def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float],
                 if beside and is_over():
                     start()
             waited = seconds_without_a_core()
-            yield seconds(lambda: launched.forward([x])) - (seconds_without_a_core() - waited)
+            yield seconds(lambda: launched.forward(xs)) - (seconds_without_a_core() - waited)
 
     quiet: list[float] = []
     busy: list[float] = []

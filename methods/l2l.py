@@ -38,20 +38,23 @@ class L2L(Method):
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.devices.streams import Device, num_update_threads
+        from methods.offload.adamw import published_settings
         from methods.offload.clip import Clip
         from methods.offload.layout import new_layer
         from methods.shared.loss_scale import LossScale
+        from methods.shared.terms import Terms
         from methods.streaming.embedding_and_head import ResidentEnds
         from methods.streaming.layer_state import LayerState, draw
         from methods.streaming.slot import GradientRoom, Slot
+        from methods.streaming.update_rules import update_at_once
 
         with Device(device, num_workers=num_update_threads(device)) as gpu:
             ends, names = ResidentEnds(gpu, workload), [f"layers.{i}." for i in range(workload.num_layers)]
-            layers = [LayerState(gpu, new_layer(workload), name, workload, host=True) for name in names]
+            layers = [LayerState(gpu, new_layer(workload), name, Terms.of(workload), host=True) for name in names]
             draw(layers, workload)
             slot, gradients, scale = Slot(layers[0]), GradientRoom(layers[0]), LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
-                learning_rate = workload.learning_rate_at(step)
+                settings = published_settings(workload.learning_rate_at(step))
                 xs = ends.embed(inputs)
                 for layer in layers:
                     slot.load(layer)
@@ -66,14 +69,7 @@ class L2L(Method):
                     gpu.synchronize()
                 ends.backward(dxs)
                 del dxs  # before the next step's
-                clip.add(ends.state.norms())
-                clip.finish()
-                clip.send_home()
-                is_skipped = clip.overflows()
-                if not is_skipped:
-                    ends.state.update(learning_rate, clip.factor)
-                    for layer in layers:
-                        layer.update(learning_rate, clip.on_host())
+                is_skipped = update_at_once(clip, ends.state, layers, settings)
                 yield scale.step(loss, clip.total, is_skipped=is_skipped)
             gpu.synchronize()
             return Trained((tensor for state in (ends.state, *layers) for tensor in state.tensors()), gpu.moved_bytes)

@@ -69,19 +69,19 @@ class Stronghold(Method):
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.devices.streams import Device, num_update_threads
+        from methods.offload.adamw import published_settings
         from methods.streaming.embedding_and_head import ResidentEnds
-        from methods.streaming.layer_kinds import new_layers
+        from methods.streaming.layer_kinds import gpt_layers, new_layers
         from methods.streaming.update_rules import UpdateRule
         from methods.streaming.window import Window
 
         assert self.placement and self.window_size
         kinds = parse(self.placement, workload.num_layers)
         with Device(device, num_workers=num_update_threads(device)) as gpu:
-            ends = ResidentEnds(gpu, workload)
-            layers = new_layers(
-                gpu, workload, kinds, self.window_size, self.disk, speculates=self.clipping == "speculate"
-            )
-            rule = UpdateRule(gpu, workload, ends, layers, self.clipping)
+            ends, source = ResidentEnds(gpu, workload), gpt_layers(workload)
+            speculates = self.clipping == "speculate"
+            layers = new_layers(gpu, source, kinds, self.window_size, self.disk, speculates=speculates)
+            rule = UpdateRule(gpu, source.terms, ends.state, layers, self.clipping)
             window = Window(layers, kinds, self.window_size, rule)
 
             window.refill()
@@ -91,7 +91,7 @@ class Stronghold(Method):
                     xs = layer.forward(xs)  # waits for its prefetch
                     window.slide_up(layer)  # its slot fetches the next one above
                 loss, dxs = ends.loss(xs, targets, rule.scale.value)
-                rule.begin(workload.learning_rate_at(step))
+                rule.begin(published_settings(workload.learning_rate_at(step)))
                 for layer in reversed(layers):
                     dxs = layer.backward(dxs)  # recomputes
                     rule.gradient_ready(layer)  # its norm, its way home, maybe its update

@@ -85,6 +85,12 @@ class Tracker:
             peaks = {f"{memory}_peak": num_bytes for memory, num_bytes in self.peaks.items()}
             return used | peaks | {"pinned_allocated": 0, "pinned_peak": 0}
 
+    def reset_peaks(self) -> None:
+        """Let the peaks be what is in use now."""
+        with self._lock:
+            self._bury()
+            self.peaks = dict(self.in_use)
+
     def lift(self) -> None:
         """End the budgets after training; peaks stay."""
         self._is_lifted = True

@@ -46,18 +46,36 @@ class State(NamedTuple):
         return State(*(None if slab is None else slab[start:stop] for slab in self))  # type: ignore[arg-type]
 
 
+class AdamSettings(NamedTuple):
+    """AdamW's numbers for one group of parameters."""
+
+    learning_rate: float
+    beta1: float = BETAS[0]
+    beta2: float = BETAS[1]
+    epsilon: float = EPSILON
+    weight_decay: float = 0.0
+
+
+Settings = Sequence[AdamSettings]  # of each group of parameters
+
+
+def published_settings(learning_rate: float) -> Settings:
+    """Return the settings of the published runs: of the parameters that decay, and of the others."""
+    return AdamSettings(learning_rate, weight_decay=WEIGHT_DECAY), AdamSettings(learning_rate)
+
+
 class Piece(NamedTuple):
-    """Elements [start, stop) of one tensor in a slab."""
+    """Elements [start, stop) of one tensor in a slab, and its group in a step's settings."""
 
     start: int
     stop: int
-    is_decayed: bool
+    group: int
 
 
 class AdamStep(NamedTuple):
-    """An update's learning rate and its number, counted from 1, also as a tensor in the state's memory."""
+    """An update's settings and its number, counted from 1, also as a tensor in the state's memory."""
 
-    learning_rate: float
+    settings: Settings
     number: int
     steps: Tensor
 
@@ -67,13 +85,13 @@ def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
     max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
     found: list[list[Piece]] = []
     room = 0
-    for start, stop, is_decayed in tensors:
+    for start, stop, group in tensors:
         while start < stop:
             if not found or room < min(VECTOR, stop - start):
                 found.append([])
                 room = max_numel
             end = min(stop, start + room // VECTOR * VECTOR)
-            found[-1].append(Piece(start, end, is_decayed))
+            found[-1].append(Piece(start, end, group))
             room -= -(-(end - start) // VECTOR) * VECTOR
             start = end
     return found
@@ -111,15 +129,17 @@ def update(
 ) -> None:  # fmt: skip
     """Take one AdamW step of adjacent chunks, by their gradient times the clip factor, from one state into another or
     in place. The compiled kernel has threads of its own, which take the update with the earliest deadline first."""
+    if not runs:
+        return
     is_ahead = target.weights is not source.weights
     if takes_one_pass(grads, source):
         start, stop = runs[0][0].start, runs[-1][-1].stop
-        table = [number for run in runs for a, b, decays in run for number in (a - start, b - start, int(decays))]
-        slabs = ([slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target))
+        slabs = [[slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target)]
         known, computed = (factor, None) if isinstance(factor, float) else (1.0, factor)
-        torch.ops.harness.adamw(
-            grads[start:stop], *slabs, computed, known, table, step.learning_rate, step.number, num_threads, deadline
-        )
+        for settings, table in _calls(runs, step.settings).items():
+            torch.ops.harness.adamw(
+                grads[start:stop], *slabs, computed, known, table, settings, step.number, num_threads, deadline
+            )
         return
     for run in runs:
         start, stop = run[0].start, run[-1].stop
@@ -128,8 +148,21 @@ def update(
             for ours, theirs in zip(block, source.cut(start, stop), strict=True):
                 if ours is not None and theirs is not None:
                     ours.copy_(theirs)
-        pieces = [Piece(piece.start - start, piece.stop - start, piece.is_decayed) for piece in run]
+        pieces = [Piece(piece.start - start, piece.stop - start, piece.group) for piece in run]
         _update_by_torch(grads[start:stop].float(), block, pieces, step, factor)
+
+
+def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings, list[int]]:
+    """Return the tables of the kernel's calls, from the first piece on. A call has one weight decay; tensors without
+    decay join one whose other settings are theirs."""
+    calls: dict[AdamSettings, list[int]] = {}
+    alike = {each._replace(weight_decay=0.0): each for each in settings if each.weight_decay}
+    first = runs[0][0].start
+    for start, stop, group in (piece for run in runs for piece in run):
+        own = settings[group]
+        table = calls.setdefault(own if own.weight_decay else alike.get(own, own), [])
+        table += (start - first, stop - first, int(own.weight_decay != 0))
+    return calls
 
 
 def takes_one_pass(grads: Tensor, state: State) -> bool:
@@ -148,8 +181,8 @@ def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: Ada
     values = joined(state)
     if state.is_split:
         state.exp_avg_sq.abs_()
-    for is_decayed in (True, False):
-        chosen = [piece for piece in pieces if piece.is_decayed is is_decayed]
+    for group, settings in enumerate(step.settings):
+        chosen = [piece for piece in pieces if piece.group == group]
         if not chosen:
             continue
         weights, gradients, exp_avgs, exp_avg_sqs = (
@@ -158,7 +191,7 @@ def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: Ada
         )
         torch._fused_adamw_(
             weights, gradients, exp_avgs, exp_avg_sqs, [], [step.steps] * len(chosen),
-            amsgrad=False, maximize=False, beta1=BETAS[0], beta2=BETAS[1], eps=EPSILON,
-            lr=step.learning_rate, weight_decay=WEIGHT_DECAY if is_decayed else 0.0,
+            amsgrad=False, maximize=False, beta1=settings.beta1, beta2=settings.beta2, eps=settings.epsilon,
+            lr=settings.learning_rate, weight_decay=settings.weight_decay,
         )  # fmt: skip
     keep_(state, values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def _load(device_index: int) -> Any:
 
 
 def run(
-    grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int], learning_rate: float,
-    number: int, num_threads: int, deadline: int,
+    grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
+    settings: Sequence[float], number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
     """Run as adamw_kernel.run() does, queued on the current stream."""
     pieces = _on_device(tuple(table), grads.device)
@@ -64,7 +65,7 @@ def run(
         block=(NUM_THREADS, 1, 1),
         args=[
             grads, *source, *target, pieces, grads if factor is None else factor, int(factor is not None),
-            scale, *factors(learning_rate, number),
+            scale, *factors(settings, number),
         ],
     )  # fmt: skip
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.base.checkout import ROOT
-from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from harness.core.native_build import Library
 
 PATHS = ("plain", "AVX2", "AVX-512")  # in the order of adamw_kernel.cpp
@@ -53,16 +53,17 @@ def describe(dtype: str) -> str:
     return "torch AdamW, fused, host" if dtype == "fp32" else "torch AdamW, fused, in blocks, host"
 
 
-def factors(learning_rate: float, number: int) -> tuple[float, ...]:
-    """Return the factors of a step of this number, counted from 1, in the order of Factors in adamw_element.h."""
-    beta1, beta2 = BETAS
-    decay, bias2_sqrt = 1 - learning_rate * WEIGHT_DECAY, math.sqrt(1 - beta2**number)
-    return decay, 1 - beta1, beta2, 1 - beta2, bias2_sqrt, EPSILON, -(learning_rate / (1 - beta1**number))
+def factors(settings: Sequence[float], number: int) -> tuple[float, ...]:
+    """Return the factors of a step of this number, counted from 1, in the order of Factors in adamw_element.h.
+    `settings`: as adamw.AdamSettings."""
+    learning_rate, beta1, beta2, epsilon, weight_decay = settings
+    decay, bias2_sqrt = 1 - learning_rate * weight_decay, math.sqrt(1 - beta2**number)
+    return decay, 1 - beta1, beta2, 1 - beta2, bias2_sqrt, epsilon, -(learning_rate / (1 - beta1**number))
 
 
 def run(
-    grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int], learning_rate: float,
-    number: int, num_threads: int, deadline: int,
+    grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
+    settings: Sequence[float], number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
     """Take one step by gradients times factor (a tensor, or None) and scale, from the slabs of one state into those of
     another or in place.
@@ -73,7 +74,7 @@ def run(
     """
     library, scaled_by = load(), scale if factor is None else scale * float(factor)
     assert library is not None
-    numbers = (scaled_by, *factors(learning_rate, number))
+    numbers = (scaled_by, *factors(settings, number))
     library.adamw(
         widest_path(),
         FORMATS.index(str(grads.dtype)),

@@ -44,10 +44,14 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 class Clip:
     """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and its clip factor,
-    which also undoes the loss scale. Without limit and scale there is no factor, and nothing waits for it."""
+    which also undoes the loss scale. Without limit and scale there is no factor, and nothing waits for it. `order`: the
+    places of the parameters in the order of the model, counted from the last added group on; None: that order is the
+    model's."""
 
-    def __init__(self, device: Device, max_norm: float, scale: LossScale | None = None) -> None:
-        self.device, self.max_norm = device, max_norm
+    def __init__(
+        self, device: Device, max_norm: float, scale: LossScale | None = None, order: Sequence[int] | None = None
+    ) -> None:
+        self.device, self.max_norm, self.order = device, max_norm, order
         # The factor of an unclipped step; None is 1.
         self.unclipped = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
@@ -74,7 +78,8 @@ class Clip:
 
     def finish(self) -> None:
         """Compute norm and factor of all added gradients, in the order of the model."""
-        self.total = global_norm([*chain.from_iterable(reversed(self.norms))])
+        norms = [*chain.from_iterable(reversed(self.norms))]
+        self.total = global_norm([norms[place] for place in self.order] if self.order else norms)
         if self.unclipped is not None:
             self.total = self.total * self.unclipped  # powers of two, so no bit is lost
         if self.max_norm:

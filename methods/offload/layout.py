@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -39,9 +39,12 @@ class Layout:
     def names(self) -> list[str]:
         return list(self.places)
 
-    def pieces(self) -> list[Piece]:
-        """Return what AdamW updates: every tensor whole."""
-        return [Piece(start, stop, is_decayed(shape)) for start, stop, shape, _ in self.places.values()]
+    def pieces(self, groups: Mapping[str, int] | None = None) -> list[Piece]:
+        """Return what AdamW updates: every tensor whole. `groups`: by name; None: as in published_settings()."""
+        return [
+            Piece(start, stop, groups[name] if groups else int(not is_decayed(shape)))
+            for name, (start, stop, shape, _) in self.places.items()
+        ]
 
     def view(self, slab: Tensor, name: str) -> Tensor:
         start, stop, shape, dtype = self.places[name]
@@ -62,10 +65,10 @@ def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
-def kept_dtypes(workload: Workload, *, host: bool) -> list[torch.dtype]:
+def kept_dtypes(dtype: str, *, host: bool) -> list[torch.dtype]:
     """Return the dtypes of AdamW's state besides the weights: the master (none in fp32, half of it in bf16), two
     moments."""
-    master = [] if workload.dtype == "fp32" else [torch.int16 if host and workload.dtype == "bf16" else torch.float32]
+    master = [] if dtype == "fp32" else [torch.int16 if host and dtype == "bf16" else torch.float32]
     return [*master, torch.float32, torch.float32]
 
 

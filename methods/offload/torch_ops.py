@@ -17,7 +17,7 @@ PAGE_BYTES = 4096  # reads and writes of whole pages pass the system's cache by
 _library = torch.library.Library("harness", "DEF")
 _library.define(
     "adamw(Tensor grads, Tensor[] source, Tensor(a!)[] target, Tensor? factor, float scale, int[] table,"
-    " float learning_rate, int number, int num_threads, int deadline) -> ()"
+    " float[] settings, int number, int num_threads, int deadline) -> ()"
 )
 _library.define("reserve(Tensor(a!) file, int num_bytes) -> ()")
 _library.define("read(Tensor file, Tensor(a!) slab) -> ()")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from harness.core.job import INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, Workload
 from harness.core.method import Step
+from methods.shared.terms import Terms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class LossScale:
     """The scale of the current step's loss: always 1 in dtypes other than fp16."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.is_used = workload.dtype == "fp16"
+    def __init__(self, training: Workload | Terms) -> None:
+        self.is_used = training.dtype == "fp16"
         self.value = INITIAL_LOSS_SCALE if self.is_used else 1.0
         self.num_good = 0  # good steps in a row
 

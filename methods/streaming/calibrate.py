@@ -31,11 +31,13 @@ from harness.devices.machine import facts, gpu_free_bytes
 from harness.devices.streams import Device
 from harness.forecast.resources import UPDATE_BYTES
 from methods.offload import adamw_kernel
+from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
 from methods.offload.layout import new_layer
+from methods.shared.terms import Terms
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
-from methods.streaming.layer_state import LayerState, draw
+from methods.streaming.layer_state import LayerState, Passed, draw
 from methods.streaming.slot import GradientRoom, Slot
 
 CPU_LAYER_FLOPS = 1.5e10  # FLOPs of a forward pass: a fifth of a second on two cores
@@ -43,6 +45,7 @@ COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # more than any cache ho
 UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates are timed: 200 MiB each
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
+SETTINGS = published_settings(1e-4)
 ENOUGH_SECONDS = 1.0  # for one number
 
 
@@ -97,15 +100,16 @@ def computable(workload: Workload, device: str) -> Workload:
 def compute(workload: Workload, device: Device) -> dict[str, Any]:
     """Time a layer's forward pass, its recompute with the backward pass, and the head with its loss and gradients."""
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
-    layer = LayerState(device, new_layer(workload), "layers.0.", workload, host=False)
+    layer = LayerState(device, new_layer(workload), "layers.0.", Terms.of(workload), host=False)
     draw([layer], workload)
     layer.bind(layer.current.weights)
     x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
-    both = median_seconds(device, lambda: layer.forward([x]) and layer.backward([dy], layer.grads))
-    forward = median_seconds(device, lambda: layer.forward([x]))
+    xs: list[Passed] = [(x.requires_grad_(),)]
+    both = median_seconds(device, lambda: layer.forward(xs) and layer.backward([(dy,)], layer.grads))
+    forward = median_seconds(device, lambda: layer.forward(xs))
     targets = torch.randint(workload.vocab_size, size[:2], device=device.name)
     ends = ResidentEnds(device, workload)
-    head = median_seconds(device, lambda: ends.loss([x], targets, 1.0))
+    head = median_seconds(device, lambda: ends.loss(xs, targets, 1.0))
     return {"layer": {"forward_seconds": forward, "backward_seconds": max(both - forward, 0.0)}, "head_seconds": head}
 
 
@@ -165,11 +169,11 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return rates of the device's own updates, in parameters a second: of a resident layer, and of a streamed one in
     its slot."""
-    here = LayerState(device, new_layer(workload), "layers.0.", workload, host=False)
-    home = LayerState(device, new_layer(workload), "layers.0.", workload, host=True, streamed=True)
-    slot, grads, step = Slot(home, whole=True), GradientRoom(home).slab, home.next_step(1e-4)
+    here = LayerState(device, new_layer(workload), "layers.0.", Terms.of(workload), host=False)
+    home = LayerState(device, new_layer(workload), "layers.0.", Terms.of(workload), host=True, streamed=True)
+    slot, grads, step = Slot(home, whole=True), GradientRoom(home).slab, home.next_step(SETTINGS)
     updates: dict[str, Callable[[], Any]] = {
-        "on_device": lambda: here.update(1e-4, None),
+        "on_device": lambda: here.update(SETTINGS, None),
         "streamed": lambda: home.adamw(grads, slot.state, slot.state, home.chunks, step, None),
     }
     return {name: workload.layer_params / median_seconds(device, update) for name, update in updates.items()}
@@ -177,8 +181,8 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
 
 def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:
     """Return layers of the host whose gradients have arrived."""
-    names = (f"layers.{i}." for i in range(num_layers))
-    layers = [LayerState(device, new_layer(workload), name, workload, host=True, spare=spare) for name in names]
+    names, terms = (f"layers.{i}." for i in range(num_layers)), Terms.of(workload)
+    layers = [LayerState(device, new_layer(workload), name, terms, host=True, spare=spare) for name in names]
     for layer in layers:
         layer.landed = device.outbound.record_event()
     return layers
@@ -189,7 +193,7 @@ def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
     for layer in layers:
         clip = Clip(layer.device, 0.0)
         clip.add([torch.zeros((), device=layer.device.name)])
-        (layer.speculate_when_landed if ahead else layer.update_when_landed)(1e-4, clip)
+        (layer.speculate_when_landed if ahead else layer.update_when_landed)(SETTINGS, clip)
     for layer in layers:
         (layer.speculation.done if layer.speculation else layer.updated).result()
 
@@ -201,7 +205,7 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
     copied, rounds, started = 0, 8, time.perf_counter()
     for _ in range(rounds):
         for layer in layers:
-            layer.update_when_landed(1e-4, Clip(device, 0.0))
+            layer.update_when_landed(SETTINGS, Clip(device, 0.0))
         while not all(layer.updated.done() for layer in layers):
             with device.streams.use(device.inbound):
                 there.copy_(home, non_blocking=True)

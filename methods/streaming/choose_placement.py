@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
 from methods.shared.memory_needs import writable
-from methods.streaming.placement import CLIPPINGS, parse, placed_plan, text_of
+from methods.streaming.placement import CLIPPINGS, Sizes, UserSizes, parse, placed_plan, text_of
 from methods.streaming.planner import Counts, arranged, choose, with_forecast
 
 DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more gain little, resident layers more
@@ -21,7 +21,7 @@ DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more gain
 class PlacementChoice:
     """A workload and its room, and the options of STRONGHOLD that are fixed; None: to be chosen."""
 
-    workload: Workload
+    workload: Sizes
     room: Room
     window_size: int | None = None
     resident_layers: int | None = None
@@ -39,6 +39,8 @@ class PlacementChoice:
         if self.clipping not in (None, *CLIPPINGS):
             raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
         plan = self._fastest() or self._most_resident()
+        if isinstance(self.workload, UserSizes):
+            return plan
         counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
         return with_forecast(plan, self.workload, self.room, counts, plan.options.get("clipping"))
 
@@ -61,6 +63,7 @@ class PlacementChoice:
 
     def _fastest_in(self, window: int, clipping: str | None) -> Plan | None:
         workload, room = self.workload, self.room
+        assert isinstance(workload, Workload)  # of a user's model no work is known, so no seconds
 
         def plan_of(load: Workload, counts: Counts) -> Plan:
             """Of layers in any order that ends as arranged() does: the bytes are the same."""
@@ -136,7 +139,7 @@ class PlacementChoice:
 
         return with_disk(min(movable, bisect.bisect_left(range(movable + 1), True, key=suffices)))
 
-    def _placed(self, kinds: str, window: int, clipping: str | None, workload: Workload | None = None) -> Plan:
+    def _placed(self, kinds: str, window: int, clipping: str | None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
         if "D" in kinds:
@@ -145,7 +148,7 @@ class PlacementChoice:
             options["clipping"] = clipping
         return replace(self._needs(kinds, window, clipping, workload), options=options)
 
-    def _needs(self, kinds: str, window: int, clipping: str | None = None, workload: Workload | None = None) -> Plan:
+    def _needs(self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
         return placed_plan(workload, kinds, window, waits)

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.core.job import Workload
 from harness.devices.streams import Device, pages
 from methods.offload import torch_ops  # noqa: F401  registers reading and writing
-from methods.offload.layout import kept_dtypes, layout_of, new_layer
+from methods.offload.layout import kept_dtypes
 from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
 
@@ -56,11 +55,12 @@ def named(folder: Path) -> Iterator[None]:
 
 
 class Disk:
-    """The states of all layers on the disk, a file for each kind of state, with the buffers of the host."""
+    """The states of all layers on the disk, a file for each kind of state, with the buffers of the host. `numel`:
+    elements of the largest layer; `dtype`: of the weights."""
 
-    def __init__(self, device: Device, folder: Path, num_layers: int, workload: Workload) -> None:
-        self.device, self.folder, self.dtypes = device, folder, kept_dtypes(workload, host=True)
-        self.numel = stored_numel(layout_of(new_layer(workload)).numel)
+    def __init__(self, device: Device, folder: Path, num_layers: int, numel: int, dtype: str) -> None:
+        self.device, self.folder, self.dtypes = device, folder, kept_dtypes(dtype, host=True)
+        self.numel = stored_numel(numel)
         self.files = [File(folder, num_layers * self.numel * dtype.itemsize) for dtype in self.dtypes]
         self.buffers = [
             [device.room(self.numel, dtype, host=True) for dtype in self.dtypes]
@@ -112,8 +112,9 @@ class Shelf:
                 move(file, slab)
 
 
-def shelves(device: Device, num_layers: int, folder: str | None, workload: Workload) -> Iterator[Shelf]:
-    """Return a shelf for each layer, in files of this folder. Raises OSError if the disk has no room."""
+def shelves(device: Device, num_layers: int, folder: str | None, numel: int, dtype: str) -> Iterator[Shelf]:
+    """Return a shelf for each layer, as Disk has them, in files of this folder. Raises OSError if the disk has no
+    room."""
     if num_layers:
-        disk = Disk(device, writable(folder), num_layers, workload)
+        disk = Disk(device, writable(folder), num_layers, numel, dtype)
         yield from (Shelf(disk, place) for place in range(num_layers))

@@ -1,6 +1,7 @@
 """Both ends of the model, resident on the device: embedding, and head with loss.
 
-Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes whole and goes on as a list of its micro-batches.
+Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes whole and goes on as a list of its micro-batches,
+each a tuple of one tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from torch import Tensor
 from harness.core.gpt import Ends
 from harness.core.job import Workload
 from harness.devices.streams import Device
-from methods.streaming.layer_state import LayerState, draw
+from methods.shared.terms import Terms
+from methods.streaming.layer_state import LayerState, Passed, draw
 
 
 class ResidentEnds:
@@ -20,34 +22,34 @@ class ResidentEnds:
     def __init__(self, device: Device, workload: Workload) -> None:
         with torch.device("meta"):
             self.module = Ends(workload)
-        self.device, self.state = device, LayerState(device, self.module, "ends.", workload, host=False)
+        self.device, self.state = device, LayerState(device, self.module, "ends.", Terms.of(workload), host=False)
         draw([self.state], workload)
         self.state.bind(self.state.current.weights)
         self.num_parts = workload.micro_batches
 
-    def embed(self, inputs: Tensor) -> list[Tensor]:
+    def embed(self, inputs: Tensor) -> list[Passed]:
         """Embed token ids to (B, T, D); keep only the small graph of the look-up, for backward()."""
         with self.device.span("compute", "forward", self.state.prefix):
             self.embedded = [self.module.embed(part) for part in inputs.chunk(self.num_parts)]
-        return [x.detach() for x in self.embedded]
+        return [(x.detach().requires_grad_(),) for x in self.embedded]
 
-    def loss(self, xs: list[Tensor], targets: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
+    def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
         """Return the mean loss, detached, and the gradients of the last layer's outputs, times the loss scale."""
         with self.device.span("compute", "loss", self.state.prefix):
             self.state.collect_gradients(self.state.grads)
-            total, dxs = torch.zeros((), device=xs[0].device), []
-            for x, part in zip(xs, targets.chunk(self.num_parts), strict=True):
+            total, dxs = torch.zeros((), device=xs[0][0].device), list[Passed]()
+            for (x,), part in zip(xs, targets.chunk(self.num_parts), strict=True):
                 x = x.detach().requires_grad_()
                 loss = self.module.loss(x, part, scale) / self.num_parts
                 loss.backward()
                 total += loss.detach()
                 assert x.grad is not None
-                dxs.append(x.grad)
+                dxs.append((x.grad,))
         return total, dxs
 
-    def backward(self, dxs: list[Tensor]) -> None:
+    def backward(self, dxs: list[Passed]) -> None:
         """Add the look-up's share to the gradients."""
         with self.device.span("compute", "backward", self.state.prefix):
-            for x, dx in zip(self.embedded, dxs, strict=True):
+            for x, (dx,) in zip(self.embedded, dxs, strict=True):
                 x.backward(dx)
         del self.embedded

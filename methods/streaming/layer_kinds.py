@@ -13,19 +13,20 @@ The window (window.py) gives a layer its slot and takes it away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.core.job import Workload
 from harness.devices.streams import Device
-from methods.offload.adamw import AdamStep
+from methods.offload.adamw import AdamStep, Settings
 from methods.offload.clip import Clip
-from methods.offload.layout import new_layer
+from methods.offload.layout import layout_of, new_layer
+from methods.shared.terms import Terms
 from methods.streaming.disk import shelves
-from methods.streaming.layer_state import LayerState, draw
+from methods.streaming.layer_state import LayerState, Passed, draw
 from methods.streaming.placement import num_gradients
 from methods.streaming.slot import GradientRoom, Slot
 
@@ -39,18 +40,18 @@ class ResidentLayer:
 
     def fetch_state(self) -> None: ...
     def send_gradient(self) -> None: ...
-    def update_now(self, learning_rate: float, clip: Clip) -> None: ...
-    def update_ahead(self, learning_rate: float, clip: Clip) -> None: ...
+    def update_now(self, settings: Settings, clip: Clip) -> None: ...
+    def update_ahead(self, settings: Settings, clip: Clip) -> None: ...
     def drop(self) -> None: ...
 
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+    def forward(self, xs: list[Passed]) -> list[Passed]:
         return self.state.forward(xs)
 
-    def backward(self, dxs: list[Tensor]) -> list[Tensor]:
+    def backward(self, dxs: list[Passed]) -> list[Passed]:
         return self.state.backward(dxs, self.state.grads)
 
-    def update(self, learning_rate: float, clip: Clip) -> None:
-        self.state.update(learning_rate, clip.factor)
+    def update(self, settings: Settings, clip: Clip) -> None:
+        self.state.update(settings, clip.factor)
 
 
 class Hosted:
@@ -61,8 +62,8 @@ class Hosted:
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom], copier: Any) -> None:
         self.state, self.rooms, self.copier = state, rooms, copier
 
-    def new_slot(self) -> Slot:
-        return Slot(self.state, self.copier)
+    def new_slot(self, numel: int | None) -> Slot:
+        return Slot(self.state, self.copier, numel=numel)
 
     def fetch(self, slot: Slot) -> None:
         self.slot = slot
@@ -70,11 +71,11 @@ class Hosted:
 
     def fetch_state(self) -> None: ...
 
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+    def forward(self, xs: list[Passed]) -> list[Passed]:
         self.slot.arrive()
         return self.state.forward(xs)
 
-    def backward(self, dxs: list[Tensor]) -> list[Tensor]:
+    def backward(self, dxs: list[Passed]) -> list[Passed]:
         self.slot.arrive()
         self.gradients = next(self.rooms)
         return self.gradients.backward(self.state, dxs)
@@ -82,17 +83,17 @@ class Hosted:
     def send_gradient(self) -> None:
         self.gradients.send_home(self.state)
 
-    def update_now(self, learning_rate: float, clip: Clip) -> None:
+    def update_now(self, settings: Settings, clip: Clip) -> None:
         self.send_gradient()
-        self.update(learning_rate, clip)
+        self.update(settings, clip)
 
-    def update_ahead(self, learning_rate: float, clip: Clip) -> None:
+    def update_ahead(self, settings: Settings, clip: Clip) -> None:
         self.send_gradient()
         if self.state.spare is not None:
-            self.state.speculate_when_landed(learning_rate, clip)
+            self.state.speculate_when_landed(settings, clip)
 
-    def update(self, learning_rate: float, clip: Clip) -> None:
-        self.state.update_when_landed(learning_rate, clip)
+    def update(self, settings: Settings, clip: Clip) -> None:
+        self.state.update_when_landed(settings, clip)
 
     def drop(self) -> None:
         self.state.drop()
@@ -109,8 +110,8 @@ class Streamed:
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
 
-    def new_slot(self) -> Slot:
-        return Slot(self.state, whole=True)
+    def new_slot(self, numel: int | None) -> Slot:
+        return Slot(self.state, whole=True, numel=numel)
 
     def fetch(self, slot: Slot) -> None:
         self.slot = slot
@@ -122,7 +123,7 @@ class Streamed:
         self.slot.prefetch_state(self.state)
         self.has_state = True
 
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+    def forward(self, xs: list[Passed]) -> list[Passed]:
         self.update_due()
         self.slot.arrive()
         return self.state.forward(xs)
@@ -134,7 +135,7 @@ class Streamed:
             self.slot.update(self.state, self.slot.grads, *self.due, self.state.current)
             self.due = None
 
-    def backward(self, dxs: list[Tensor]) -> list[Tensor]:
+    def backward(self, dxs: list[Passed]) -> list[Passed]:
         self.slot.arrive()
         self.gradients = next(self.rooms)
         return self.gradients.backward(self.state, dxs)
@@ -142,22 +143,22 @@ class Streamed:
     def send_gradient(self) -> None:
         self.gradients.send_home(self.state)
 
-    def update_now(self, learning_rate: float, clip: Clip) -> None:
+    def update_now(self, settings: Settings, clip: Clip) -> None:
         target = self.state.spare or self.state.current
-        self.slot.update(self.state, self.gradients.slab, self.state.next_step(learning_rate), clip.unclipped, target)
+        self.slot.update(self.state, self.gradients.slab, self.state.next_step(settings), clip.unclipped, target)
 
-    def update_ahead(self, learning_rate: float, clip: Clip) -> None:
+    def update_ahead(self, settings: Settings, clip: Clip) -> None:
         if self.has_state:
-            self.update_now(learning_rate, clip)
+            self.update_now(settings, clip)
         self.send_gradient()
 
-    def update(self, learning_rate: float, clip: Clip) -> None:
+    def update(self, settings: Settings, clip: Clip) -> None:
         if self.has_state and clip.is_one():
             self.has_state = False
             self.state.commit()
         else:
             self.drop()
-            self.due = self.state.next_step(learning_rate), clip.factor
+            self.due = self.state.next_step(settings), clip.factor
 
     def drop(self) -> None:
         self.state.num_updates -= self.has_state
@@ -167,24 +168,51 @@ class Streamed:
 Layer = ResidentLayer | Hosted | Streamed
 
 
+class LayerSource(NamedTuple):
+    """The layers of a model, to be placed, bottom first: their modules, without memory, and the prefixes of their
+    names. `start` fills new states with their starting values, and returns them."""
+
+    terms: Terms
+    modules: Sequence[nn.Module]
+    prefixes: Sequence[str]
+    start: Callable[[Iterable[LayerState]], list[LayerState]]
+    groups: Sequence[Mapping[str, int] | None]  # each layer's, as LayerState has them
+
+
+def gpt_layers(workload: Workload) -> LayerSource:
+    """Return the layers of the harness's model."""
+
+    def start(states: Iterable[LayerState]) -> list[LayerState]:
+        made = [*states]
+        draw(made, workload)
+        return made
+
+    count = range(workload.num_layers)
+    modules, prefixes = [new_layer(workload) for _ in count], [f"layers.{i}." for i in count]
+    return LayerSource(Terms.of(workload), modules, prefixes, start, [None for _ in count])
+
+
 def new_layers(
-    device: Device, workload: Workload, kinds: str, window_size: int, disk: str | None, *, speculates: bool
+    device: Device, layers: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
     """Return the layers of a placement, bottom first. Raises OSError if the disk has no room."""
-    on_disk = shelves(device, kinds.count("D"), disk, workload)
+    numels = [layout_of(module).numel for module in layers.modules]
+    stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
+    on_disk = shelves(device, len(stored), disk, max(stored, default=0), layers.terms.dtype)
 
-    def new_state(i: int, kind: str) -> LayerState:
-        spare, shelf = speculates and kind in "PWS", next(on_disk) if kind == "D" else None
-        place: dict[str, Any] = {"host": kind != "R", "spare": spare, "streamed": kind == "S", "shelf": shelf}
-        return LayerState(device, new_layer(workload), f"layers.{i}.", workload, **place)
+    def new_state(i: int) -> LayerState:
+        kind, shelf = kinds[i], next(on_disk) if kinds[i] == "D" else None
+        place: dict[str, Any] = {"host": kind != "R", "spare": speculates and kind in "PWS", "streamed": kind == "S"}
+        module, prefix, groups = layers.modules[i], layers.prefixes[i], layers.groups[i]
+        return LayerState(device, module, prefix, layers.terms, shelf=shelf, groups=groups, **place)
 
     found: dict[int, LayerState] = {}
     for is_resident in (True, False):  # resident layers first: their values pass through the host while it has room
-        some = {i: new_state(i, kind) for i, kind in enumerate(kinds) if (kind == "R") is is_resident}
-        draw([*some.values()], workload)
-        found |= some
+        places = [i for i, kind in enumerate(kinds) if (kind == "R") is is_resident]
+        found |= zip(places, layers.start(new_state(i) for i in places), strict=True)
     states = [found[i] for i in range(len(kinds))]
-    rooms = cycle([GradientRoom(states[0]) for _ in range(num_gradients(kinds, window_size))])
+    largest = max((numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R"), default=0)
+    rooms = cycle([GradientRoom(states[0], largest) for _ in range(num_gradients(kinds, window_size))])
 
     def of_kind(kind: str, state: LayerState) -> Layer:
         if kind == "R":

@@ -1,11 +1,12 @@
 """A layer at its home: flat slabs of weights, gradient and AdamW state, the module that computes, and its updates.
 
-Shapes: B samples of a micro-batch, T tokens, D hidden. A layer takes all micro-batches of a step, one after the other.
+A layer takes all micro-batches of a step, one after the other. For each of them a tuple of tensors passes between
+layers: of the harness's GPT one, (B, T, D), of B samples, T tokens, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,13 +20,17 @@ from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.devices.streams import Device, num_update_threads
 from methods.offload import adamw_kernel
-from methods.offload.adamw import AdamStep, Factor, State, chunks, joined, keep_, update
+from methods.offload.adamw import AdamStep, Factor, Settings, State, chunks, joined, keep_, update
 from methods.offload.clip import Clip, norms_of
 from methods.offload.layout import install, kept_dtypes, layout_of
 from methods.shared.memory_needs import BLOCK, CHUNK
+from methods.shared.terms import Terms
 
 if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
+
+
+Passed = tuple[Any, ...]  # tensors between layers, of one micro-batch; of gradients, None is zero
 
 
 class Speculation(NamedTuple):
@@ -37,40 +42,42 @@ class Speculation(NamedTuple):
 
 
 class LayerState:
-    """A layer's state in its memory: the host, or the device if resident. Weights and gradient have the workload's
+    """A layer's state in its memory: the host, or the device if resident. Weights and gradient have the training's
     dtype. Layers are made in the order of the forward pass, which is also the order of their updates' deadlines.
 
     `spare` is a second state, which takes an update made ahead of the clip factor; a commit exchanges the two.
     `streamed` layers live on the host and are updated on the device, in a slot; where no update waits for the norm,
-    their gradient never comes home. With a `shelf` all of the state but the weights is on the disk.
+    their gradient never comes home. With a `shelf` all of the state but the weights is on the disk. `groups`: of the
+    settings of AdamW, by the parameter's name; None: as published_settings() has them. A `bare` one is never updated:
+    it has no optimizer's state, and on the host no gradient.
     """
 
     def __init__(
-        self, device: Device, module: nn.Module, prefix: str, workload: Workload, *, host: bool, spare: bool = False,
-        streamed: bool = False, shelf: Shelf | None = None,
+        self, device: Device, module: nn.Module, prefix: str, terms: Terms, *, host: bool, spare: bool = False,
+        streamed: bool = False, shelf: Shelf | None = None, groups: Mapping[str, int] | None = None, bare: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
         self.updater = "update" if host else "compute"  # track of update() in a trace
-        self.has_dropout = workload.dropout > 0
-        self.has_parts = workload.micro_batches > 1
+        self.terms, self.adds = terms, False  # adds: the next backward pass adds to the gradient at home
         self.deadline = device.next_place()
-        dtype, numel = DTYPES[workload.dtype], self.layout.numel
-        kept = kept_dtypes(workload, host=host)
-        self.shelf, self.current = shelf, _room_for_state(device, numel, dtype, [] if shelf else kept, host=host)
+        dtype, numel = DTYPES[terms.dtype], self.layout.numel
+        kept = kept_dtypes(terms.dtype, host=host)
+        has_kept = shelf is None and not bare
+        self.shelf, self.current = shelf, _room_for_state(device, numel, dtype, kept if has_kept else [], host=host)
         self.spare = _room_for_state(device, numel, dtype, kept, host=host) if spare else None
-        sends_gradients = workload.waits_for_norm or not streamed
+        sends_gradients = (terms.waits_for_norm or not streamed) and not (bare and host)
         self.grads = device.room(numel, dtype, host=host) if sends_gradients else torch.empty(0, dtype=dtype)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
         # The compiled kernel takes a whole layer at once, and has threads of its own.
         by_call = numel if adamw_kernel.load() else CHUNK
-        self.chunks = chunks(self.layout.pieces(), BLOCK if streamed or not host else by_call)
+        self.chunks = chunks(self.layout.pieces(groups), BLOCK if streamed or not host else by_call)
         self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
         self.landed: Any = None  # the event of the gradient's arrival at home
-        self.saved: list[tuple[Tensor, Tensor]] = []  # for each micro-batch the layer's input, and its output's graph
+        self.saved: list[tuple[Passed, Passed]] = []  # for each micro-batch the layer's inputs, and its outputs' graph
         self._rooms: dict[str, Tensor] = {}  # rooms for the gradients of the parameters
         if shelf is not None:
             shelf.prefix = prefix
@@ -100,13 +107,19 @@ class LayerState:
             parameter = self.module.get_parameter(name)
             if parameter.is_meta:
                 parameter = nn.Parameter(weight)
-                parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
-                install(self.module, name, parameter)
+                self.adopt(name, parameter)
             # Keep the parameter objects in every slot: the graph of the forward pass knows them by identity.
             parameter.data = weight
 
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
-        """Return the layer's outputs and keep only its inputs for backward(). xs: (B, T, D) each.
+    def adopt(self, name: str, parameter: nn.Parameter) -> Any:
+        """Make this the module's parameter of that name, whose gradients go where collect_gradients() says; return the
+        handle of the hook that sees to it."""
+        install(self.module, name, parameter)
+        return parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
+
+    def forward(self, xs: list[Passed]) -> list[Passed]:
+        """Return the layer's outputs and keep only its inputs for backward(), which returns the gradients of those that
+        require one.
 
         Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
         stops the recompute where nothing more is needed.
@@ -114,45 +127,47 @@ class LayerState:
         self.saved = []
         with self.device.span("compute", "forward", self.prefix):
             for x in xs:
-                x = x.detach().requires_grad_()
-                y = checkpoint(self.module, x, use_reentrant=False, preserve_rng_state=self.has_dropout)
-                self.saved.append((x, y))
-        return [y.detach() for _, y in self.saved]
+                x = tuple(each.detach().requires_grad_(each.requires_grad) for each in x)
+                y = checkpoint(self.module, *x, use_reentrant=False, preserve_rng_state=self.terms.keeps_random)
+                self.saved.append((x, y if isinstance(y, tuple) else (y,)))
+        return [tuple(each.detach().requires_grad_(each.requires_grad) for each in y) for _, y in self.saved]
 
-    def backward(self, dys: list[Tensor], grads: Tensor) -> list[Tensor]:
-        """Recompute the layer on its inputs, leave the sum of its gradients in the slab `grads`, return the inputs'
-        gradients. dys: (B, T, D) each."""
+    def backward(self, dys: list[Passed], grads: Tensor) -> list[Passed]:
+        """Recompute the layer on its inputs, leave the sum of its gradients in the slab `grads`, return the gradients
+        of those inputs that require one. dys: the gradients of those outputs that do."""
         saved, self.saved, dxs = self.saved, [], []
         with self.device.span("compute", "backward", self.prefix):
             self.collect_gradients(grads)
             for (x, y), dy in zip(saved, dys, strict=True):
-                torch.autograd.backward(y, dy)
-                assert x.grad is not None
-                dxs.append(x.grad)
+                outputs = zip((each for each in y if each.requires_grad), dy, strict=True)
+                known = [(each, grad) for each, grad in outputs if grad is not None]
+                torch.autograd.backward([each for each, _ in known], [grad for _, grad in known])
+                dxs.append(tuple(each.grad for each in x if each.requires_grad))
         return dxs
 
     def collect_gradients(self, grads: Tensor) -> None:
         """Make the next backward passes leave the sum of their gradients in a slab on the device. Each parameter's
-        first gradient is copied there, so nothing need be cleared, and the next ones are added."""
+        first gradient is copied there, so nothing need be cleared, unless it `adds` to one that is there; the next ones
+        are added."""
         self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
         for name in self.layout.names:
-            self.module.get_parameter(name).grad = None
+            self.module.get_parameter(name).grad = self._rooms[name] if self.adds else None
 
     def norms(self) -> list[Tensor]:
         """Return the norm of each parameter's gradient of the last backward pass, fp32, on the device."""
         with self.device.span("compute", "norm", self.prefix):
-            return norms_of([*self._rooms.values()], in_blocks=self.has_parts)
+            return norms_of([*self._rooms.values()], in_blocks=self.terms.norms_in_blocks)
 
-    def update(self, learning_rate: float, factor: Factor) -> None:
+    def update(self, settings: Settings, factor: Factor) -> None:
         """Update in place by the gradient at home, scaled by the clip factor."""
         with self.device.span(self.updater, "update", self.prefix):
-            self.adamw(self.grads, self.current, self.current, self.chunks, self.next_step(learning_rate), factor)
+            self.adamw(self.grads, self.current, self.current, self.chunks, self.next_step(settings), factor)
 
-    def update_when_landed(self, learning_rate: float, clip: Clip) -> None:
+    def update_when_landed(self, settings: Settings, clip: Clip) -> None:
         """Queue the update on the host's threads, after the gradient and the clip factor; only the layer's next
         prefetch waits for it. If the factor is 1, commit a complete speculation instead."""
         landed, spare, ahead = self.landed, self.spare, self.speculation
-        step = ahead.step if ahead else self.next_step(learning_rate)
+        step = ahead.step if ahead else self.next_step(settings)
 
         def begin(state: State) -> Future:
             def work(first: int, last: int) -> None:
@@ -175,14 +190,14 @@ class LayerState:
         else:
             self.updated = self.shelf.visit(lambda kept: begin(self.state_of(kept)))
 
-    def speculate_when_landed(self, learning_rate: float, clip: Clip) -> None:
+    def speculate_when_landed(self, settings: Settings, clip: Clip) -> None:
         """Queue an update into the spare state as if nothing were clipped; it stops once the norm so far exceeds the
         limit."""
         landed, state, spare = self.landed, self.current, self.spare
         is_within, unclipped = clip.is_within(), clip.unclipped
         skipped: list[bool] = []
         assert spare is not None
-        step = self.next_step(learning_rate)
+        step = self.next_step(settings)
 
         def work(first: int, last: int) -> None:
             landed.synchronize()
@@ -206,9 +221,28 @@ class LayerState:
         assert self.spare is not None
         self.current, self.spare = self.spare, self.current
 
-    def next_step(self, learning_rate: float) -> AdamStep:
+    def next_step(self, settings: Settings) -> AdamStep:
         self.num_updates += 1
-        return AdamStep(learning_rate, self.num_updates, self.steps.fill_(self.num_updates))
+        return AdamStep(settings, self.num_updates, self.steps.fill_(self.num_updates))
+
+    def load(self, values: Sequence[tuple[Tensor, Tensor | None, Tensor | None]]) -> None:
+        """Take these weights and moments, one of each for a parameter; moments that are None stay."""
+        done: Future = Future()
+        done.set_result(None)
+
+        def take(state: State) -> Future:
+            for place, (weight, *moments) in zip(self.layout.places.values(), values, strict=True):
+                part = state.cut(place.start, place.stop)
+                for slab, moment in zip((part.exp_avg, part.exp_avg_sq), moments, strict=True):
+                    if moment is not None:
+                        slab.copy_(moment.flatten())
+                keep_(part, weight.flatten().to(slab.device, torch.float32))
+            return done
+
+        if self.shelf is None:
+            take(self.current)
+        else:
+            self.updated = self.shelf.visit(lambda kept: take(self.state_of(kept)))
 
     def tensors(self) -> Iterator[TensorState]:
         state = self.current if self.shelf is None else self.state_of(self.shelf.read())
@@ -230,9 +264,14 @@ def master_of(state: State) -> Tensor:
 def draw(states: Sequence[LayerState], workload: Workload) -> None:
     """Draw the layers' starting values, for all tensors at once: a machine may have as many cores as a layer has
     tensors."""
+    fill(states, partial(initialize, workload=workload))
+
+
+def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
+    """Give the layers the starting values that initialize() puts into named tensors, in fp32."""
     here, on_disk = ([state for state in states if (state.shelf is None) is is_here] for is_here in (True, False))
-    initialize((pair for state in here for pair in state.to_draw(state.current)), workload)
     if here:
+        initialize(pair for state in here for pair in state.to_draw(state.current))
         device = here[0].device
         pool = device.streams.pool(num_update_threads(device.name.type))
         for kept in [pool.submit(state.keep_drawn, state.current) for state in here]:
@@ -241,7 +280,7 @@ def draw(states: Sequence[LayerState], workload: Workload) -> None:
 
     def begin(state: LayerState, shelf: Shelf) -> Any:
         def work(kept: list[Tensor]) -> Future:
-            initialize(state.to_draw(state.state_of(kept)), workload)
+            initialize(state.to_draw(state.state_of(kept)))
             return state.keep_drawn(state.state_of(kept))
 
         return shelf.visit(work)

@@ -79,6 +79,33 @@ def spread(kinds: str, num_streamed: int) -> str:
     return "".join(f"{kinds[start:end]}S" for start, end in pairwise([0, *below]))
 
 
+class UserSizes(NamedTuple):
+    """What a plan asks of a user's model, in place of a Workload. All but the layers' weights, gradients and states was
+    measured: `activations`, bytes."""
+
+    dtype: str
+    numels: tuple[int, ...]  # parameters of each layer, bottom first
+    end_params: int
+    activations: int
+    waits_for_norm: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.numels)
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of the largest layer, for which slots have room."""
+        return max(self.numels)
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
+
+
+Sizes = Workload | UserSizes
+
+
 class Ring(NamedTuple):
     """Layers, bottom first, that take turns in a few slots."""
 
@@ -102,44 +129,43 @@ def num_gradients(kinds: str, window_size: int) -> int:
     return min(window_size, 2, len(kinds) - kinds.count("R"))
 
 
-def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str | None = "deferred") -> Plan:
+def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
+    """Return the parameters of all layers of each kind."""
+    if isinstance(workload, UserSizes):
+        pairs = [*zip(kinds, workload.numels, strict=True)]
+        return {kind: sum(numel for own, numel in pairs if own == kind) for kind in KINDS}
+    return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}  # a search asks for a million layers
+
+
+def placed_plan(workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred") -> Plan:
     """Both ends on the device, each layer as placed; `clipping` None updates without waiting for the norm.
 
     A travelling layer's weights come in twice a step, but for those that stay where they are when the forward pass
     turns into the backward pass; its gradient goes home once, for S only where its update may have to wait.
     """
     size, layer = workload.weight_bytes, workload.layer_params
-    count = {kind: kinds.count(kind) for kind in KINDS}  # a search asks for a million layers
-    here, at_home = (state_bytes(workload, host=host) for host in (False, True))
+    count, params = {kind: kinds.count(kind) for kind in KINDS}, params_of(workload, kinds)
+    here, at_home = (state_bytes(workload, host=host) for host in (False, True))  # type: ignore[arg-type]  # of a dtype
     states = at_home["weights"] + at_home["optimizer"]  # the part that an update changes
     num_windowed = count["W"] + count["D"]
     windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
     hosted = len(kinds) - count["R"]
 
-    device = {kind: each * (workload.end_params + count["R"] * layer) for kind, each in here.items()}
-    device["weights"] += size * count["P"] * layer
+    device = {kind: each * (workload.end_params + params["R"]) for kind, each in here.items()}
+    device["weights"] += size * params["P"]
     slots = size * (windowed_slots + num_gradients(kinds, window_size))
     slots += (states + (size if clipping else 0)) * streamed_slots
     device["buffers"] = slots * layer
-    # Other micro-batches wait: beside the loss with their outputs and these gradients; beside the top layers also with
-    # their inputs and the gradients of these.
-    boundary = workload.boundary_bytes
-    others = boundary - boundary // workload.micro_batches
-    at_head = workload.num_layers * boundary + workload.head_bytes + 2 * others
-    at_layer = (workload.num_layers - 1) * boundary + workload.layer_bytes + 4 * others
-    # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
-    # and what attention keeps.
-    small = 512 * (12 * workload.num_layers + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
-    device["activations"] = max(at_head, at_layer) + small
+    boundary, small, device["activations"] = _activations(workload)
 
-    host = {kind: each * hosted * layer for kind, each in at_home.items()}
+    host = {kind: each * (sum(params.values()) - params["R"]) for kind, each in at_home.items()}
     on_disk = at_home["optimizer"] * stored_numel(layer)
-    host["optimizer"] -= at_home["optimizer"] * count["D"] * layer
-    host["gradients"] -= 0 if clipping else at_home["gradients"] * count["S"] * layer
+    host["optimizer"] -= at_home["optimizer"] * params["D"]
+    host["gradients"] -= 0 if clipping else at_home["gradients"] * params["S"]
     if count["D"]:
         host["buffers"] = min(NUM_BUFFERS, count["D"]) * on_disk
     if clipping == "speculate":
-        host["optimizer"] += states * (hosted - count["D"]) * layer
+        host["optimizer"] += states * (sum(params.values()) - params["R"] - params["D"])
     if workload.dtype != "fp32":
         # An update's fp32 copies beside boundaries, if no compiled kernel makes it: of the gradient and, if the master
         # is in two halves, of the master.
@@ -147,7 +173,8 @@ def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str 
         updates = [(4 * min(BLOCK, max(workload.end_params, layer if count["R"] else 0)), boundary)]
         if count["S"]:  # in the forward pass, or, ahead of the norm, in the backward pass
             below = kinds.rindex("S")
-            updates.append((each * min(BLOCK, layer), boundary * (below + (1 if clipping == "deferred" else 3))))
+            kept = min(boundary * (below + (1 if clipping == "deferred" else 3)), device["activations"])
+            updates.append((each * min(BLOCK, layer), kept))
         updated, kept = max(updates, key=sum)
         if updated + kept + small > device["activations"]:
             device["gradients"] += updated
@@ -161,3 +188,19 @@ def placed_plan(workload: Workload, kinds: str, window_size: int, clipping: str 
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
     disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}
     return Plan(device=device, host=host, disk=disk, moved_bytes=moved * layer)
+
+
+def _activations(workload: Sizes) -> tuple[int, int, int]:
+    """Return the bytes of a layer's input, of a step's small tensors, and the most of all activations at once."""
+    if isinstance(workload, UserSizes):  # at an update all that was measured may still be there
+        return workload.activations, 0, workload.activations
+    # Other micro-batches wait: beside the loss with their outputs and these gradients; beside the top layers also with
+    # their inputs and the gradients of these.
+    boundary = workload.boundary_bytes
+    others = boundary - boundary // workload.micro_batches
+    at_head = workload.num_layers * boundary + workload.head_bytes + 2 * others
+    at_layer = (workload.num_layers - 1) * boundary + workload.layer_bytes + 4 * others
+    # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
+    # and what attention keeps.
+    small = 512 * (12 * workload.num_layers + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
+    return boundary, small, max(at_head, at_layer) + small

@@ -16,32 +16,32 @@ from torch import Tensor
 from harness.devices.streams import Device
 from methods.offload.adamw import AdamStep, Factor, State
 from methods.offload.transfer import Pair, copy, copy_all, num_bytes, queue
-from methods.streaming.layer_state import LayerState
+from methods.streaming.layer_state import LayerState, Passed
 
 
 class Slot:
     """Room on the device for one layer's weights; a `whole` one also holds the rest of its state and a gradient, so
-    that the device can update it."""
+    that the device can update it. `numel`: elements of the largest layer that it will hold, if not this one."""
 
-    def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False) -> None:
+    def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
         self.loaded: Future | None = None  # the copy of the weights
         self.completed: Future | None = None  # the copy of the rest of the state
         self.sent: Any = None  # event: the updated state has left
         weights, *rest = layer.current
-        rooms = [None if slab is None or not whole else _room(layer.device, slab) for slab in rest]
-        self.state = State(_room(layer.device, weights), *rooms)  # type: ignore[arg-type]
-        self.grads = _room(layer.device, layer.grads) if whole else layer.grads
+        rooms = [None if slab is None or not whole else _room(layer.device, slab, numel) for slab in rest]
+        self.state = State(_room(layer.device, weights, numel), *rooms)  # type: ignore[arg-type]
+        self.grads = _room(layer.device, layer.grads, numel) if whole and len(layer.grads) else layer.grads
 
     def prefetch(self, layer: LayerState) -> None:
         """Queue the copy of the layer's weights into this slot, after the layer's update and the slot's last use."""
         layer.bind(self.state.weights)
-        self.loaded = self._fetch(layer, "weights", lambda: [(self.state.weights, layer.current.weights)])
+        self.loaded = self._fetch(layer, "weights", lambda: self._pairs(layer)[:1])
 
     def prefetch_state(self, layer: LayerState, *, with_gradient: bool = False) -> None:
         """Queue the copy of the rest of the layer's state, and of the gradient that waits for its update."""
-        late = [(self.grads, layer.grads)] if with_gradient else []
-        self.completed = self._fetch(layer, "state", lambda: [*_pairs(self.state, layer.current)[1:], *late])
+        late = [(self.grads[: len(layer.grads)], layer.grads)] if with_gradient else []
+        self.completed = self._fetch(layer, "state", lambda: [*self._pairs(layer)[1:], *late])
 
     def arrive(self) -> None:
         """Make compute wait for the weights; the launching thread waits only until their copy is queued."""
@@ -62,7 +62,14 @@ class Slot:
         with self.device.span("compute", "update", layer.prefix):
             layer.adamw(grads, self.state, self.state, layer.chunks, step, factor)
         done = self.device.compute.record_event()
-        self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], _pairs(target, self.state))
+        home = [(there, here) for here, there in self._pairs(layer, target)]
+        self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], home)
+
+    def _pairs(self, layer: LayerState, home: State | None = None) -> list[Pair]:
+        """Return this slot's slabs with those of the layer's home, weights first."""
+        here = self.state.cut(0, layer.layout.numel)
+        pairs = zip(here, home or layer.current, strict=True)
+        return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
     def _fetch(self, layer: LayerState, what: str, pairs: Callable[[], list[Pair]]) -> Future:
         """Queue copies from home. The end of the layer's update decides which of its two states is in force."""
@@ -79,29 +86,29 @@ class Slot:
 
 
 class GradientRoom:
-    """Room on the device for one layer's gradient on its way home."""
+    """Room on the device for one layer's gradient on its way home. `numel`: elements of the largest layer, if not this
+    one."""
 
-    def __init__(self, layer: LayerState) -> None:
-        self.device, self.slab = layer.device, _room(layer.device, layer.current.weights)
+    def __init__(self, layer: LayerState, numel: int | None = None) -> None:
+        self.device, self.slab = layer.device, _room(layer.device, layer.current.weights, numel)
         self.drained: Any = None  # event: the last gradient has left
 
-    def backward(self, layer: LayerState, dys: list[Tensor]) -> list[Tensor]:
-        """Run the layer's backward pass, with its gradients in this room."""
+    def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
+        """Run the layer's backward pass, with its gradients in this room; fetch those that it adds to."""
         if self.drained is not None:
             # The copy home may still be reading the last gradient: wait for it, not for the device.
             self.device.compute.wait_event(self.drained)
+        if layer.adds:
+            # It came home before this room's last gradient left, for which compute waits.
+            free, pairs = self.device.compute.record_event(), [(self.slab[: len(layer.grads)], layer.grads)]
+            self.device.compute.wait_event(copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs))
         return layer.backward(dys, self.slab)
 
     def send_home(self, layer: LayerState) -> None:
         """Queue the copy of the gradient home."""
-        done, pairs = self.device.compute.record_event(), [(layer.grads, self.slab)]
+        done, pairs = self.device.compute.record_event(), [(layer.grads, self.slab[: len(layer.grads)])]
         self.drained = layer.landed = copy(self.device, "outbound", "gradient", layer.prefix, [done], pairs)
 
 
-def _room(device: Device, slab: Tensor) -> Tensor:
-    return device.room(slab.numel(), slab.dtype, host=False)
-
-
-def _pairs(to: State, source: State) -> list[Pair]:
-    """Return the copies of one state to another, weights first."""
-    return [(here, there) for here, there in zip(to, source, strict=True) if here is not None and there is not None]
+def _room(device: Device, slab: Tensor, numel: int | None) -> Tensor:
+    return device.room(numel or slab.numel(), slab.dtype, host=False)

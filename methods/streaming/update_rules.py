@@ -10,63 +10,81 @@ clipping or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from harness.core.job import Workload
 from harness.core.method import Step
 from harness.devices.streams import Device
+from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
-from methods.streaming.embedding_and_head import ResidentEnds
+from methods.shared.terms import Terms
 from methods.streaming.layer_kinds import Hosted, Layer, ResidentLayer, Streamed
+from methods.streaming.layer_state import LayerState
 
 
 class Timing(NamedTuple):
-    """A rule's timing: the work that starts when a layer's gradient is known (by layer, learning rate and clip), the
+    """A rule's timing: the work that starts when a layer's gradient is known (by layer, settings and clip), the
     kinds updated after the backward pass, and the kinds for which the host needs the clip factor."""
 
-    gradient_ready: Callable[[Layer, float, Clip], None]
+    gradient_ready: Callable[[Layer, Settings, Clip], None]
     late: tuple[type, ...]
     by_factor: tuple[type, ...]
 
 
-IMMEDIATE = Timing(lambda layer, rate, clip: layer.update_now(rate, clip), (ResidentLayer,), ())
-DEFERRED = Timing(lambda layer, rate, clip: layer.send_gradient(), (ResidentLayer, Hosted, Streamed), (Hosted,))
+IMMEDIATE = Timing(lambda layer, settings, clip: layer.update_now(settings, clip), (ResidentLayer,), ())
+DEFERRED = Timing(lambda layer, settings, clip: layer.send_gradient(), (ResidentLayer, Hosted, Streamed), (Hosted,))
 SPECULATIVE = Timing(
-    lambda layer, rate, clip: layer.update_ahead(rate, clip), (ResidentLayer, Hosted, Streamed), (Hosted, Streamed)
+    lambda layer, settings, clip: layer.update_ahead(settings, clip),
+    (ResidentLayer, Hosted, Streamed),
+    (Hosted, Streamed),
 )
 TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 
 
+def update_at_once(clip: Clip, ends: LayerState, layers: Sequence[LayerState], settings: Settings) -> bool:
+    """Complete the norm, then update ends and layers, and wait for them; return True if the step is skipped instead."""
+    clip.add(ends.norms())
+    clip.finish()
+    clip.send_home()
+    if clip.overflows():
+        return True
+    ends.update(settings, clip.factor)
+    for layer in layers:
+        layer.update(settings, clip.on_host())
+    return False
+
+
 class UpdateRule:
-    """One of the three rules, for layers and ends alike; owns a step's clip and the loss scale."""
+    """One of the three rules, for layers and ends alike; owns a step's clip and the loss scale. `order`: as Clip has
+    it."""
 
     def __init__(
-        self, device: Device, workload: Workload, ends: ResidentEnds, layers: list[Layer], clipping: str | None
-    ) -> None:
-        self.device, self.workload, self.ends, self.layers = device, workload, ends, layers
+        self, device: Device, terms: Terms, ends: LayerState, layers: list[Layer], clipping: str | None,
+        order: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.clip_norm, self.order, self.ends, self.layers = device, terms.clip_norm, order, ends, layers
         self.timing = TIMINGS[clipping]
         # Streamed layers bring their states along for the backward pass; under speculation not in the first step, and
         # not in the step after a clipped one.
         self.is_ahead = self.timing is IMMEDIATE
-        self.scale = LossScale(workload)
+        self.scale = LossScale(terms)
         self.sends_factor = self.scale.is_used or any(isinstance(layer, self.timing.by_factor) for layer in layers)
 
-    def begin(self, learning_rate: float) -> None:
+    def begin(self, settings: Settings) -> None:
         """Begin a backward pass; the forward pass has waited for all copies of the last step's clip."""
-        self.learning_rate, self.clip = learning_rate, Clip(self.device, self.workload.clip_norm, self.scale)
+        self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
     def gradient_ready(self, layer: Layer) -> None:
         """Count the gradient into the norm; send it home; update, or update ahead, if the rule allows it."""
         self.clip.add(layer.state.norms())
-        self.timing.gradient_ready(layer, self.learning_rate, self.clip)
+        self.timing.gradient_ready(layer, self.settings, self.clip)
 
     def finish(self) -> None:
         """Complete the norm and start the updates that have waited for it, or skip the step."""
-        self.clip.add(self.ends.state.norms())
+        self.clip.add(self.ends.norms())
         self.clip.finish()
         if self.sends_factor:
             self.clip.send_home()
@@ -75,10 +93,10 @@ class UpdateRule:
             for layer in self.layers:
                 layer.drop()
             return
-        self.ends.state.update(self.learning_rate, self.clip.factor)
+        self.ends.update(self.settings, self.clip.factor)
         for layer in self.layers:
             if isinstance(layer, self.timing.late):
-                layer.update(self.learning_rate, self.clip)
+                layer.update(self.settings, self.clip)
 
     def step(self, loss: Tensor) -> Step:
         """Return the step as the method yields it, and set the next one's loss scale."""

@@ -17,10 +17,15 @@ class Window:
 
     def __init__(self, layers: list[Layer], kinds: str, window_size: int, rule: UpdateRule) -> None:
         away = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, ResidentLayer)}
-        pairs = [(away[i], away[j]) for ring in rings(kinds, window_size) for i, j in ring.above.items()]
+        both = rings(kinds, window_size)
+        pairs = [(away[i], away[j]) for ring in both for i, j in ring.above.items()]
         self.above = dict(pairs)  # a layer leaves its slot to the one above it
         self.below = {above: layer for layer, above in pairs}
-        self.slots: dict[Layer, Slot] = {layer: layer.new_slot() for layer in away.values() if layer not in self.below}
+        numels = [layer.state.layout.numel for layer in layers]
+        largest = {away[i]: max(numels[j] for j in ring.layers) for ring in both for i in ring.layers}
+        self.slots: dict[Layer, Slot] = {
+            layer: layer.new_slot(largest.get(layer)) for layer in away.values() if layer not in self.below
+        }
         self.lowest = [layer for layer in away.values() if layer in self.slots]  # begin a step in a slot
         self.rule, self.layers = rule, layers
 
@@ -42,6 +47,15 @@ class Window:
             self._hand_over(layer, self.below[layer])
             if self.rule.is_ahead:
                 self.below[layer].fetch_state()
+
+    def rewind(self) -> None:
+        """Bring every slot back to the layer that begins a step in it, after a forward pass without a backward pass."""
+        for layer in [*self.slots]:
+            lowest = layer
+            while lowest in self.below:
+                lowest = self.below[lowest]
+            if lowest is not layer and not isinstance(lowest, ResidentLayer):
+                self._hand_over(layer, lowest)
 
     def settle(self) -> None:
         """Make the waiting updates of streamed layers, after the last step."""

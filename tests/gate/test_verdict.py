@@ -42,8 +42,8 @@ MUTANTS = {
     ),
     "drops the schedule on host layers": (
         "methods/streaming/layer_kinds.py",
-        "self.state.update_when_landed(learning_rate, clip)",
-        f"self.state.update_when_landed({WORKLOAD.learning_rate}, clip)",
+        "self.state.update_when_landed(settings, clip)",
+        f"self.state.update_when_landed([s._replace(learning_rate={WORKLOAD.learning_rate}) for s in settings], clip)",
         "update",
     ),
     "uses last step's weights once": (

@@ -16,7 +16,7 @@ from torch.utils import cpp_extension
 from harness.core import native_build
 from harness.core.method import create
 from methods.offload import adamw_cuda
-from methods.offload.adamw import joined, keep_
+from methods.offload.adamw import joined, keep_, published_settings
 from tests.methods.offload.test_adamw_kernel import NUM_STEPS, NUMEL, by_torch, empty_state, pieces, random
 from tests.support.training import tiny
 
@@ -48,6 +48,12 @@ extern "C" void launch(unsigned grid_x, unsigned grid_y, unsigned block_x, void*
                       at<double>(args, 16), at<double>(args, 17), at<double>(args, 18), at<double>(args, 19));
 }
 """
+
+TABLE = [number for start, stop, group in pieces() for number in (start, stop, 1 - group)]
+
+
+def settings(learning_rate: float) -> tuple[float, ...]:
+    return published_settings(learning_rate)[0]
 
 
 class Launched:
@@ -100,13 +106,13 @@ def test_a_layer_in_halves_has_the_very_bits_of_torchs_fused_adamw(
     gpu: None, is_ahead: bool, factor: float | None, most_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adamw_cuda, "MOST_BLOCKS", most_blocks)
-    state, table = empty_state(NUMEL), [int(number) for piece in pieces() for number in piece]
+    state = empty_state(NUMEL)
     other = empty_state(NUMEL) if is_ahead else state
     keep_(state, random(NUMEL, 0))
     scale = None if factor is None else torch.tensor(factor)
     for number in range(1, NUM_STEPS + 1):
         grads = random(NUMEL, number).bfloat16()
-        adamw_cuda.run(grads, list(state), list(other), scale, 1.0, table, 1e-3 * number, number, 1, 0)
+        adamw_cuda.run(grads, list(state), list(other), scale, 1.0, TABLE, settings(1e-3 * number), number, 1, 0)
         state, other = other, state
     slabs = (state.weights, joined(state), state.exp_avg, state.exp_avg_sq.abs())
     ours = [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
@@ -114,12 +120,12 @@ def test_a_layer_in_halves_has_the_very_bits_of_torchs_fused_adamw(
 
 
 def test_a_scale_that_is_known_takes_part_in_the_factor(gpu: None) -> None:
-    state, table = empty_state(NUMEL), [int(number) for piece in pieces() for number in piece]
+    state = empty_state(NUMEL)
     known, computed = empty_state(NUMEL), empty_state(NUMEL)
     keep_(state, random(NUMEL, 0))
     grads = random(NUMEL, 1).bfloat16()
-    adamw_cuda.run(grads, list(state), list(known), None, 0.25, table, 1e-3, 1, 1, 0)
-    adamw_cuda.run(grads, list(state), list(computed), torch.tensor(0.5), 0.5, table, 1e-3, 1, 1, 0)
+    adamw_cuda.run(grads, list(state), list(known), None, 0.25, TABLE, settings(1e-3), 1, 1, 0)
+    adamw_cuda.run(grads, list(state), list(computed), torch.tensor(0.5), 0.5, TABLE, settings(1e-3), 1, 1, 0)
     assert known.exp_avg.any() and all(map(torch.equal, known, computed))
 
 

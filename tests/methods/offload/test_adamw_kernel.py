@@ -20,7 +20,7 @@ from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, watching
 from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel
-from methods.offload.adamw import AdamStep, Piece, State, chunks, joined, keep_, update
+from methods.offload.adamw import AdamStep, Piece, State, chunks, joined, keep_, published_settings, update
 from tests.support.races import VectorClock, finish
 from tests.support.training import settled, tiny
 
@@ -81,7 +81,7 @@ def random(numel: int, seed: int) -> Tensor:
 def pieces() -> list[Piece]:
     found, start = [], 0
     for place, numel in enumerate(SHAPES):
-        found.append(Piece(start, start + numel, place % 2 == 0))
+        found.append(Piece(start, start + numel, place % 2))
         start += -(-numel // 16) * 16
     return found
 
@@ -93,7 +93,7 @@ def by_torch(factor: float | None, dtype: torch.dtype = torch.bfloat16) -> list[
     """Rounded weights, master and moments after some steps of torch's fused AdamW on an fp32 master of each tensor."""
     masters = [random(NUMEL, 0)[start:stop].clone() for start, stop, _ in pieces()]
     groups = [
-        {"params": [each], "weight_decay": 0.01 * piece.is_decayed}
+        {"params": [each], "weight_decay": 0.01 * (piece.group == 0)}
         for each, piece in zip(masters, pieces(), strict=True)
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=True)
@@ -121,7 +121,7 @@ def by_us(
     other = empty_state(NUMEL, dtype) if is_ahead else state
     keep_(state, random(NUMEL, 0))
     for number in range(1, NUM_STEPS + 1):
-        step = AdamStep(1e-3 * number, number, torch.tensor(float(number)))
+        step = AdamStep(published_settings(1e-3 * number), number, torch.tensor(float(number)))
         scale = None if factor is None else torch.tensor(factor)
         grads = random(NUMEL, number).to(half_of(dtype)).to(dtype)
         update(grads, state, other, chunks(pieces(), max_numel), step, scale)
@@ -188,7 +188,7 @@ class Large(NamedTuple):
     grads: Tensor
 
     def update(self, target: State, **words: int) -> None:
-        step = AdamStep(1e-3, 1, torch.tensor(1.0))
+        step = AdamStep(published_settings(1e-3), 1, torch.tensor(1.0))
         update(self.grads, self.state, target, [self.pieces], step, torch.tensor(0.37), **words)
 
 
@@ -196,7 +196,7 @@ def large(numel: int, dtype: torch.dtype) -> Large:
     """Of three tensors, the second of which is short and the third of which fills no vector evenly."""
     state = empty_state(numel, dtype)
     keep_(state, random(numel, 0))
-    found = [Piece(0, numel // 2, True), Piece(numel // 2, numel // 2 + 24, False), Piece(numel // 2 + 32, numel, True)]
+    found = [Piece(0, numel // 2, 0), Piece(numel // 2, numel // 2 + 24, 1), Piece(numel // 2 + 32, numel, 0)]
     return Large(state, found, random(numel, 1).to(dtype))
 
 
@@ -312,8 +312,8 @@ def test_every_fp16_gradient_is_read_and_every_master_rounded_as_torch_does(
     grads = exact.repeat(-(-len(masters) // len(exact)))[: len(masters)]
     state = empty_state(len(masters), torch.float16)
     keep_(state, masters)
-    step = AdamStep(0.0, 1, torch.tensor(1.0))
-    update(grads, state, state, [[Piece(0, len(masters), False)]], step, None)
+    step = AdamStep(published_settings(0.0), 1, torch.tensor(1.0))
+    update(grads, state, state, [[Piece(0, len(masters), 1)]], step, None)
     assert torch.equal(state.weights, masters.half())
     torch.testing.assert_close(state.exp_avg, grads.float() / 10, rtol=1e-6, atol=0)
 
@@ -328,8 +328,8 @@ def test_a_tie_keeps_its_master_through_an_update(
     ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001] * 9, dtype=torch.int32)
     state = empty_state(len(ties))
     keep_(state, ties.view(torch.float32))
-    step = AdamStep(0.0, 1, torch.tensor(1.0))
-    update(torch.ones(len(ties), dtype=torch.bfloat16), state, state, [[Piece(0, len(ties), True)]], step, None)
+    step = AdamStep(published_settings(0.0), 1, torch.tensor(1.0))
+    update(torch.ones(len(ties), dtype=torch.bfloat16), state, state, [[Piece(0, len(ties), 0)]], step, None)
     assert torch.equal(joined(state).view(torch.int32), ties)
     torch.testing.assert_close(state.exp_avg_sq.abs(), torch.full((len(ties),), 1e-3), rtol=1e-4, atol=0)
 
@@ -339,7 +339,7 @@ def test_out_of_one_state_into_another_leaves_the_first(dtype: torch.dtype, kern
     source, target, alone = (empty_state(NUMEL, dtype) for _ in range(3))
     keep_(source, random(NUMEL, 0))
     keep_(alone, random(NUMEL, 0))
-    step, grads = AdamStep(1e-3, 1, torch.tensor(1.0)), random(NUMEL, 1).to(dtype)
+    step, grads = AdamStep(published_settings(1e-3), 1, torch.tensor(1.0)), random(NUMEL, 1).to(dtype)
     update(grads, source, target, chunks(pieces(), 320), step, None)
     assert torch.equal(joined(source), random(NUMEL, 0)) and not source.exp_avg.any()
     update(grads, alone, alone, chunks(pieces(), 320), step, None)

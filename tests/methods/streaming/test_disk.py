@@ -23,9 +23,11 @@ from harness.core.record import Record, read_all
 from harness.devices.streams import Device
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
-from methods.offload.layout import new_layer
+from methods.offload.layout import layout_of, new_layer
 from methods.shared.memory_needs import NUM_BUFFERS
+from methods.shared.terms import Terms
 from methods.streaming.disk import Disk, File, shelves
 from methods.streaming.layer_state import LayerState, draw
 from tests.support.cli import run
@@ -43,10 +45,11 @@ def device() -> Iterator[Device]:
 
 def layers_of(device: Device, workload: Workload, folder: Path | None) -> list[LayerState]:
     """Layers whose states lie in the folder, or in memory."""
-    places = [None] * NUM_LAYERS if folder is None else shelves(device, NUM_LAYERS, str(folder), workload)
+    numel = layout_of(new_layer(workload)).numel
+    on_disk = None if folder is None else shelves(device, NUM_LAYERS, str(folder), numel, workload.dtype)
     found = [
-        LayerState(device, new_layer(workload), f"layers.{place}.", workload, host=True, shelf=shelf)
-        for place, shelf in enumerate(places)
+        LayerState(device, new_layer(workload), f"layers.{place}.", Terms.of(workload), host=True, shelf=shelf)
+        for place, shelf in enumerate(on_disk or [None] * NUM_LAYERS)
     ]
     draw(found, workload)
     return found
@@ -61,7 +64,7 @@ def updated(device: Device, workload: Workload, folder: Path | None, steps: int 
             generator = torch.Generator().manual_seed(100 * step + place)
             layer.grads.copy_(torch.randn(layer.grads.numel(), generator=generator))
             layer.landed = device.outbound.record_event()
-            layer.update_when_landed(1e-2 * step, Clip(device, 0.0))
+            layer.update_when_landed(published_settings(1e-2 * step), Clip(device, 0.0))
     for layer in found:
         layer.updated.result()
     return list(chain.from_iterable((state.weight, state.exp_avg) for layer in found for state in layer.tensors()))
@@ -90,7 +93,7 @@ def test_files_have_no_name_to_leave_behind(device: Device, tmp_path: Path) -> N
 
 
 def test_as_many_buffers_as_said_hold_all_layers(device: Device, tmp_path: Path) -> None:
-    disk = Disk(device, tmp_path, 100, tiny())
+    disk = Disk(device, tmp_path, 100, layout_of(new_layer(tiny())).numel, "fp32")
     assert len(disk.buffers) == NUM_BUFFERS
     assert {slab.nbytes % 4096 for buffer in disk.buffers for slab in buffer} == {0}
 
@@ -115,7 +118,7 @@ def test_a_disk_that_fills_up_is_told_where_the_layer_is_asked_for_next(device: 
         layer.shelf.state[1] = torch.tensor([full.fileno(), full.fileno(), 0])
         layer.landed = device.outbound.record_event()
         for _ in range(2):
-            layer.update_when_landed(1e-3, Clip(device, 0.0))
+            layer.update_when_landed(published_settings(1e-3), Clip(device, 0.0))
         with pytest.raises(OSError, match="No space left") as raised:
             layer.updated.result()
     assert raised.value.errno == errno.ENOSPC

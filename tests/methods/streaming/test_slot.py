@@ -17,9 +17,10 @@ from harness.core.gpt import Layer, initial
 from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.devices.streams import Device
-from methods.offload.adamw import joined, keep_
+from methods.offload.adamw import joined, keep_, published_settings
 from methods.offload.layout import layout_of, new_layer
-from methods.streaming.layer_state import LayerState, draw
+from methods.shared.terms import Terms
+from methods.streaming.layer_state import LayerState, Passed, draw
 from methods.streaming.slot import GradientRoom, Slot
 from tests.support.training import tiny, train
 
@@ -49,7 +50,7 @@ def random(shape: Any, seed: int) -> Tensor:
 
 
 def odd_layer(device: Device, dtype: str = "fp32") -> LayerState:
-    layer = LayerState(device, Odd(), "odd.", tiny(dtype=dtype), host=True)
+    layer = LayerState(device, Odd(), "odd.", Terms(dtype), host=True)
     keep_(layer.current, random(layer.layout.numel, seed=0))
     return layer
 
@@ -68,7 +69,7 @@ def update_at_home(layer: LayerState, factor: float | None) -> list[Tensor]:
     for update in range(1, UPDATES + 1):
         for view, gradient in zip(layer.layout.views(layer.grads), gradients(layer, update), strict=True):
             view.copy_(gradient)
-        layer.update(learning_rate(update), None if factor is None else torch.tensor(factor))
+        layer.update(published_settings(learning_rate(update)), None if factor is None else torch.tensor(factor))
     return list(chain.from_iterable((state.weight, state.exp_avg) for state in layer.tensors()))
 
 
@@ -111,7 +112,7 @@ def test_update_changes_every_element(device: Device) -> None:
 
 
 def test_update_leaves_the_padding_at_zero(device: Device) -> None:
-    layer = LayerState(device, Odd(), "odd.", tiny(), host=True)
+    layer = LayerState(device, Odd(), "odd.", Terms("fp32"), host=True)
     update_at_home(layer, None)
     for view in layer.layout.views(layer.current.weights):
         view.zero_()
@@ -129,7 +130,7 @@ def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) ->
     keep_(layer.current, torch.ones(layer.layout.numel))
     layer.grads.fill_(1.0)
     for _ in range(100):
-        layer.update(1e-4, None)
+        layer.update(published_settings(1e-4), None)
     torch.testing.assert_close(
         layer.layout.views(layer.current.weights)[0].float(), torch.tensor([0.99]), rtol=4e-3, atol=0
     )
@@ -171,8 +172,13 @@ def autograd(workload: Workload, x: Tensor, dy: Tensor, seed: int) -> list[Tenso
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
+def passed(x: Tensor) -> list[Passed]:
+    """One micro-batch, of whose tensor a gradient is asked."""
+    return [(x.detach().requires_grad_(),)]
+
+
 def new_state(device: Device, workload: Workload, index: int = 1) -> LayerState:
-    state = LayerState(device, new_layer(workload), f"layers.{index}.", workload, host=True)
+    state = LayerState(device, new_layer(workload), f"layers.{index}.", Terms.of(workload), host=True)
     draw([state], workload)
     return state
 
@@ -185,9 +191,9 @@ def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> N
     grads = GradientRoom(layer).slab.fill_(7)  # what another layer left there
     slot.load(layer)
     torch.manual_seed(3)
-    ys = layer.forward([x])
+    (y,) = layer.forward(passed(x))
     torch.rand(5)  # what the layers above draw
-    ours = [*ys, *layer.backward([dy], grads), *layer.layout.views(grads)]
+    ours = [*y, *layer.backward([(dy,)], grads)[0], *layer.layout.views(grads)]
     assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
 
 
@@ -197,21 +203,21 @@ def test_layer_has_the_same_bits_where_it_comes_back_to_another_slot(device: Dev
     first, second, grads = Slot(layer), Slot(other), GradientRoom(layer).slab
     x, dy = random((2, 16, 36), seed=1), random((2, 16, 36), seed=2)
     first.load(layer)
-    ys = layer.forward([x])
+    (y,) = layer.forward(passed(x))
     first.load(other)
-    other.forward(ys)
+    other.forward([y])
     second.load(layer)
-    ours = [*ys, *layer.backward([dy], grads), *layer.layout.views(grads)]
+    ours = [*y, *layer.backward([(dy,)], grads)[0], *layer.layout.views(grads)]
     assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
 
 
 def test_recompute_leaves_the_random_state_where_the_pass_above_left_it(device: Device) -> None:
     layer = new_state(device, tiny(dropout=0.5))
     Slot(layer).load(layer)
-    layer.forward([random((2, 16, 36), seed=1)])
+    layer.forward(passed(random((2, 16, 36), seed=1)))
     torch.rand(5)
     state = torch.get_rng_state()
-    layer.backward([random((2, 16, 36), seed=2)], GradientRoom(layer).slab)
+    layer.backward([(random((2, 16, 36), seed=2),)], GradientRoom(layer).slab)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -1,0 +1,26 @@
+"""Terms of a training beside its model: dtype, clipping, how gradients are summed. Of a workload, or of a user's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+from harness.core.job import Workload
+
+
+class Terms(NamedTuple):
+    """What layers, their updates and their plans ask of a training."""
+
+    dtype: str  # of weights, gradients and activations: fp32, bf16, fp16
+    clip_norm: float = 0.0  # 0 is off
+    keeps_random: bool = True  # True: a recompute draws the random numbers of the forward pass
+    norms_in_blocks: bool = False
+    accumulates: bool = False  # True: several backward passes, each through all layers, add to one step's gradients
+
+    @classmethod
+    def of(cls, workload: Workload) -> Self:
+        return cls(workload.dtype, workload.clip_norm, workload.dropout > 0, workload.micro_batches > 1)
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """True if no update may start during a backward pass: Workload.waits_for_norm, or more gradients may come."""
+        return self.clip_norm > 0 or self.dtype == "fp16" or self.accumulates
