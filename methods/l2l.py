@@ -15,6 +15,15 @@ from methods.shared.memory_needs import describe
 from methods.streaming.placement import placed_plan
 
 
+def __getattr__(name: str) -> object:
+    """Return the class for users' models, which imports torch, unlike this module."""
+    if name != "L2LTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from methods.streaming import user_trainers
+
+    return user_trainers.L2LTrainer
+
+
 @dataclass(frozen=True)
 class L2L(Method):
     label = "L2L"

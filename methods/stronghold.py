@@ -23,6 +23,15 @@ from methods.streaming.choose_placement import PlacementChoice
 from methods.streaming.placement import parse, shrink, text_of
 
 
+def __getattr__(name: str) -> object:
+    """Return the class for users' models, which imports torch, unlike this module."""
+    if name != "StrongholdTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from methods.streaming import user_trainers
+
+    return user_trainers.StrongholdTrainer
+
+
 @dataclass(frozen=True)
 class Stronghold(Method):
     window_size: int | None = None  # slots of the window; None: chosen by plan()

@@ -1,0 +1,85 @@
+"""A user's layer as the streaming core takes it: from tensors to tensors, with parameters that a slot gives memory.
+
+The user's parameters stay in the model and lie at home. While their layer computes, parameters of this file, which are
+views of a slot, take their places in it; autograd knows these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from methods.streaming.layer_state import Passed
+
+TENSOR = object()  # a tensor's place in the structure of what a layer takes or returns
+
+
+class Placeholders(nn.Module):
+    """Parameters of these shapes without memory, named by their places."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for place, parameter in enumerate(parameters):
+            self.register_parameter(str(place), nn.Parameter(torch.empty_like(parameter, device="meta")))
+
+
+class UserLayer(Placeholders):
+    """One layer. Besides `own` parameters it may use some that are `shared` with the rest of the model; these come to
+    it as tensors, behind those that the model gives it."""
+
+    def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
+        super().__init__(own)
+        self.compute = layer.forward
+        self.users, self.shared = list(own), list(shared)  # lists: no parameters of this module
+        owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
+        others = {id(parameter): place for place, parameter in enumerate(shared)}
+        self.sites: list[tuple[Any, str, str | int]] = []  # module, its name for a parameter, and ours
+        for module in layer.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    ours = owned.get(id(parameter))
+                    self.sites.append((module, name, others[id(parameter)] if ours is None else ours))
+
+    def take(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> Passed:
+        """Return the tensors of a call, shared parameters included; keep the rest of its structure for forward()."""
+        leaves, self.taken = tree_flatten((args, dict(words)))
+        self.leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return (*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.shared)
+
+    def give(self, tensors: Passed) -> Any:
+        """Return what the layer returned, with these tensors in it."""
+        return _filled(self.returned_leaves, self.returned, iter(tensors))
+
+    def forward(self, *tensors: Tensor) -> Passed:
+        given = iter(tensors)
+        args, words = _filled(self.leaves, self.taken, given)
+        with self._placed([*given]):
+            result = self.compute(*args, **words)
+        leaves, self.returned = tree_flatten(result)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise ValueError(f"a layer returned {type(result).__name__}; expected tensors, in a tuple or dictionary")
+        self.returned_leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    @contextmanager
+    def _placed(self, shared: Sequence[Tensor]) -> Iterator[None]:
+        before = [module._parameters[name] for module, name, _ in self.sites]
+        try:
+            for module, name, ours in self.sites:
+                if isinstance(ours, str):
+                    setattr(module, name, self._parameters[ours])  # recurrent modules have lists of their own
+                else:
+                    module._parameters[name] = shared[ours]
+            yield
+        finally:
+            for (module, name, _), parameter in zip(self.sites, before, strict=True):
+                setattr(module, name, parameter)
+
+
+def _filled(leaves: Sequence[Any], structure: Any, tensors: Iterator[Tensor]) -> Any:
+    return tree_unflatten([next(tensors) if leaf is TENSOR else leaf for leaf in leaves], structure)

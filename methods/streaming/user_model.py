@@ -1,0 +1,148 @@
+"""A user's model and optimizer, checked, and taken apart: layers, and all the rest, which stays on the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.core.gpt import DTYPES
+from methods.offload.adamw import AdamSettings, Settings
+from methods.streaming.user_layer import Placeholders, UserLayer
+
+UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW that a streaming update has not
+
+
+class UserModel:
+    """The parts of a model. Raises ValueError, one line, for a model or an optimizer that cannot be streamed."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.modules = model, optimizer, list(layers)
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        paths = {id(module): path for path, module in model.named_modules()}
+        for place, module in enumerate(self.modules):
+            if id(module) not in paths:
+                raise ValueError(f"layer {place} ({type(module).__name__}) is no part of the model")
+        self.prefixes = [f"{paths[id(module)]}." for module in self.modules]
+        _check_layers(self.modules, self.prefixes)
+        # A parameter that is also used elsewhere stays on the device; its gradients meet outside of the layers.
+        inside = [list(module.parameters()) for module in self.modules]
+        elsewhere = _outside(model, self.modules)
+        uses = Counter(id(parameter) for parameters in inside for parameter in parameters)
+        alone = {key for key, count in uses.items() if count == 1 and key not in elsewhere}
+        self.own = [[each for each in parameters if id(each) in alone] for parameters in inside]
+        self.rest = [each for each in model.parameters() if id(each) not in alone and each.requires_grad]
+        self._check_parameters(alone)
+        self._check_optimizer()
+        self.layers = [
+            UserLayer(module, own, [each for each in parameters if id(each) not in alone])
+            for module, own, parameters in zip(self.modules, self.own, inside, strict=True)
+        ]
+        self.ends = Placeholders(self.rest)
+        self.order = self._order()
+
+    def names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        return [self.names[id(parameter)] for parameter in parameters]
+
+    def groups_of(self, parameters: Sequence[nn.Parameter]) -> dict[str, int]:
+        """Return the optimizer's group of each parameter, by its place."""
+        groups = enumerate(self.optimizer.param_groups)
+        group_of = {id(each): number for number, group in groups for each in group["params"]}
+        return {str(place): group_of[id(parameter)] for place, parameter in enumerate(parameters)}
+
+    def settings(self) -> Settings:
+        """Return the optimizer's settings, which a schedule may have changed since the last step."""
+        rows = (
+            (group["lr"], *group["betas"], group["eps"], group["weight_decay"]) for group in self.optimizer.param_groups
+        )
+        return [AdamSettings(*map(float, row)) for row in rows]
+
+    def _order(self) -> list[int]:
+        """Return the places of the model's parameters among those of the rest and of all layers, bottom first."""
+        ours = [id(each) for part in (self.rest, *self.own) for each in part]
+        places = {key: place for place, key in enumerate(ours)}
+        return [places[key] for key in self.names if key in places]
+
+    def _check_parameters(self, alone: set[int]) -> None:
+        streamed = [parameter for own in self.own for parameter in own]
+        for parameter in (*streamed, *self.rest):
+            name = self.names[id(parameter)]
+            if not parameter.requires_grad and id(parameter) in alone:
+                raise ValueError(f"parameter {name} of a layer has requires_grad=False; layers are trained whole")
+            if parameter.is_meta:
+                raise ValueError(f"parameter {name} is on the meta device; give it values first")
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                raise ValueError(f"parameter {name} has hooks on its gradient, which a streamed one would not call")
+        dtypes = {parameter.dtype: self.names[id(parameter)] for parameter in (*streamed, *self.rest)}
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        if len(dtypes) != 1 or not dtypes.keys() <= names.keys():
+            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items())
+            raise ValueError(f"expected parameters of one dtype, float32, bfloat16 or float16, got {found}")
+        self.dtype = names[next(iter(dtypes))]
+
+    def _check_optimizer(self) -> None:
+        optimizer = self.optimizer
+        if type(optimizer) is not torch.optim.AdamW:
+            raise ValueError(f"expected torch.optim.AdamW, got {type(optimizer).__name__}: updates are made by AdamW")
+        if optimizer.state:
+            raise ValueError("expected an optimizer before its first step; try load_state_dict() of the trainer")
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = [parameter for part in (self.rest, *self.own) for parameter in part]
+        if lacks := [self.names[id(each)] for each in trained if id(each) not in known]:
+            raise ValueError(f"the optimizer lacks {lacks[0]}, one of {len(lacks)}; try requires_grad=False, or add it")
+        if known - self.names.keys():
+            raise ValueError("the optimizer has parameters that are not the model's")
+        for group in optimizer.param_groups:
+            if asked := [name for name in UNUSED if group.get(name)]:
+                raise ValueError(f"expected AdamW without {asked[0]}")
+
+
+def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None:
+    if not modules:
+        raise ValueError("expected a list of layers, as model.model.layers, got none")
+    uses = Counter(map(id, modules))
+    for module, prefix in zip(modules, prefixes, strict=True):
+        for inner in module.modules():
+            if uses[id(inner)] > int(inner is module):
+                raise ValueError(f"layer {prefix[:-1]} is listed twice, or has another layer in it")
+            if getattr(inner, "track_running_stats", False) or getattr(inner, "sparse", False):
+                what = "sparse gradients" if getattr(inner, "sparse", False) else "running statistics"
+                raise ValueError(f"layer {prefix[:-1]} ({type(inner).__name__}) has {what}, which a recompute cannot")
+        if not any(True for _ in module.parameters()):
+            raise ValueError(f"layer {prefix[:-1]} has no parameters")
+
+
+def _outside(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
+    """Return the parameters, by identity, that modules outside of the layers use."""
+    inside = {id(inner) for layer in layers for inner in layer.modules()}
+    modules = (module for module in model.modules() if id(module) not in inside)
+    return {id(each) for module in modules for each in module._parameters.values() if each is not None}
+
+
+def give(parameter: nn.Parameter, memory: Tensor) -> None:
+    """Let the parameter be this tensor, which may lie on another device; the parameter as an object stays."""
+    if torch._has_compatible_shallow_copy_type(parameter, memory):
+        parameter.data = memory
+        return
+    attributes: dict[str, Any] = dict(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+    parameter.__dict__.update(attributes)
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # else it names hooks that are not called
+
+
+def move_rest(model: nn.Module, trained: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move the buffers, and the parameters that are not trained, to the device."""
+    ids = {id(parameter) for parameter in trained}
+    for parameter in model.parameters():
+        if id(parameter) not in ids:
+            give(parameter, parameter.detach().to(device))
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise ValueError(f"buffer {path}.{name} is on the meta device; give it values first")
+            module._buffers[name] = buffer.to(device)

@@ -1,0 +1,274 @@
+"""STRONGHOLD and L2L for a user's own script: `from methods.stronghold import StrongholdTrainer`, and so L2LTrainer.
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    trainer = StrongholdTrainer(model, model.model.layers, optimizer, max_norm=1.0, placement="R4W")
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        norm = trainer.step()
+
+The losses, norms and weights are those of the script without it, bit by bit, if that checkpoints each layer, clips by
+clip_grad_norm_() and updates by AdamW(fused=True); in bf16 and fp16, on an fp32 master of each weight.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from harness.core.job import Room
+from harness.core.method import Step, Unavailable
+from harness.devices import sim
+from methods.offload import adamw_kernel
+from methods.offload.adamw import Settings
+from methods.offload.clip import Clip
+from methods.shared.loss_scale import LossScale
+from methods.shared.memory_needs import writable
+from methods.streaming.choose_placement import DEFAULT_WINDOW, PlacementChoice
+from methods.streaming.layer_kinds import new_layers
+from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.placement import CLIPPINGS, UserSizes, parse
+from methods.streaming.slot import GradientRoom, Slot
+from methods.streaming.update_rules import DEFERRED, UpdateRule, update_at_once
+from methods.streaming.user_model import give
+from methods.streaming.user_training import Parts, UserTraining
+from methods.streaming.window import Window
+
+SMALL_BYTES = 512  # of a norm on the device, and of each of a step's other numbers
+NUM_SMALL = 64
+
+
+class WindowStream:
+    """The turns of methods/stronghold.py."""
+
+    def __init__(self, parts: Parts, kinds: str, window_size: int, clipping: str | None, disk: str | None) -> None:
+        speculates = clipping == "speculate"
+        self.layers = new_layers(parts.device, parts.layers, kinds, window_size, disk, speculates=speculates)
+        self.states = [layer.state for layer in self.layers]
+        self.rule = UpdateRule(parts.device, parts.layers.terms, parts.ends, self.layers, clipping, parts.order)
+        self.scale = self.rule.scale
+        self.window = Window(self.layers, kinds, window_size, self.rule)
+        self.window.refill()
+
+    def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
+        xs = self.layers[place].forward(xs)
+        self.window.slide_up(self.layers[place])
+        return xs
+
+    def begin(self, settings: Settings) -> None:
+        self.rule.begin(settings)
+
+    def backward(self, place: int, dxs: list[Passed]) -> list[Passed]:
+        layer = self.layers[place]
+        dxs = layer.backward(dxs)
+        self.rule.gradient_ready(layer)
+        self.window.slide_down(layer)
+        return dxs
+
+    def finish(self, settings: Settings) -> Step:
+        if self.rule.timing is not DEFERRED and settings != self.rule.settings:
+            raise ValueError("step: the optimizer's settings changed after the updates began, in the backward pass")
+        self.rule.settings = settings
+        self.rule.finish()
+        self.window.refill()
+        return self.rule.step(self.rule.clip.total)
+
+    def rewind(self) -> None:
+        self.window.rewind()
+
+    def settle(self) -> None:
+        self.window.settle()
+        self.window.rewind()
+
+    def refetch(self) -> None:
+        self.window.refill()
+
+
+class OneLayerStream:
+    """The turns of methods/l2l.py."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.device, self.ends, self.order, layers = parts.device, parts.ends, parts.order, parts.layers
+        every = zip(layers.modules, layers.prefixes, layers.groups, strict=True)
+        self.states = layers.start(
+            LayerState(parts.device, module, prefix, layers.terms, host=True, groups=groups)
+            for module, prefix, groups in every
+        )
+        self.max_norm, self.scale = layers.terms.clip_norm, LossScale(layers.terms)
+        largest = max(self.states, key=lambda state: state.layout.numel)
+        self.slot, self.gradients = Slot(largest), GradientRoom(largest)
+
+    def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
+        self.slot.load(self.states[place])
+        return self.states[place].forward(xs)
+
+    def begin(self, settings: Settings) -> None:
+        self.clip = Clip(self.device, self.max_norm, self.scale, self.order)
+
+    def backward(self, place: int, dxs: list[Passed]) -> list[Passed]:
+        layer = self.states[place]
+        self.slot.load(layer)
+        dxs = self.gradients.backward(layer, dxs)
+        self.clip.add(layer.norms())
+        self.gradients.send_home(layer)
+        self.device.synchronize()
+        return dxs
+
+    def finish(self, settings: Settings) -> Step:
+        is_skipped = update_at_once(self.clip, self.ends, self.states, settings)
+        return self.scale.step(self.clip.total, self.clip.total, is_skipped=is_skipped)
+
+    def rewind(self) -> None: ...
+    def settle(self) -> None: ...
+    def refetch(self) -> None: ...
+
+
+class TrialStream:
+    """One layer at a time through both passes, without updates: to see what the model needs beside its layers."""
+
+    def __init__(self, parts: Parts) -> None:
+        layers = parts.layers
+        self.scale = LossScale(layers.terms)
+        self.states = layers.start(
+            LayerState(parts.device, module, prefix, layers.terms, host=True, bare=True)
+            for module, prefix in zip(layers.modules, layers.prefixes, strict=True)
+        )
+        largest = max(self.states, key=lambda state: state.layout.numel)
+        self.slot, self.gradients = Slot(largest), GradientRoom(largest)
+        slabs = (self.slot.state.weights, self.gradients.slab, parts.ends.current.weights, parts.ends.grads)
+        self.known_bytes = sum(slab.nbytes for slab in slabs)  # that a plan counts by itself
+
+    def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
+        self.slot.load(self.states[place])
+        return self.states[place].forward(xs)
+
+    def backward(self, place: int, dxs: list[Passed]) -> list[Passed]:
+        self.slot.load(self.states[place])
+        return self.gradients.backward(self.states[place], dxs)
+
+    def begin(self, settings: Settings) -> None: ...
+    def finish(self, settings: Settings) -> Step:
+        raise AssertionError("a trial makes no step")
+
+    def rewind(self) -> None: ...
+    def settle(self) -> None: ...
+    def refetch(self) -> None: ...
+
+
+class L2LTrainer(UserTraining):
+    """L2L: one layer at a time on the device. Any number of backward passes may add up before a step.
+
+    `layers`: the model's, in the order in which it calls them. `optimizer`: AdamW, for its groups and their settings; a
+    schedule may change them. `max_norm`: of all gradients together; 0 or None: no clipping. `device`: cuda if there is
+    one, else cpu. Raises ValueError, one line, for what cannot be trained so.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.AdamW, *,
+        max_norm: float | None = None, device: str | None = None,
+    ) -> None:  # fmt: skip
+        build_kernel()
+        super().__init__(model, layers, optimizer, max_norm, device, accumulates=True)
+        self._place(OneLayerStream)
+        self._take_over()
+
+
+class StrongholdTrainer(UserTraining):
+    """STRONGHOLD: layers slide through a window, or stay where a placement says (docs/methods-and-placements.md).
+
+    Arguments as L2LTrainer has them, and:
+    `device_memory`, `host_memory`: bytes; the placement with the most resident layers that fits them is chosen, by a
+    trial pass of `example()`, which returns the loss of the largest batch there will be. `placement`, `window_size`:
+    these are used instead; without any of all these, every layer is windowed. `accumulates`: several backward passes
+    add up before a step, so no update begins before it. `clipping`: deferred or speculate. `disk`: a folder, for
+    layers that a placement puts there.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.AdamW, *,
+        max_norm: float | None = None, device: str | None = None, example: Callable[[], Tensor] | None = None,
+        device_memory: int | None = None, host_memory: int | None = None, placement: str | None = None,
+        window_size: int | None = None, clipping: str | None = None, accumulates: bool = False, disk: str | None = None,
+    ) -> None:  # fmt: skip
+        build_kernel()
+        layers = list(layers)
+        if accumulates and clipping == "speculate":
+            raise ValueError("accumulates=True and clipping='speculate' exclude each other: updates wait for step()")
+        if clipping not in (None, *CLIPPINGS):
+            raise ValueError(f"clipping: expected {' or '.join(CLIPPINGS)}, got {clipping!r}")
+        if (device_memory or host_memory) and (example is None or not device_memory):
+            raise ValueError("memory limits need device_memory, and example=, which returns the largest batch's loss")
+        sizes = None
+        if device_memory and example:
+            sizes = measured(model, layers, optimizer, max_norm, device, example, accumulates=accumulates)
+        super().__init__(model, layers, optimizer, max_norm, device, accumulates=accumulates)
+        clipping = (clipping or "deferred") if self.terms.waits_for_norm else None
+        if sizes:
+            room = Room(device_memory, host_memory)
+            plan = PlacementChoice(sizes, room, window_size, None, placement, clipping, disk).plan()
+            if short := plan.shortfall(room):
+                raise ValueError(f"{short}; try another placement, smaller batches, or more memory")
+            placement, window_size = plan.options["placement"], plan.options["window_size"]
+            disk = plan.options.get("disk")
+        num_layers = len(layers)
+        kinds = parse(placement or "W", num_layers)
+        window = window_size or min(DEFAULT_WINDOW, num_layers)
+        if not 1 <= window <= num_layers:
+            raise ValueError(f"window_size: expected 1 to {num_layers}, got {window_size}")
+        if "D" in kinds:
+            disk = str(writable(disk))
+        self.placement, self.window_size, self.clipping = placement or f"W{num_layers}", window, clipping
+        self._place(lambda parts: WindowStream(parts, kinds, window, clipping, disk))
+        self._take_over()
+
+
+def measured(
+    model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
+    device: str | None, example: Callable[[], Tensor], *, accumulates: bool,
+) -> UserSizes:  # fmt: skip
+    """Return the model's sizes, by one forward and backward pass of the example, whose gradients are dropped."""
+    trial = UserTraining(model, layers, optimizer, max_norm, device, accumulates=accumulates)
+    name = trial.device.type
+    if name == "cpu":
+        raise ValueError("device_memory: expected a device with a memory of its own, got cpu; try placement=")
+    trial._place(TrialStream, bare=True)
+    trial._take_over()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with trial, torch.random.fork_rng([torch.cuda.current_device()] if name == "cuda" else []):
+        reset_peak(name)
+        trial.scale(example()).backward()
+        peak_bytes = read_peak(name)
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    for parameter in trial.user.rest:
+        parameter.grad = None
+        give(parameter, parameter.detach().cpu())
+    states = (trial.ends, *trial.stream.states)
+    small = SMALL_BYTES * (sum(len(state.layout.places) for state in states) + NUM_SMALL)
+    numels = tuple(state.layout.numel for state in trial.stream.states)
+    activations = peak_bytes - trial.stream.known_bytes + small  # type: ignore[attr-defined]
+    sizes = UserSizes(trial.terms.dtype, numels, trial.ends.layout.numel, activations, trial.terms.waits_for_norm)
+    del trial, states
+    gc.collect()  # its memory is free before the training's is taken
+    return sizes
+
+
+def reset_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        sim.started.reset_peaks()
+
+
+def read_peak(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else sim.started.stats()["device_peak"]
+
+
+def build_kernel() -> None:
+    if adamw_kernel.to_build():
+        with suppress(Unavailable):  # updates are then made by torch's kernels
+            adamw_kernel.build()

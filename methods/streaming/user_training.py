@@ -1,0 +1,357 @@
+"""A user's training, streamed: the model runs its own loop over its layers, and each layer's call comes here.
+
+A layer's forward pass is replaced by a node of autograd's graph. In both passes it hands its turn to a `LayerStream`,
+which fetches the layer, computes it, and sends its gradient home, as the loop of its method does. Each forward pass
+goes through all layers once, bottom first; so does each backward pass, top first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from harness.core.method import Step
+from harness.devices.streams import Device, num_update_threads
+from methods.offload.adamw import Settings
+from methods.shared.loss_scale import LossScale
+from methods.shared.terms import Terms
+from methods.streaming.layer_kinds import LayerSource
+from methods.streaming.layer_state import LayerState, Passed, fill
+from methods.streaming.user_layer import UserLayer
+from methods.streaming.user_model import UserModel, give, move_rest
+
+
+class LayerStream(Protocol):
+    """The turns of a method's loop over layers, by their places."""
+
+    states: list[LayerState]
+    scale: LossScale
+
+    def forward(self, place: int, xs: list[Passed]) -> list[Passed]: ...
+    def begin(self, settings: Settings) -> None:
+        """Begin a backward pass."""
+
+    def backward(self, place: int, dxs: list[Passed]) -> list[Passed]: ...
+    def finish(self, settings: Settings) -> Step:
+        """Update, or skip the step in fp16; its loss is not known here."""
+
+    def rewind(self) -> None:
+        """Forget a forward pass that has no backward pass."""
+
+    def settle(self) -> None:
+        """Make all updates that still wait, so that home has the newest state."""
+
+    def refetch(self) -> None:
+        """Fetch anew what was fetched ahead, since home has other weights."""
+
+
+class Parts(NamedTuple):
+    """What a stream is made of."""
+
+    device: Device
+    layers: LayerSource
+    ends: LayerState
+    order: Sequence[int]  # as Clip has it
+
+
+class LayerTurn(torch.autograd.Function):
+    """One layer in the graph. The anchor requires a gradient, even if no tensor that the model gives the layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, training: UserTraining, place: int, anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.training, ctx.place, ctx.number = training, place, training.num_passes
+        outputs = training.up(place, tensors)
+        plain = [output.detach() for output in outputs]
+        ctx.is_asked = [output.requires_grad for output in outputs]
+        ctx.mark_non_differentiable(*(each for each, asked in zip(plain, ctx.is_asked, strict=True) if not asked))
+        return tuple(plain)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        asked = tuple(dy for dy, asked in zip(dys, ctx.is_asked, strict=True) if asked)
+        dxs = iter(ctx.training.down(ctx.place, ctx.number, asked))
+        return None, None, None, *(next(dxs) if needed else None for needed in ctx.needs_input_grad[3:])
+
+
+class UserTraining:
+    """A model whose layers are streamed; a method's trainer gives it the stream.
+
+    The loop stays as it was but for the end of a step: `loss.backward()`, then `step()` in place of clip_grad_norm_(),
+    optimizer.step() and zero_grad(). In fp16 it is `scale(loss).backward()`.
+    """
+
+    stream: LayerStream
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
+        device: str | None, *, accumulates: bool,
+    ) -> None:  # fmt: skip
+        name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.user = UserModel(model, layers, optimizer)
+        self.terms = Terms(self.user.dtype, float(max_norm or 0.0), accumulates=accumulates)
+        self.gpu = Device(name, num_workers=num_update_threads(name))
+        self.device = self.gpu.name
+        move_rest(model, (each for part in (self.user.rest, *self.user.own) for each in part), self.device)
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self.num_passes = self.num_backward = 0  # of all; since the last step
+        self.next_up, self.next_down, self.is_up = 0, 0, False  # is_up: a forward pass has begun
+        self.is_skipped = False  # the last step, in fp16
+        self._undo = ExitStack()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    # ---- The two passes, a layer at a time
+
+    def up(self, place: int, tensors: Passed) -> Passed:
+        with torch.set_grad_enabled(torch.is_grad_enabled() or self._is_trained), _uncached_autocast():
+            return self.stream.forward(place, [tensors])[0]
+
+    def down(self, place: int, number: int, dys: Passed) -> Passed:
+        if not self.is_up or number != self.num_passes or place != self.next_down:
+            raise ValueError(
+                f"layer {place}: expected one backward pass, through all layers, after each forward pass; try one"
+                " backward() for each loss, before the next forward pass"
+            )
+        state = self.stream.states[place]
+        if place == len(self.user.layers) - 1:
+            self._begin_backward()
+        try:
+            dxs = self.stream.backward(place, [dys])[0]
+        except CheckpointError as error:
+            raise ValueError(
+                f"layer {place} computed something else when it was recomputed for its backward pass; try"
+                f" use_cache=False, and layers that keep nothing ({str(error).splitlines()[0]})"
+            ) from error
+        self._check_gradients(state, self.user.own[place])
+        self.next_down -= 1
+        if not place:
+            self.num_backward, self.is_up = self.num_backward + 1, False
+        return dxs
+
+    def _begin_backward(self) -> None:
+        if self.num_backward and not self.terms.accumulates:
+            raise ValueError("a second backward pass before step(); try accumulates=True, if gradients are to add up")
+        for state in self.stream.states:
+            state.adds = self.num_backward > 0
+        self.began_with = self.user.settings()
+        self.stream.begin(self.began_with)
+
+    def _visit(self, place: int, *args: Any, **words: Any) -> Any:
+        """Take the place of a layer's forward()."""
+        if place and place != self.next_up:
+            raise ValueError(
+                f"layer {place} was called after layer {self.next_up - 1}: expected each layer once, in the order of"
+                " the list; the trainer recomputes layers, so the model's own checkpointing must be off"
+            )
+        if not place:
+            self._begin_forward()
+        layer = self.user.layers[place]
+        tensors = layer.take(args, words)
+        self.next_up = place + 1
+        if self._is_trained:
+            return layer.give(LayerTurn.apply(self, place, self.anchor, *tensors))  # type: ignore[no-untyped-call]
+        outputs = self.up(place, tensors)
+        self.stream.states[place].saved = []
+        return layer.give(outputs)
+
+    def _begin_forward(self) -> None:
+        if self.is_up:
+            self.stream.rewind()
+        self.num_passes, self.is_up, self.next_down = self.num_passes + 1, True, len(self.user.layers) - 1
+        self._is_trained = torch.is_grad_enabled()
+
+    def _check_gradients(self, state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
+        for name, parameter in zip(state.layout.names, parameters, strict=True):
+            if state.module.get_parameter(name).grad is None:
+                raise ValueError(
+                    f"parameter {self.user.names[id(parameter)]} got no gradient in this backward pass, so AdamW would"
+                    " leave it alone; expected one for every parameter that requires it"
+                )
+
+    # ---- A step
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale: in fp16, to be called before backward()."""
+        return loss * self.stream.scale.value if self.stream.scale.is_used else loss
+
+    def step(self) -> Tensor:
+        """Clip and update by the gradients of the backward passes since the last step, which are then gone; return the
+        gradient norm, before clipping. In fp16 a step whose norm is not finite is skipped: see `is_skipped`."""
+        if self.is_up or not self.num_backward:
+            raise ValueError("step: expected a backward pass through all layers before it")
+        if self.user.optimizer.state:
+            raise ValueError("step: the optimizer has made a step by itself; expected trainer.step() alone")
+        self._check_gradients(self.ends, self.user.rest)
+        ended = self.stream.finish(self.user.settings())
+        assert ended.grad_norm is not None
+        self.num_backward, self.is_skipped = 0, ended.is_skipped
+        self.ends.collect_gradients(self.ends.grads)
+        self.user.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules of torch ask for it
+        return ended.grad_norm
+
+    # ---- The state at home
+
+    def synchronize(self) -> None:
+        """Finish all updates, and let the model's parameters be the newest weights. state_dict() and load_state_dict()
+        of the model call it."""
+        if self.is_up:
+            self.stream.rewind()
+            self.is_up = False
+        self.stream.settle()
+        self.gpu.synchronize(*(state.updated for state in self.stream.states))
+        for state, own in zip(self.stream.states, self.user.own, strict=True):
+            for parameter, weight in zip(own, state.layout.views(state.current.weights), strict=True):
+                give(parameter, weight)
+
+    def named_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield each trained parameter's name and state, on the host: step, exp_avg, exp_avg_sq, and beside weights in
+        bf16 or fp16 their fp32 master. They are valid until training goes on: copies only of what is on the device or
+        on the disk, one layer at a time."""
+        self.synchronize()
+        for state, parameters in self._parts():
+            step = torch.tensor(float(state.num_updates))
+            for name, (_, weight, exp_avg, exp_avg_sq) in zip(
+                self.user.names_of(parameters), state.tensors(), strict=True
+            ):
+                assert exp_avg is not None and exp_avg_sq is not None
+                master = {} if self.terms.dtype == "fp32" else {"master": weight.cpu()}
+                yield name, {"step": step, "exp_avg": exp_avg.cpu(), "exp_avg_sq": exp_avg_sq.abs().cpu(), **master}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the optimizer's state as torch's AdamW has it, with the loss scale. The weights are in
+        model.state_dict()."""
+        places, states = {name: place for place, name in enumerate(self._optimized())}, {}
+        for name, state in self.named_states():
+            states[places[name]] = {key: value.clone() for key, value in state.items()}
+        groups = self.user.optimizer.state_dict()["param_groups"]
+        scale = self.stream.scale
+        return {"state": states, "param_groups": groups, "loss_scale": scale.value, "num_good_steps": scale.num_good}
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Go on from a state_dict(); load the model's own before."""
+        self.synchronize()
+        places = {name: place for place, name in enumerate(self._optimized())}
+        for state, parameters in self._parts():
+            found = [given["state"][places[name]] for name in self.user.names_of(parameters)]
+            weights = [each.get("master", parameter) for each, parameter in zip(found, parameters, strict=True)]
+            moments = [(each["exp_avg"], each["exp_avg_sq"]) for each in found]
+            state.load([(weight.detach(), *pair) for weight, pair in zip(weights, moments, strict=True)])
+            state.num_updates = int(found[0]["step"]) if found else 0
+        for group, theirs in zip(self.user.optimizer.param_groups, given["param_groups"], strict=True):
+            group.update({key: value for key, value in theirs.items() if key != "params"})
+        self.stream.scale.value = given.get("loss_scale", self.stream.scale.value)
+        self.stream.scale.num_good = given.get("num_good_steps", 0)
+        self._refetch()
+
+    def close(self) -> None:
+        """Finish all updates and give the model its layers back; their weights are where they were at home."""
+        self.synchronize()
+        self._undo.close()
+        self.gpu.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:
+            self.close()
+        else:
+            self._undo.close()
+            self.gpu.__exit__(*exc)
+
+    def _optimized(self) -> list[str]:
+        parameters = (each for group in self.user.optimizer.param_groups for each in group["params"])
+        return [self.user.names[id(parameter)] for parameter in parameters]
+
+    def _parts(self) -> Iterator[tuple[LayerState, list[nn.Parameter]]]:
+        yield self.ends, self.user.rest
+        yield from zip(self.stream.states, self.user.own, strict=True)
+
+    def _refetch(self) -> None:
+        for state in self.stream.states:
+            state.updated.result()
+        self.stream.refetch()
+
+    def _take_weights(self, *_: Any) -> None:
+        """The user has loaded other weights into the model's parameters."""
+        for state, parameters in self._parts():
+            if self.terms.dtype != "fp32":
+                state.load([(parameter.detach(), None, None) for parameter in parameters])
+        self._refetch()
+
+    # ---- Set-up
+
+    def _place(self, make: Callable[[Parts], LayerStream], *, bare: bool = False) -> None:
+        """Move the layers to their homes in a stream, and the rest to the device. `bare`: without states of AdamW."""
+        user, gpu = self.user, self.gpu
+        groups = [user.groups_of(parameters) for parameters in (user.rest, *user.own)]
+        self.ends = LayerState(gpu, user.ends, "rest of the model", self.terms, host=False, groups=groups[0], bare=bare)
+        _move_home(self.ends, user.rest)
+        for name, parameter in zip(self.ends.layout.names, user.rest, strict=True):
+            self._undo.callback(self.ends.adopt(name, parameter).remove)
+        self.ends.collect_gradients(self.ends.grads)
+
+        def start(states: Iterable[LayerState]) -> list[LayerState]:
+            made = []
+            for state in states:  # one after the other: the memory of the user's own is free before the next one's
+                assert isinstance(state.module, UserLayer)
+                _move_home(state, state.module.users)
+                made.append(state)
+            return made
+
+        layers = LayerSource(self.terms, user.layers, user.prefixes, start, groups[1:])
+        self.stream = make(Parts(gpu, layers, self.ends, user.order))
+
+    def _take_over(self) -> None:
+        """Put this training in place of the layers' forward()."""
+        model = self.user.model
+        for place, module in enumerate(self.user.modules):
+            before = vars(module).get("forward")
+            module.forward = _turn_of(self, place)  # type: ignore[method-assign]
+            self._undo.callback(_restore, module, before)
+        for hook in (
+            model.register_state_dict_pre_hook(lambda *_: self.synchronize()),
+            model.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+            model.register_load_state_dict_post_hook(self._take_weights),
+        ):
+            self._undo.callback(hook.remove)
+
+
+def _turn_of(training: UserTraining, place: int) -> Callable[..., Any]:
+    return lambda *args, **words: training._visit(place, *args, **words)
+
+
+def _restore(module: nn.Module, before: Any) -> None:
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
+
+
+def _move_home(state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
+    """Fill a new state with the parameters' values, and let these be views of it."""
+
+    def values(named: Iterable[tuple[str, Tensor]]) -> None:
+        for (_, slab), parameter in zip(named, parameters, strict=True):
+            slab.copy_(parameter.detach())
+
+    fill([state], values)
+    for parameter, weight in zip(parameters, state.layout.views(state.current.weights), strict=True):
+        give(parameter, weight)
+
+
+@contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Autocast keeps its copies of weights until it ends: a whole model's, and a slot's of another step."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

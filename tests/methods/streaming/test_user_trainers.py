@@ -1,0 +1,434 @@
+"""A user's own script, streamed: the same losses, norms and weights bit by bit, within the memory given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.devices import sim
+from harness.simulation.fake_streams import DEVICE, watching
+from methods.l2l import L2LTrainer
+from methods.stronghold import StrongholdTrainer
+from tests.methods.streaming.user_models import (
+    MODELS,
+    Llama,
+    batches,
+    by_plain_torch,
+    layers_of,
+    made,
+    optimizer_of,
+    schedule_of,
+    streamed,
+)  # fmt: skip
+from tests.support.on_sim import call
+from tests.support.planting import planted
+from tests.support.races import NUM_WORKERS, Race, VectorClock
+
+KIB = 2**10
+PLACED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "W5, window 1": {"placement": "W5", "window_size": 1},
+    "R5": {"placement": "R5"},
+    "P5": {"placement": "P5"},
+    "S5": {"placement": "S5", "window_size": 2},
+    "all kinds": {"placement": "R1P1W1S1D1", "window_size": 2},
+    "ahead": {"placement": "P1W2S2", "window_size": 1, "clipping": "speculate"},
+}
+TRAINERS: dict[str, Callable[..., Any]] = {"l2l": L2LTrainer} | {
+    name: functools.partial(StrongholdTrainer, **words) for name, words in PLACED.items()
+}
+oracle = functools.cache(by_plain_torch)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("clip", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.cover(2)
+def test_bits_are_those_of_the_script_without_streaming(model: str, dtype: str, clip: float, trainer: str) -> None:
+    assert streamed(model, TRAINERS[trainer], dtype, clip) == oracle(model, dtype, clip)
+
+
+def overlapping(changes: dict[str, Any]) -> Callable[..., Any]:
+    return functools.partial(StrongholdTrainer, accumulates=True, **changes)
+
+
+@pytest.mark.parametrize("trainer", [L2LTrainer, *map(overlapping, ({}, {"placement": "R1P1W2S1", "window_size": 1}))])
+@pytest.mark.parametrize(("model", "dtype", "clip"), [("llama", "fp32", 1.0), ("shared", "bf16", 0.0)])
+def test_gradients_of_several_backward_passes_add_up(model: str, dtype: str, clip: float, trainer: Any) -> None:
+    assert streamed(model, trainer, dtype, clip, parts=3) == oracle(model, dtype, clip, parts=3)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_fp16_takes_the_scaled_loss(trainer: str) -> None:
+    assert streamed("unequal", TRAINERS[trainer], "fp16", 1.0) == oracle("unequal", "fp16", 1.0, scale=2.0**16)
+
+
+@pytest.mark.parametrize("trainer", ["l2l", "default", "all kinds", "ahead"])
+def test_fp16_skips_a_step_whose_gradient_is_not_finite(trainer: str) -> None:
+    model = made("llama", "fp16")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    optimizer = optimizer_of(list(model.parameters()))
+    with TRAINERS[trainer](model, model.layers, optimizer, max_norm=1.0, device="cpu") as trainer_:
+        [[batch]] = batches(1)
+        (trainer_.scale(model(*batch)) * torch.inf).backward()
+        trainer_.step()
+        assert trainer_.is_skipped and float(trainer_.scale(torch.ones(()))) == 2.0**15
+        after = model.state_dict()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def train(trainer: Any, model: nn.Module, steps: list, schedule: Any) -> list[float]:
+    losses = []
+    for [batch] in steps:
+        loss = model(*batch)
+        trainer.scale(loss).backward()
+        trainer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def begun(name: str, dtype: str, trainer: str) -> tuple[Any, nn.Module, torch.optim.AdamW]:
+    model = made(name, dtype)
+    optimizer = optimizer_of(list(model.parameters()))
+    return TRAINERS[trainer](model, layers_of(model), optimizer, max_norm=1.0, device="cpu"), model, optimizer
+
+
+@pytest.mark.parametrize(("first", "second"), [("all kinds", "l2l"), ("l2l", "S5"), ("ahead", "all kinds")])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_training_goes_on_from_its_state_dicts_in_another_placement(dtype: str, first: str, second: str) -> None:
+    steps = list(batches(6))
+    trainer, model, optimizer = begun("llama", dtype, first)
+    with trainer:
+        train(trainer, model, steps[:3], schedule_of(optimizer))
+        weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        state = trainer.state_dict()
+    trainer, model, optimizer = begun("llama", dtype, second)
+    with trainer:
+        model.load_state_dict(weights)
+        trainer.load_state_dict(state)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (4 + step))
+        assert train(trainer, model, steps[3:], schedule) == oracle("llama", dtype).losses[3:6]
+
+
+def test_the_state_is_one_that_plain_adamw_goes_on_from() -> None:
+    steps = list(batches(6))
+    trainer, model, optimizer = begun("tied", "fp32", "all kinds")
+    schedule = schedule_of(optimizer)
+    with trainer:
+        losses = train(trainer, model, steps[:3], schedule)
+        state = trainer.state_dict()
+    optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+    model.recomputes = True
+    for [batch] in steps[3:]:
+        loss = model(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses == oracle("tied").losses[:6]
+
+
+@pytest.mark.parametrize("trainer", ["l2l", "default", "all kinds", "ahead"])
+def test_evaluation_between_steps_changes_no_bit(trainer: str) -> None:
+    trainer_, model, optimizer = begun("llama", "fp32", trainer)
+    schedule, losses = schedule_of(optimizer), []
+    with trainer_:
+        for [batch] in batches(4):
+            with torch.no_grad():
+                told = float(model(*batch))
+            model(*batch)  # a forward pass without a backward pass, too
+            losses += train(trainer_, model, [[batch]], schedule)
+            assert told == losses[-1]
+    assert losses == oracle("llama").losses[:4]
+
+
+@pytest.mark.parametrize("trainer", ["l2l", "default"])
+def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
+    def course(recomputes: bool) -> list[float]:
+        model = made("llama")
+        model.recomputes = recomputes
+        optimizer = optimizer_of(list(model.parameters()))
+        trainer_ = (
+            None if recomputes else TRAINERS[trainer](model, layers_of(model), optimizer, max_norm=1.0, device="cpu")
+        )
+        losses = []
+        for [batch] in batches(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(*batch)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            if trainer_:
+                trainer_.step()
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        if trainer_:
+            trainer_.close()
+        return losses
+
+    assert course(recomputes=False) == course(recomputes=True)
+
+
+def test_the_model_is_the_users_again_after_close() -> None:
+    trainer, model, optimizer = begun("llama", "fp32", "all kinds")
+    parameters, [[batch]] = list(model.parameters()), batches(1)
+    with trainer:
+        train(trainer, model, [[batch]], schedule_of(optimizer))
+    assert all(before is after for before, after in zip(parameters, model.parameters(), strict=True))
+    assert "forward" not in vars(model.layers[0])
+    model(*batch).backward()
+    assert all(parameter.grad is not None for parameter in parameters)
+
+
+# ---- Memory, on sim
+
+SIZES = [600 * KIB, 800 * KIB, 1000 * KIB, 1400 * KIB, 2000 * KIB]
+
+
+def within(name: str, dtype: str, device_bytes: int) -> tuple[str, int, bool]:
+    """Return the placement chosen, the most bytes of the device in use, and whether the bits are the oracle's."""
+    chosen = []
+
+    def make(model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, **words: Any) -> Any:
+        [[batch]] = batches(1, device="sim")
+        trainer = StrongholdTrainer(
+            model, layers, optimizer, example=lambda: model(*batch), device_memory=device_bytes, **words
+        )
+        sim.started.reset_peaks()
+        chosen.append(trainer.placement)
+        return trainer
+
+    course = streamed(name, make, dtype, device="sim")
+    return chosen[0], sim.started.stats()["device_peak"], course == by_plain_torch(name, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["llama", "unequal", "gpt2"])
+def test_device_memory_stays_below_the_limit_and_is_used(model: str, dtype: str) -> None:
+    sizes = SIZES if dtype == "fp32" else [size * 3 // 4 for size in SIZES]
+    found = [call(within, model, dtype, size) for size in sizes]
+    assert all(exact for _, _, exact in found)
+    assert all(peak <= size for (_, peak, _), size in zip(found, sizes, strict=True)), found
+    assert len({placement for placement, _, _ in found}) >= 3  # more memory, more resident layers
+
+
+def test_without_room_for_the_model_it_is_said_what_it_needs() -> None:
+    with pytest.raises(ValueError, match=r"needs .* of device memory .*; try another placement"):
+        call(within, "llama", "fp32", 100 * KIB)
+
+
+# ---- Order of copies
+
+SLOT = "methods/streaming/slot.py"
+
+
+def races(**words: Any) -> list[Race]:
+    """Races of a training of three micro-batches a step."""
+    from methods.stronghold import StrongholdTrainer  # as loaded now
+
+    clock, make = VectorClock(), functools.partial(StrongholdTrainer, accumulates=True, **words)
+    with watching(clock, NUM_WORKERS):
+        streamed("llama", make, parts=3, steps=2, device=DEVICE)
+    return clock.races
+
+
+@pytest.mark.parametrize("window_size", [1, 2])
+@pytest.mark.parametrize("placement", ["W5", "P5", "S5", "R1P1W1S1D1"])
+@pytest.mark.cover(1)
+def test_no_race_where_gradients_add_up(placement: str, window_size: int) -> None:
+    assert races(placement=placement, window_size=window_size) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "endangered"),
+    [
+        ("layer.prefix, [free], pairs", "layer.prefix, [], pairs", "gradients 1 slab"),
+        ("self.device.compute.wait_event(copy(", "(copy(", "gradients 1 slab"),
+    ],
+)
+def test_a_wait_that_is_missing_where_gradients_add_up_is_a_race(old: str, new: str, endangered: str) -> None:
+    with planted(SLOT, old, new):
+        found = races(placement="W5", window_size=2)
+    assert endangered in {race.memory for race in found}, found
+
+
+# ---- Refusals
+
+
+def refused(match: str, name: str = "llama", change: Callable[[Any], Any] | None = None, **words: Any) -> None:
+    """Expect a refusal of a model after a change to it, in one line."""
+    model = made(name)
+    layers = (change(model) if change else None) or layers_of(model)
+    optimizer = words.pop("optimizer", None) or optimizer_of(list(model.parameters()))
+    with pytest.raises(ValueError, match=match) as raised:
+        StrongholdTrainer(model, layers, optimizer, device="cpu", **words)
+    assert "\n" not in str(raised.value)
+
+
+def frozen(model: Any) -> None:
+    model.layers[1].q.weight.requires_grad_(False)
+
+
+def mixed(model: Any) -> None:
+    model.layers[1].bfloat16()
+
+
+def with_statistics(model: Any) -> None:
+    model.layers[1].gate = nn.BatchNorm1d(8)
+
+
+def hooked(model: Any) -> None:
+    model.layers[1].q.weight.register_hook(lambda grad: grad)
+
+
+def on_meta(model: Any) -> None:
+    model.layers[1].to("meta")
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("layer 0 .Linear. is no part of the model", lambda model: [nn.Linear(2, 2)]),
+        ("layers.0 is listed twice", lambda model: [*model.layers, model.layers[0]]),
+        ("layers is listed twice, or has another layer in it", lambda model: [model.layers, model.layers[0]]),
+        ("layers.1.q.weight of a layer has requires_grad=False", frozen),
+        ("one dtype, float32, bfloat16 or float16, got float32 .*, bfloat16", mixed),
+        ("layers.1 .BatchNorm1d. has running statistics", with_statistics),
+        ("layers.1.q.weight has hooks", hooked),
+        ("layers.1.input_norm.weight is on the meta device", on_meta),
+    ],
+)
+def test_a_model_that_cannot_be_streamed_is_refused(match: str, change: Callable[[Any], Any]) -> None:
+    refused(match, change=change)
+
+
+def stepped() -> torch.optim.AdamW:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("match", "words"),
+    [
+        ("expected torch.optim.AdamW, got SGD", {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)}),
+        ("the optimizer lacks embed.weight, one of", {"optimizer": torch.optim.AdamW([nn.Parameter(torch.zeros(2))])}),
+        ("an optimizer before its first step", {"optimizer": stepped()}),
+        ("exclude each other", {"accumulates": True, "clipping": "speculate"}),
+        ("clipping: expected deferred or speculate, got 'never'", {"clipping": "never"}),
+        ("memory limits need device_memory, and example=", {"host_memory": 2**30}),
+        ("a device with a memory of its own, got cpu", {"device_memory": 2**30, "example": lambda: torch.zeros(())}),
+        ("window_size: expected 1 to 5, got 6", {"window_size": 6}),
+        ("the model has 5", {"placement": "R2W2"}),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(match: str, words: dict[str, Any]) -> None:
+    refused(match, **words)
+
+
+def looping(model: Any, batch: Any) -> None:
+    model.layers = nn.ModuleList([*model.layers, model.layers[0]])
+    model(*batch).backward()
+
+
+def two_losses(model: Any, batch: Any) -> None:
+    (model(*batch) + model(*batch)).backward()
+
+
+def turned_round(model: Any, batch: Any) -> None:
+    model.layers = nn.ModuleList([*reversed(model.layers)])
+    model(*batch)
+
+
+def its_own_checkpointing(model: Any, batch: Any) -> None:
+    model.recomputes = True
+    model(*batch).backward()
+
+
+def keeping(model: Any, batch: Any) -> None:
+    """As a cache of keys and values, which is fuller when it is recomputed."""
+    calls: list[int] = []
+    model.layers[2].v.register_forward_hook(lambda module, args, y: y if calls else calls.append(1) or y.tanh().tanh())
+    model(*batch).backward()
+
+
+def twice(model: Any, batch: Any) -> None:
+    model(*batch).backward()
+    model(*batch).backward()
+
+
+@pytest.mark.parametrize(
+    ("match", "work"),
+    [
+        ("expected one backward pass, through all layers, after each forward pass", looping),
+        ("expected one backward pass, through all layers, after each forward pass", two_losses),
+        ("layer 4 was called after layer -1: expected each layer once, in the order of the list", turned_round),
+        ("layer 4 was called after layer 4: .* own checkpointing must be off", its_own_checkpointing),
+        ("a second backward pass before step", twice),
+        ("layer 2 computed something else when it was recomputed", keeping),
+    ],
+)
+def test_a_loop_that_cannot_be_streamed_is_refused(match: str, work: Callable[[Any, Any], None]) -> None:
+    trainer, model, _ = begun("llama", "fp32", "default")
+    [[batch]] = batches(1)
+    with pytest.raises(ValueError, match=match) as raised:
+        work(model, batch)
+    assert "\n" not in str(raised.value)
+    trainer.__exit__(ValueError, None, None)
+
+
+class WithSpare(Llama):
+    """A head of which the loss makes no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+        self.layers[3].spare = nn.Linear(2, 2)
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    [[batch]] = batches(1)
+    for inside, name in ((True, "layers.3.spare.weight"), (False, "spare.weight")):
+        model = WithSpare()
+        if not inside:
+            del model.layers[3].spare
+        trainer = StrongholdTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cpu")
+        with pytest.raises(ValueError, match=f"^parameter {name} got no gradient"):
+            model(*batch).backward()
+            trainer.step()
+        trainer.__exit__(ValueError, None, None)
+
+
+def test_a_step_needs_a_backward_pass_and_settings_that_stay() -> None:
+    [[batch]] = batches(1)
+    model = made("llama")
+    optimizer = optimizer_of(list(model.parameters()))
+    with StrongholdTrainer(model, model.layers, optimizer, device="cpu") as trainer:
+        with pytest.raises(ValueError, match="expected a backward pass through all layers"):
+            trainer.step()
+        model(*batch).backward()
+        optimizer.param_groups[0]["lr"] = 1.0
+        with pytest.raises(ValueError, match="settings changed after the updates began"):
+            trainer.step()
+
+
+def test_a_step_of_the_optimizer_itself_is_refused() -> None:
+    [[batch]] = batches(1)
+    trainer, model, optimizer = begun("llama", "fp32", "l2l")
+    with trainer:
+        model(*batch).backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"expected trainer\.step\(\) alone"):
+            trainer.step()
