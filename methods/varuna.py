@@ -26,7 +26,7 @@ from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES, step_seconds
 from methods.shared.memory_needs import describe
 
-CLASSES = {"CutPoint": "user_pipeline", "Varuna": "user_pipeline", "Profiler": "profiler", "AutoConfig": "auto_config"}
+CLASSES = {"CutPoint": "pipeline", "Varuna": "pipeline", "Profiler": "profiler", "AutoConfig": "auto_config"}
 
 __path__ = [str(Path(__file__).with_name("pipeline") / "launch")]  # python -m methods.varuna.run, as in the original
 
@@ -94,39 +94,45 @@ class VarunaMethod(Method):
         return row | {"recompute": "every stage but the last, from its input"}
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods.pipeline.gpt_pipeline import GptPipeline, PipelineShape, joined
+        from harness.core.gpt import adamw
+        from methods.pipeline.cut_gpt import SHARED, CutGpt
+        from methods.pipeline.gpt_progress import GptProgress
+        from methods.pipeline.pipeline import Varuna
         from methods.shared.loss_scale import LossScale
 
         assert self.num_stages and self.chunk_size
-        ranks = RankMap.make(self.num_stages, self.world_size // self.num_stages)
-        shape = PipelineShape(ranks, self.chunk_size, self.schedule, float(self.peer_seconds))
-        with joined(self.world_size, device, shape.limit_seconds) as rank:
-            pipeline = GptPipeline(workload, shape, rank, device)
-            gradients, scale = pipeline.gradients, LossScale(workload)
-            source, steps, before = source_hash(Path(__file__)), list[Step](), {}
-            if self.resume and not self._begins_there():
-                steps, theirs = pipeline.resume(self.resume, scale)
-                before = {"resumed_steps": len(steps), "resumed_source": theirs}
-            num_before = len(steps)
-            for step, (inputs, targets) in enumerate(batches, start=1):
-                if step <= num_before:
-                    yield steps[step - 1]
-                    continue
-                loss = pipeline.passes(inputs, targets, scale.value)
-                loss, norm = gradients.reduce(loss, scale.value)
-                is_skipped = scale.overflows(norm)
-                if not is_skipped:
-                    gradients.clip(norm, workload.clip_norm or float("inf"))
-                    pipeline.update(workload.learning_rate_at(step))
-                pipeline.masters.zero_grad()
-                steps.append(scale.step(loss, norm, is_skipped=is_skipped))
-                if self.checkpoint and step % self.checkpoint_every == 0:
-                    pipeline.save(self.checkpoint, scale, steps, source)
-                yield steps[-1]
-            tensors = pipeline.tensors()
-            pipeline.close()
-            names = [str(stage) for stage in pipeline.stages]
-            return Trained(tensors, schedule={"stages": names, **before})
+        stages = gpt_stages(workload, self.num_stages)
+        gpt = CutGpt(workload, recomputes=self.schedule != "varuna" and self.num_stages > 1)
+        model = Varuna(
+            gpt, str(RankMap.make(self.num_stages, self.world_size // self.num_stages)), gpt.shapes,
+            workload.batch_size, self.chunk_size, workload.dtype == "fp16", device=device, shared_weights=SHARED,
+            cuts=[stage.layers.stop - 1 for stage in stages[:-1]], bf16=workload.dtype == "bf16",
+            schedule=self.schedule, init_weights=gpt.init_weights, limit_seconds=float(self.peer_seconds),
+        )  # fmt: skip
+        optimizer = adamw(model.parameters())
+        model.set_optimizer(optimizer, LossScale(workload))
+        source, steps, before = source_hash(Path(__file__)), list[Step](), {}
+        if self.resume and not self._begins_there():
+            model.load_checkpoint(self.resume, form=GptProgress)
+            steps, theirs = model.progress.steps_of(workload, self.resume), model.progress.source
+            before = {"resumed_steps": len(steps), "resumed_source": theirs}
+        num_before, size = len(steps), workload.batch_size // model.ranks.num_replicas
+        mine = slice(model.replica * size, (model.replica + 1) * size)  # samples of this replica
+        for step, (inputs, targets) in enumerate(batches, start=1):
+            if step <= num_before:
+                yield steps[step - 1]
+                continue
+            _, is_skipped = model.step({"inputs": inputs[mine], "targets": targets[mine]}, workload.clip_norm or None)
+            for group in optimizer.param_groups:
+                group["lr"] = workload.learning_rate_at(step)
+            if not is_skipped:
+                optimizer.step()
+            model.zero_grad()
+            steps.append(model.last_step)
+            if self.checkpoint and step % self.checkpoint_every == 0:
+                model.checkpoint(self.checkpoint, notes=GptProgress.notes(workload, steps, source))
+            yield steps[-1]
+        return Trained(model.leave(), schedule={"stages": [str(stage) for stage in stages], **before})
 
     def _begins_there(self) -> bool:
         """True if the folder to resume from is the one that this job writes to, which has nothing complete yet."""

@@ -73,9 +73,13 @@ class Ends(nn.Module):
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
         """Return the mean cross-entropy over all tokens, in fp32; the head is the token embedding. The gradient is
         multiplied by `scale`."""
-        hidden = self.lnf(x).flatten(0, 1)
-        mean: Tensor = HeadLoss.apply(hidden, self.wte.weight, targets.flatten(), scale)  # type: ignore[no-untyped-call]
-        return mean
+        return head_loss(self.lnf(x).flatten(0, 1), self.wte.weight, targets.flatten(), scale)
+
+
+@torch.fx.wrap  # one step in a trace that looks for CutPoints
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tensor:
+    mean: Tensor = HeadLoss.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]
+    return mean
 
 
 class HeadLoss(torch.autograd.Function):

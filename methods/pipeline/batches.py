@@ -45,14 +45,15 @@ def resized(sample: Inputs, size: int) -> dict[str, Any]:
     return {name: first(value) for name, value in sample.items()}
 
 
-def cast(inputs: Inputs, fp16: bool) -> dict[str, Any]:
-    return {name: moved(value, None, fp16) for name, value in inputs.items()}
+def cast(inputs: Inputs, dtype: torch.dtype | None) -> dict[str, Any]:
+    return {name: moved(value, None, dtype) for name, value in inputs.items()}
 
 
-def moved(value: Any, device: torch.device | None, fp16: bool) -> Any:
+def moved(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """Return the value on a device; a tensor of fractions in this dtype, unless that is None."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(device=device, dtype=torch.float16 if fp16 and value.is_floating_point() else value.dtype)
+    return value.to(device=device, dtype=dtype if dtype and value.is_floating_point() else value.dtype)
 
 
 def sample_shape(value: Any) -> tuple[int, ...] | None:

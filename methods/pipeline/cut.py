@@ -19,6 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from methods.pipeline.grouping import group
 from methods.pipeline.stage import Spec, spec_of
 
+LOSS_SCALE = "loss_scale"  # a number by which a forward pass that takes it multiplies its loss's gradient
+
 
 class CutPoint(nn.Module):
     """An identity that marks a possible cut: `x = self.cutpoints[3](x)`.
@@ -56,7 +58,7 @@ def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
         takes = ", ".join(expected)
         raise ValueError(f"the batch has {', '.join(unknown)}, which the model's forward pass does not take: {takes}")
     fixed = {name: inputs.get(name, item.default) for name, item in expected.items()
-             if not isinstance(inputs.get(name), Tensor)}  # fmt: skip
+             if not isinstance(inputs.get(name), Tensor) and (name != LOSS_SCALE or name not in inputs)}  # fmt: skip
     if missing := [name for name, value in fixed.items() if value is inspect.Parameter.empty]:
         raise ValueError(f"the batch lacks {', '.join(missing)}, which the model's forward pass takes")
     try:

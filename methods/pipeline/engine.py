@@ -36,6 +36,14 @@ class Engine:
         self.received, self.returned = received, returned
         self.is_opportunistic = is_opportunistic
 
+    @property
+    def waited_seconds(self) -> float:
+        """Return the seconds in which this stage could only wait for a neighbor."""
+        return self.transport.waited_seconds
+
+    def close(self) -> None:
+        self.transport.close()
+
     def step(self) -> None:
         """Run all passes of a step; afterwards the stage's parameters have the sum of the gradients."""
         transport = self.transport

@@ -64,7 +64,7 @@ class Gradients:
 
     def __init__(
         self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared],
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.masters, self.groups, self.dtype = dict(masters), groups, dtype
         self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]

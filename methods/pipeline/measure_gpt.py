@@ -11,52 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.base.rank_agent import OneRound, Rendezvous
 from harness.core.failures import LOST_RANK
-from harness.core.gpt import adamw
+from harness.core.gpt import DTYPES, adamw
 from harness.core.job import Workload
-from methods.pipeline.cut import CutPoint
-from methods.pipeline.gpt_stage import GptPart, build
-from methods.pipeline.partition import GptStage
+from methods.pipeline.cut_gpt import CutGpt
 from methods.pipeline.profiler import Profiler
-
-
-class LayersSection(nn.Module):
-    """A stage's part as it runs in a pipeline, without recomputing each layer."""
-
-    def __init__(self, part: GptPart) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part.bottom(x)
-
-
-class HeadSection(LayersSection):
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
-        return self.part.ends.loss(x, targets)
-
-
-class CutGpt(nn.Module):
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        last = workload.num_layers
-
-        def part(*stage: Any) -> GptPart:
-            return build(workload, GptStage(*stage), "cpu")[0]
-
-        self.parts = nn.ModuleList(LayersSection(part(layer, 1, layer == 0, False)) for layer in range(last))
-        self.cutpoints = [CutPoint() for _ in range(last)]
-        self.head = HeadSection(part(last, 0, False, True))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        x = inputs
-        for layers, cutpoint in zip(self.parts, self.cutpoints, strict=True):
-            x = cutpoint(layers(x))
-        found: Tensor = self.head(x, targets)
-        return found
 
 
 def measure(order: dict[str, Any]) -> None:
@@ -70,7 +32,11 @@ def measure(order: dict[str, Any]) -> None:
         tokens = torch.randint(workload.vocab_size, (size, workload.seq_len + 1))
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
-    profiler = Profiler(CutGpt(workload), fp16=workload.dtype == "fp16", make_optimizer=adamw)
+    gpt = CutGpt(workload)
+    profiler = Profiler(
+        gpt.to(DTYPES[workload.dtype]), fp16=workload.dtype == "fp16", make_optimizer=adamw,
+        init_weights=gpt.init_weights,
+    )  # fmt: skip
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
     if profiler.rank == 0:

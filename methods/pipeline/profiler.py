@@ -33,12 +33,13 @@ from harness.devices.streams import STREAMS
 from methods.pipeline.batches import Inputs, cast, moved
 from methods.pipeline.cut import Part, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.partition import BUCKET_BYTES
+from methods.pipeline.pipeline import InitWeights, chosen_device
 from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
-from methods.pipeline.transport import backend_of, gathered, join
-from methods.pipeline.user_pipeline import chosen_device
+from methods.pipeline.transport import gathered, place
 
 MOST_REPEATS = 16
 RUNS = 7  # runs whose median counts, after one that does not count
+LIMIT_SECONDS = 1800.0  # longest wait for another rank
 
 
 class Values(NamedTuple):
@@ -51,17 +52,18 @@ class Values(NamedTuple):
 
 class Profiler:
     """`device`: the number of a GPU, -1 for that of torchrun's LOCAL_RANK, as for Varuna. Joins the ranks that torchrun
-    started. In fp16 the model itself is rounded. `make_optimizer`: of parameters, the one that will train them."""
+    started. In fp16 the model itself is rounded. `make_optimizer`: of parameters, the one that will train them.
+    `init_weights`: as for Varuna, of a model on the meta device."""
 
     def __init__(
         self, model: nn.Module, device: int = -1, fp16: bool = False, *,
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
+        init_weights: InitWeights | None = None,
     ) -> None:  # fmt: skip
         self.device = chosen_device(device, -1)
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            join(1800.0, backend_of(self.device))
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world_size = place(LIMIT_SECONDS, self.device)
         self.fp16, self.model, self.make_optimizer = fp16, model.half() if fp16 else model, make_optimizer
+        self.dtype, self.init_weights = torch.float16 if fp16 else None, init_weights
         self.sections: list[Part] = []
 
     def initialize(self, get_batch: Callable[[int], Inputs]) -> None:
@@ -79,7 +81,7 @@ class Profiler:
         sizes = sorted(set(microbatches))
         if not sizes or sizes[0] < 1:
             raise ValueError(f"microbatches: expected sizes of at least 1, got {sizes}")
-        batches = {size: cast(get_batch(size), self.fp16) for size in sizes}
+        batches = {size: cast(get_batch(size), self.dtype) for size in sizes}
         num_params = [sum(weight.numel() for weight in part.module.parameters()) for part in self.sections]
         self._returned = {
             size: [values for values, _ in probe(self.sections, batch)] for size, batch in batches.items()
@@ -128,7 +130,7 @@ class Profiler:
 
     def _visit(self, number: int, batches: Mapping[int, Inputs]) -> None:
         """Run one pass of each size; a size for which memory runs out ends the list from now on."""
-        module = self.sections[number].module.to(self.device)
+        module = self._here(number)
         try:
             for size, batch in batches.items():
                 if (number, size) in self._too_large:
@@ -150,15 +152,27 @@ class Profiler:
                 if each >= size:
                     self._seconds.pop((number, each), None)
         finally:
-            module.zero_grad()
-            module.to("cpu")
+            self._leave(module)
+
+    def _here(self, number: int) -> nn.Module:
+        """Return a section on the device, where weights without memory are made."""
+        module = self.sections[number].module
+        if not self.init_weights:
+            return module.to(self.device)
+        module.to_empty(device=self.device)
+        self.init_weights((name, weight.data) for name, weight in module.named_parameters())
+        return module
+
+    def _leave(self, module: nn.Module) -> None:
+        module.zero_grad()
+        module.to("meta" if self.init_weights else "cpu")
 
     def _values(self, number: int, size: int, batch: Inputs) -> Values:
         returned = self._returned[size]
         received = [self._drawn(tensor) for tensor in returned[number - 1]] if number else []
         is_last = number == len(self.sections) - 1
         grads = None if is_last else [self._drawn(each).detach() for each in returned[number] if each.requires_grad]
-        inputs = [moved(batch.get(name), self.device, self.fp16) for name in self.sections[number].inputs]
+        inputs = [moved(batch.get(name), self.device, self.dtype) for name in self.sections[number].inputs]
         return Values(received, inputs, grads)
 
     def _drawn(self, like: Tensor) -> Tensor:
@@ -253,10 +267,7 @@ class Profiler:
         others."""
         hosts, found = self._gathered(socket.gethostname()), []
         number = self.rank % len(self.sections)
-        module, values = (
-            self.sections[number].module.to(self.device),
-            self._values(number, *next(iter(batches.items()))),
-        )
+        module, values = self._here(number), self._values(number, *next(iter(batches.items())))
         with ThreadPoolExecutor(1) as pool:
             for size in sizes:
                 for parity in (0, 1):
@@ -269,8 +280,7 @@ class Profiler:
                         _backward(module(*values.received, *values.inputs), values.grads)
                     is_one_machine = hosts[lower] == hosts[lower + 1]
                     found.append(((is_one_machine, size), statistics.median(running.result()[1:]) / 2))
-        module.zero_grad()
-        module.to("cpu")
+        self._leave(module)
         return [Message(*key) for key in self._medians(found)]
 
     @staticmethod

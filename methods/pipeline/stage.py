@@ -27,13 +27,11 @@ class Stage:
         self.device = torch.device(device)
         self.kept: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}  # inputs and random state of each micro-batch
         self.ready: tuple[list[Tensor], Sequence[Tensor]] | None = None  # inputs and outputs for the backward pass
-        self.losses: list[Tensor] = []  # of the last stage, one for each micro-batch
 
     def forward(self, number: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the forward pass; return the tensors to send up, none on the last stage."""
         if self.is_last:
             self.ready = self._with_graph(number, inputs)
-            self.losses.append(self.ready[1][0].detach())
             return ()
         self.kept[number] = inputs, self._random_state()
         with torch.no_grad():

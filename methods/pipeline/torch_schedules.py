@@ -1,21 +1,34 @@
 """GPipe and 1F1B by torch.distributed.pipelining: torch's own engine and messages.
 
-Each layer is recomputed in the backward pass.
+A stage keeps what its forward pass made, unless its modules recompute it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from methods.pipeline.engine import Note, unnoted
-from methods.pipeline.gpt_stage import Batch
+from methods.pipeline.stage import Compute
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+LOSS = torch.empty((), device="meta")  # what the last stage's module returns
+
+
+class NumberedModule(nn.Module):
+    """A stage's computation as torch calls it: by the tensors received, without the micro-batch's number."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self.compute, self.number = compute, 0
+
+    def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.compute(self.number, received))
 
 
 class NotedStage(PipelineStage):
@@ -24,6 +37,7 @@ class NotedStage(PipelineStage):
     note: Note = staticmethod(unnoted)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **words: Any) -> Any:
+        self.submod.number = fwd_chunk_id  # type: ignore[assignment]
         with self.note("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **words)
 
@@ -33,26 +47,35 @@ class NotedStage(PipelineStage):
 
 
 class TorchSchedule:
-    """GPipe or 1F1B of torch. `boundary`: a tensor like a micro-batch's between two stages, of any memory."""
+    """GPipe or 1F1B of torch, over micro-batches of one size. `place`: the stage's number, the number of stages, and
+    that of micro-batches; `received`, `sent`: tensors like those at the cuts, of any memory, none at an end."""
 
-    def __init__(self, schedule: str, batch: Batch, place: tuple[int, int], boundary: Tensor, tokens: Tensor,
-                 group: Any, device: str, note: Note = unnoted) -> None:  # fmt: skip
-        number, num_stages = place
-        first = tokens if number == 0 else boundary.requires_grad_()
+    waited_seconds = 0.0  # torch's waits are not told
+
+    def __init__(self, schedule: str, compute: Compute, place: tuple[int, int, int], received: Sequence[Tensor],
+                 sent: Sequence[Tensor], group: Any, device: torch.device, note: Note = unnoted) -> None:  # fmt: skip
+        number, num_stages, self.num_micro_batches = place
         self.stage = NotedStage(
-            batch.part, number, num_stages, torch.device(device), input_args=(first,),
-            output_args=(boundary.detach().clone().requires_grad_(),), group=group or dist.group.WORLD,
+            NumberedModule(compute), number, num_stages, device, input_args=tuple(map(_like, received)),
+            output_args=tuple(map(_like, sent or [LOSS])), group=group or dist.group.WORLD,
         )  # fmt: skip
         self.stage.note = note  # type: ignore[method-assign]
         # Gradients are weighted already, so the sum over micro-batches is all.
-        self.schedule = SCHEDULES[schedule](self.stage, batch.num_micro_batches, loss_fn=batch.loss, scale_grads=False)
-        self.batch = batch
+        self.schedule = SCHEDULES[schedule](
+            self.stage, self.num_micro_batches, loss_fn=lambda found, _: found[0], scale_grads=False
+        )
 
-    def step(self) -> list[Tensor]:
-        """Run all passes of a step; return the losses of the last stage."""
-        losses: list[Tensor] = []
-        stage = self.batch.part.stage
-        inputs = (torch.cat(self.batch.inputs),) if stage.is_first else ()
-        targets = torch.cat(self.batch.targets) if stage.is_last else None
-        self.schedule.step(*inputs, target=targets, losses=losses if stage.is_last else None, return_outputs=False)
-        return [loss.detach() for loss in losses]
+    def step(self) -> None:
+        """Run all passes of a step."""
+        self.schedule.step(target=torch.zeros(self.num_micro_batches), return_outputs=False)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Run forward passes alone."""
+        self.schedule.eval(target=torch.zeros(self.num_micro_batches), return_outputs=False)
+
+    def close(self) -> None: ...
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)

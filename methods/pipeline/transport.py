@@ -151,6 +151,16 @@ class Transport:
                 box.close()
 
 
+def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, after it has met the others that torchrun's variables name;
+    without them a process is alone."""
+    if not dist.is_initialized():
+        if "WORLD_SIZE" not in os.environ:
+            return 0, 1
+        join(limit_seconds, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
 def join(timeout_seconds: float, backend: str = "gloo") -> None:
     """Meet the other ranks that torchrun's variables name. Raises LostPeer that names the missing ones."""
     limit, began = timedelta(seconds=timeout_seconds), time.monotonic()
@@ -183,10 +193,6 @@ def _store(rank: int, limit: timedelta) -> Any:
         who = "the agent" if is_agents else "rank 0"
         raise LostPeer(f"{who} did not answer at {host}:{port} within {limit.total_seconds():g} s") from error
     return dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
-
-
-def backend_of(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def gathered(own: bytes, group: dist.ProcessGroup | None, device: str | torch.device = "cpu") -> list[bytes]:

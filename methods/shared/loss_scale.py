@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class LossScale:
     """The scale of the current step's loss: always 1 in dtypes other than fp16."""
 
+    least, is_dynamic = 1.0, True
+
     def __init__(self, training: Workload | Terms) -> None:
         self.is_used = training.dtype == "fp16"
         self.value = INITIAL_LOSS_SCALE if self.is_used else 1.0
@@ -38,8 +40,24 @@ class LossScale:
             return Step(loss, norm)
         ended = Step(loss, norm, loss_scale=self.value, is_skipped=is_skipped)
         self.num_good = 0 if is_skipped else self.num_good + 1
+        if not self.is_dynamic:
+            return ended
         if is_skipped:
-            self.value = max(1.0, self.value / 2)
+            self.value = max(self.least, self.value / 2)
         elif self.num_good % LOSS_SCALE_WINDOW == 0:
             self.value *= 2
         return ended
+
+    def resume(self, value: float, num_good: int) -> None:
+        """Go on from the value of a checkpoint. A scale that is not used, or is static, stays as it is."""
+        if self.is_used and self.is_dynamic:
+            self.value, self.num_good = value, num_good
+
+
+class ChosenLossScale(LossScale):
+    """A scale by a script's numbers. `start`: the first value, None: no scale is used; `least`: the lowest; not
+    `is_dynamic`: the first value stays."""
+
+    def __init__(self, start: float | None, least: float = 1.0, *, is_dynamic: bool = True) -> None:
+        self.is_used, self.value, self.num_good = start is not None, start or 1.0, 0
+        self.least, self.is_dynamic = least, is_dynamic

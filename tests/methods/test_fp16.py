@@ -23,7 +23,7 @@ from harness.run import worker
 from harness.simulation.batches import token_batches
 from methods.offload.clip import Clip
 from methods.shared import loss_scale
-from methods.shared.loss_scale import LossScale
+from methods.shared.loss_scale import ChosenLossScale, LossScale
 from tests.methods.test_agree import difference, largest_difference
 from tests.support.bugs import COMMITTED, overflow
 from tests.support.planting import planted
@@ -80,6 +80,16 @@ def test_the_scale_is_never_below_1() -> None:
     for _ in range(20):
         scale.step(torch.zeros(()), None, is_skipped=True)
     assert scale.value == 1
+
+
+def test_a_scripts_scale_has_its_least_or_stays() -> None:
+    """Of ten overflows."""
+    for scale, ended in ((ChosenLossScale(64.0, 4.0), 4.0), (ChosenLossScale(64.0, is_dynamic=False), 64.0)):
+        for _ in range(10):
+            scale.step(torch.zeros(()), None, is_skipped=True)
+        assert scale.value == ended
+        scale.resume(2.0, 5)
+        assert (scale.value, scale.num_good) == ((2.0, 5) if scale.is_dynamic else (64.0, 0))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -13,7 +13,7 @@ LONGEST = (
     "places/test_slurm", "places/test_accounting", "places/test_docker", "cli/test_demo", "bench/test_gpu_calls",
     "methods/test_engines", "methods/test_varuna", "core/test_method", "jobs/test_largest_depth", "figures/test_case",
     "run/test_ranks", "methods/sharding/test_rehearsal", "jobs/test_next_calls", "methods/pipeline/test_partition",
-    "methods/pipeline/test_morphs", "devices/test_sim", "methods/pipeline/test_user_pipeline", "run/test_launch",
+    "methods/pipeline/test_morphs", "devices/test_sim", "methods/pipeline/test_pipeline", "run/test_launch",
 )  # fmt: skip
 ONE_SERVER = 3  # of the first, for one process
 

@@ -14,7 +14,7 @@ class PipelineBug(NamedTuple):
     new: str
 
 
-GRADIENTS, USER = "methods/pipeline/gradients.py", "methods/pipeline/user_pipeline.py"
+GRADIENTS, USER = "methods/pipeline/gradients.py", "methods/pipeline/pipeline.py"
 BUGS = [
     PipelineBug(
         "tied_gradient_not_summed",
@@ -42,15 +42,15 @@ BUGS = [
     ),
     PipelineBug(
         "one_rank_steps_through_an_overflow",
-        "methods/varuna.py",
-        "is_skipped = scale.overflows(norm)",
-        "is_skipped = scale.overflows(norm) and rank != 1",
+        USER,
+        "overflow = self.scale.overflows(norm)",
+        "overflow = self.scale.overflows(norm) and self.rank != 1",
     ),
     PipelineBug(
         "short_last_micro_batch_weighs_as_the_others",
         USER,
-        "(self.sizes[number] / self.batch_size)",
-        "(1 / len(self.sizes) / self.ranks.num_replicas)",
+        "self.sizes[number] / self.batch_size",
+        "1 / len(self.sizes) / self.ranks.num_replicas",
     ),
     PipelineBug(
         "random_state_of_the_recompute_not_restored",

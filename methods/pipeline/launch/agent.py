@@ -28,7 +28,7 @@ ERROR_BYTES = 3000  # the end of a traceback, in one line of a pipe
 ALIVE_SECONDS = 2.0
 # Modules that ranks use; torch imports torch._dynamo when a tensor is first used under one of its counters, without
 # compiling.
-IMPORTS = ("methods.pipeline.user_pipeline", "torch.distributed.checkpoint", "torch._dynamo")
+IMPORTS = ("methods.pipeline.pipeline", "torch.distributed.checkpoint", "torch._dynamo")
 
 
 class MachineAgent(RankAgent):

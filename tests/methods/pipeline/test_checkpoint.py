@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from methods.pipeline import checkpoint_reader
 from methods.pipeline.checkpoint import Checkpoints, read
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, complete_steps, folder_of
-from methods.pipeline.gpt_pipeline import GptProgress
+from methods.pipeline.gpt_progress import GptProgress
 from tests.support.ranks import on_ranks
 
 MOMENTS = 50
@@ -106,7 +106,7 @@ def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: P
         read(tmp_path)
 
 
-PROGRESS = asdict(GptProgress({"num_layers": 2}, 1.0, 7, *([1.0] * 7, [1.0] * 7, [None] * 7, [False] * 7)))
+PROGRESS = asdict(GptProgress(7, 1.0, 7, {"num_layers": 2}, *([1.0] * 7, [1.0] * 7, [None] * 7, [False] * 7)))
 MOMENT, OPTIONS = "optimizer.layer.1.exp_avg", "options.layer.1"
 TAMPERED: dict[str, dict[str, Any]] = {
     "exp_avg of layer.1 is float32 of shape (3,), here float32 of shape (64, 64)": {MOMENT: torch.zeros(3)},

@@ -30,7 +30,7 @@ from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
 from methods.pipeline.launch.machines import MachineLine, Remote, command, is_here, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
-from methods.pipeline.user_pipeline import Varuna
+from methods.pipeline.pipeline import Varuna
 from tests.methods.pipeline import user_model
 from tests.support import forks
 
@@ -110,7 +110,7 @@ def test_the_gate_names_what_a_morph_lost(
     (tmp_path / "again").mkdir()
     again = LaunchedJob(tmp_path / "again", MUTANTS[reason].get("batch_size", SIZE))
     assert again.model.load_checkpoint(tmp_path / "checkpoints") == BEFORE
-    again.model._loss_scale = MUTANTS[reason].get("scale", again.model._loss_scale)
+    again.model.scale.value = MUTANTS[reason].get("scale", again.model.scale.value)
     again.train(BEFORE, AFTER, MUTANTS[reason].get("data", 0), MUTANTS[reason].get("rate", 0))
     verdict = judge([*before, *again.steps()], whole.steps(), tolerance=0.0)
     assert verdict.reason == reason, verdict.text

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.core.job import Workload
+from harness.core.method import TensorState, Training
 from harness.devices.memory_account import Tracker
 from harness.simulation.batches import token_batches
 from methods.pipeline.checkpoint import Checkpoints
@@ -54,16 +55,14 @@ def train(workload: Workload, steps: int, options: dict[str, Any], name: str = "
     torch.manual_seed(workload.seed)
     training = settled(name, options, workload).train(workload, token_batches(workload, steps), "cpu")
     found: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
-    while True:
-        try:
-            step = next(training)
-        except StopIteration as end:
-            found["tensors"] = {state.name: [bits(state.weight), bits(state.exp_avg)] for state in end.value.tensors}
-            return found
+    for _ in range(steps):
+        step = next(training)
         assert step.grad_norm is not None
         found["losses"].append(step.loss.item())
         found["norms"].append(step.grad_norm.item())
         found["skipped"].append(step.is_skipped)
+    found["tensors"] = {state.name: [bits(state.weight), bits(state.exp_avg)] for state in end_of(training)}
+    return found
 
 
 def peak(training: dict[str, Any]) -> int:
@@ -74,9 +73,19 @@ def peak(training: dict[str, Any]) -> int:
     found = 0
     with Tracker() as tracker:
         batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, 2)]
-        for _ in settled("varuna", options, workload).train(workload, batches, device):
+        training = settled("varuna", options, workload).train(workload, batches, device)
+        for _ in batches:
+            next(training)
             found = tracker.stats()["device_peak" if device == "sim" else "host_peak"]
+        end_of(training)
     return found
+
+
+def end_of(training: Training) -> list[TensorState]:
+    """The tensors of a training that has had all of its batches."""
+    with pytest.raises(StopIteration) as end:
+        next(training)
+    return list(end.value.value.tensors)
 
 
 def bits(tensor: Any) -> float:
@@ -90,16 +99,20 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
     from methods.varuna import Varuna
 
     size, steps = training["batch_size"], training["steps"]
-    whole = user_model.make(dropout=training.get("dropout", 0.0))
+    with torch.device("meta" if training.get("meta") else "cpu"):
+        given = user_model.make(dropout=training.get("dropout", 0.0))
+    seeded = user_model.make().state_dict()
     model = Varuna(
-        whole, training["map"], lambda size, device=None: user_model.batch(0, size), size,
+        given, training["map"], lambda size, device=None: user_model.batch(0, size), size,
         training["chunk"], fp16=training.get("fp16", False), shared_weights=user_model.SHARED,
-        cuts=training.get("cuts"),
+        cuts=training.get("cuts"), bf16=training.get("bf16", False), schedule=training.get("schedule", "varuna"),
+        init_weights=lambda named: [tensor.copy_(seeded[name]) for name, tensor in named],
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
     model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))
     torch.manual_seed(model.stage)
     found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "active": model.active}
+    found["here"] = sorted(name for name, weight in given.named_parameters() if not weight.is_meta)
     first = model.load_checkpoint(training["load"]) if "load" in training else 0
     for step in range(first, steps):
         mine = user_model.share(user_model.batch(step, size), model.replica, model.ranks.num_replicas)
@@ -119,6 +132,20 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     dist.destroy_process_group()
     return found
+
+
+def refused(training: dict[str, Any]) -> str:
+    """What a process says of a model that it does not take."""
+    from methods.varuna import Varuna
+
+    size = training["batch_size"]
+    with pytest.raises(ValueError) as error:
+        Varuna(
+            user_model.make(), training["map"], lambda size, device=None: user_model.batch(0, size), size,
+            training["chunk"], shared_weights=user_model.SHARED, schedule=training["schedule"],
+        )  # fmt: skip
+    dist.destroy_process_group()
+    return str(error.value)
 
 
 def by_user_with_other_shapes(training: dict[str, Any]) -> list[str]:
@@ -206,6 +233,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "method": by_method,
     "user": by_user,
     "peak": peak,
+    "refused": refused,
     "shapes": by_user_with_other_shapes,
     "sum": sum_alone,
     "save": save,

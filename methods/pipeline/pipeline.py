@@ -1,4 +1,4 @@
-"""Varuna for users' models: a model with CutPoints, of which every process keeps its stage.
+"""Varuna: a model with CutPoints, of which every process keeps its stage.
 
     shared = [("wte.weight", "head.weight")]
     model = Varuna(model, "0,2;1,3;", get_batch, batch_size=64, chunk_size=4, shared_weights=shared)
@@ -15,32 +15,39 @@ each process has its stage's part of the global batch's gradient, which is that 
 
 from __future__ import annotations
 
-import math
+import inspect
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.core.method import TensorState
+from harness.devices.streams import STREAMS, UNNOTED
 from methods.pipeline.batches import Inputs, cast, micro_batch_sizes, moved, resized, sample_shape, split
 from methods.pipeline.checkpoint import Checkpoints
-from methods.pipeline.cut import CutPoint, Part, choose_cuts, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.cut import LOSS_SCALE, CutPoint, Part, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.engine import Engine, order_of
 from methods.pipeline.gradients import Gradients, Groups, Shared, all_reduce
 from methods.pipeline.link import done, link, num_updates
 from methods.pipeline.masters import Masters
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.stage import Spec, Stage
-from methods.pipeline.transport import Transport, backend_of, join
+from methods.pipeline.transport import Transport, place
+from methods.shared.loss_scale import ChosenLossScale, LossScale
+
+if TYPE_CHECKING:
+    from methods.pipeline.torch_schedules import TorchSchedule
 
 __all__ = ["CutPoint", "Varuna"]
-SCALE_WINDOW = 1000  # good steps in a row, after which the loss scale doubles
+InitWeights = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,17 @@ class Varuna(nn.Module):
     `get_batch_fn(size, device=None)` returns a batch of that size, to find the shapes at the cuts; nothing is trained
     on it. `batch_size`: of all replicas together. `chunk_size`: samples of a micro-batch; the last one may be smaller.
     `shared_weights`: pairs of names of parameters that are one. `cuts`: the CutPoints to cut at, counted from 0 in the
-    order of the forward pass, as AutoConfig's table names them; None: those that balance the FLOPs. Raises ValueError,
+    order of the forward pass, as AutoConfig's table names them; None: those that balance the FLOPs. `bf16`: as fp16,
+    without a loss scale. `schedule`: or 1f1b, gpipe, by torch, which recompute nothing. `init_weights`: of a model on
+    torch's meta device, fills tensors in place by their names: each process makes its stage alone. Raises ValueError,
     one line, for a model that cannot be cut so, and LostPeer for a process that does not come.
     """
 
     def __init__(
         self, model: nn.Module, stage_to_rank_map: str, get_batch_fn: Callable[..., Inputs], batch_size: int,
-        chunk_size: int, fp16: bool = False, local_rank: int = -1, device: int = -1,
+        chunk_size: int, fp16: bool = False, local_rank: int = -1, device: int | str = -1,
         shared_weights: Sequence[tuple[str, str]] | None = None, *, cuts: Sequence[int] | None = None,
+        bf16: bool = False, schedule: str = "varuna", init_weights: InitWeights | None = None,
         limit_seconds: float = 1800.0,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -74,42 +84,42 @@ class Varuna(nn.Module):
             cuts = self._link.cuts
         self.ranks = RankMap.parse(stage_to_rank_map)
         self.device = chosen_device(device, local_rank)
-        if not dist.is_initialized():
-            join(limit_seconds, backend_of(self.device))
-        self.rank = dist.get_rank()
-        if dist.get_world_size() != self.ranks.world_size:
-            raise ValueError(f"stage_to_rank_map: expected {dist.get_world_size()} ranks, got {self.ranks}")
+        self.rank, world_size = place(limit_seconds, self.device)
+        if world_size != self.ranks.world_size:
+            raise ValueError(f"stage_to_rank_map: expected {world_size} ranks, got {self.ranks}")
         self.stage, self.replica = self.ranks.place_of(self.rank)
         self.batch_size, self.fp16 = batch_size, fp16
+        self.dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else None  # None: the model's own
         self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)
         sample = get_batch_fn(chunk_size, device=None)
         self._shapes = {name: sample_shape(value) for name, value in sample.items()}
+        if LOSS_SCALE in inspect.signature(model.forward).parameters:
+            sample = {**sample, LOSS_SCALE: 1.0}
         pairs = list(shared_weights or [])
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.weight_shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
         parts = self._cut(model, sample, cuts)
         shared = _shared(model, parts, pairs)
+        self.stage_of = {name: number for number, part in reversed([*enumerate(parts)])
+                         for name, _ in part.module.named_parameters()}  # fmt: skip
         self._other_names = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
-        mine = parts[self.stage].module
-        starts = {name: weight.detach().float().clone() for name, weight in mine.named_parameters()} if fp16 else None
-        if fp16:
-            model.half()
+        starts = self._starts(parts[self.stage].module, init_weights)
+        if self.dtype:
+            model.to(self.dtype)
         returned = self._probe(parts, sample, chunk_size)
-        # One engine for each mode, because a trace fixes a module's use of self.training.
-        self.modes = {True: parts[self.stage]}
-        self.modes[False] = self._in_eval_mode(model, sample, parts)
-        mine.to(self.device)
-        if starts:
-            starts = {name: start.to(self.device) for name, start in starts.items()}
-        self._masters = Masters(dict(mine.named_parameters()), starts)
-        groups = Groups(self.ranks, self.rank, shared, limit_seconds)
-        self._groups = groups
-        self._gradients = Gradients(
-            self._masters.trained(), names, groups, shared, torch.float16 if fp16 else torch.float32
-        )
-        self._engine = self._make_engine(returned, limit_seconds)
-        self._loss_scale, self._num_good, self._min_scale, self._is_dynamic = 1.0, 0, 1.0, False
+        _give_memory(model, starts)
+        # One part for each mode, because a trace fixes a module's use of self.training.
+        self.modes = {is_training: self._part(model, sample, is_training) for is_training in (False, True)}
+        mine = self.part.to(self.device)
+        masters = {name: start.to(self.device) for name, start in starts.items()} if self.dtype else None
+        self._masters = Masters(dict(mine.named_parameters()), masters)
+        self._groups = Groups(self.ranks, self.rank, shared, limit_seconds)
+        self._gradients = Gradients(self._masters.trained(), [*self.weight_shapes], self._groups, shared, self.dtype)
+        self._passes = self._make_passes(returned, schedule, limit_seconds)
+        self._losses: list[Tensor] = []  # of the last stage: each micro-batch's share of the global batch's
+        self.scale: LossScale = ChosenLossScale(None)
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
         self.num_steps = 0  # steps taken, those that overflow included
+        self.progress: Any = None  # of the checkpoint that was loaded
         self._same_weights(shared)
 
     # ---- Set-up
@@ -131,17 +141,29 @@ class Varuna(nn.Module):
         self.active = choose_cuts(flops, weighs, num_stages)
         return cut(model, graph, self.active)
 
-    def _in_eval_mode(self, model: nn.Module, sample: Inputs, parts: Sequence[Part]) -> Part:
-        graph = traced(model.eval(), sample)
-        part = cut(model, graph, self.active)[self.stage]
-        model.train()
-        return part
+    def _part(self, model: nn.Module, sample: Inputs, is_training: bool) -> Part:
+        return cut(model, traced(model.train(is_training), sample), self.active)[self.stage]
+
+    def _starts(self, module: nn.Module, init_weights: InitWeights | None) -> dict[str, Tensor]:
+        """Return this stage's values of before they are rounded; if the model has no memory, all values, made here."""
+        named: dict[str, Tensor] = dict(module.named_parameters())
+        if not any(weight.is_meta for weight in named.values()):
+            return {name: weight.detach().float().clone() for name, weight in named.items()} if self.dtype else {}
+        if init_weights is None:
+            raise ValueError("expected a model with memory, got one on the meta device; try init_weights=...")
+        made = {
+            name: torch.empty_like(tensor, device=self.device,
+                                   dtype=torch.float32 if self.dtype and tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in {**named, **dict(module.named_buffers())}.items()
+        }  # fmt: skip
+        init_weights(made.items())
+        return made
 
     def _probe(self, parts: Sequence[Part], sample: Inputs, chunk_size: int) -> dict[int, list[Any]]:
         """Return each part's result, by size of micro-batch. Every process refuses the same unsendable values, so that
         none waits for one that has refused."""
         chunks = {size: resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
-        returned = {size: [*probe(parts, cast(each, self.fp16))] for size, each in chunks.items()}
+        returned = {size: [*probe(parts, cast(each, self.dtype))] for size, each in chunks.items()}
         *below, (last, _) = returned[self.sizes[0]]
         self._check_loss(last[0])
         for number, (values, _) in enumerate(below):
@@ -154,8 +176,10 @@ class Varuna(nn.Module):
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"expected the model's forward pass to return a loss of one element, got {got}")
 
-    def _make_engine(self, returned: Mapping[int, Sequence[Any]], limit_seconds: float) -> Engine:
-        """Make the engine. `returned`: each part's result, by size of micro-batch."""
+    def _make_passes(
+        self, returned: Mapping[int, Sequence[Any]], schedule: str, limit_seconds: float
+    ) -> Engine | TorchSchedule:
+        """Make what runs a step's passes. `returned`: each part's result, by size of micro-batch."""
         stage, last, pipeline = self.stage, self.ranks.num_stages - 1, self.ranks.pipeline(self.replica)
         self._sent: list[list[Spec]] = []
         received: list[list[Spec]] = []
@@ -168,11 +192,30 @@ class Varuna(nn.Module):
                 self._sent.append(specs_of(tensors, stage))
                 gradients.append(specs_of([tensor for tensor in tensors if tensor.requires_grad], stage))
         needs_grad = [tensor.requires_grad for tensor in returned[self.sizes[0]][stage - 1][0]] if stage else []
+        if schedule != "varuna" and last:  # with one stage all schedules are the same
+            from methods.pipeline.torch_schedules import TorchSchedule  # its imports take a second
+
+            if len(set(self.sizes)) > 1:
+                sizes = ", ".join(map(str, self.sizes))
+                raise ValueError(f"chunk_size: expected micro-batches of one size for {schedule}, got {sizes}")
+            sent = returned[self.sizes[0]][stage][0] if stage < last else []
+            return TorchSchedule(
+                schedule, self._compute, (stage, last + 1, len(self.sizes)),
+                returned[self.sizes[0]][stage - 1][0] if stage else [], sent, self._groups.pipeline, self.device,
+                self._note,
+            )  # fmt: skip
         below, above = pipeline[stage - 1] if stage else None, pipeline[stage + 1] if stage < last else None
         return Engine(
             Stage(self._compute, needs_grad, is_last=stage == last, device=str(self.device)),
             Transport(below, above, limit_seconds), order_of(last + 1, stage, len(self.sizes)), received, gradients,
+            note=self._note,
         )  # fmt: skip
+
+    def _note(self, work: str, number: int) -> AbstractContextManager[None]:
+        """Note work for a trace of this process."""
+        span: Any = STREAMS[self.device.type].span
+        track = "compute" if work in ("forward", "recompute", "backward") else "messages"
+        return UNNOTED if span is None else span(None, track, work, f"micro-batch {number}")
 
     @torch.no_grad()
     def _same_weights(self, shared: Sequence[Shared]) -> None:
@@ -190,11 +233,11 @@ class Varuna(nn.Module):
                 dist.broadcast(masters[name], source, group=self._groups.pairs[pair])
         self._masters.publish()
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer, loss_scale: str | float = "dynamic",
+    def set_optimizer(self, optimizer: torch.optim.Optimizer, loss_scale: str | float | LossScale = "dynamic",
                       init_loss_scale: float = 2.0**20, min_loss_scale: float = 1.0) -> None:  # fmt: skip
-        """An optimizer of this model's parameters(). In fp16 it will update their fp32 masters.
+        """Take an optimizer of this model's parameters(). In fp16 and bf16 it will update their fp32 masters.
 
-        A scale that is a number stays as it is.
+        A scale that is a number stays as it is; a LossScale is taken in any dtype.
         """
         mine = {id(weight): self._masters.by_name[name] for name, weight in self._masters.weights.items()}
         for group in optimizer.param_groups:
@@ -205,10 +248,13 @@ class Varuna(nn.Module):
             group["params"] = [mine[id(weight)] for weight in group["params"]]
         if optimizer.state:
             raise ValueError("set_optimizer: expected an optimizer before its first step")
-        if self.fp16:
-            self._is_dynamic = loss_scale == "dynamic"
-            self._loss_scale = init_loss_scale if self._is_dynamic else float(loss_scale)
-            self._min_scale = min_loss_scale
+        if isinstance(loss_scale, LossScale):
+            self.scale = loss_scale
+        elif self.fp16:
+            is_dynamic = loss_scale == "dynamic"
+            start = init_loss_scale if is_dynamic else float(loss_scale)
+            self.scale = ChosenLossScale(start, min_loss_scale, is_dynamic=is_dynamic)
+        if self.dtype:
             optimizer.register_step_post_hook(lambda *_: self._masters.publish())
         self.optimizer = optimizer
         place = (self.stage, self.replica, self.ranks.num_replicas)
@@ -220,7 +266,7 @@ class Varuna(nn.Module):
 
     def step(self, inputs: Inputs, clip_grad_max_norm: float | None = None) -> tuple[float, bool]:
         """The whole step but for the update, on this process's share of the batch: the loss of the global batch, and in
-        fp16 whether a gradient was not finite, so that the optimizer must not step."""
+        fp16 whether a gradient was not finite, so that the optimizer must not step. `last_step` has both as tensors."""
         if not hasattr(self, "optimizer"):
             raise ValueError("step: expected an optimizer; try set_optimizer(optimizer) before")
         if self._link:
@@ -228,20 +274,20 @@ class Varuna(nn.Module):
         began = time.monotonic()
         self._begin(inputs)
         self._masters.zero_grad()
-        waited = self._engine.transport.waited_seconds
-        self._engine.step()
-        busy = time.monotonic() - began - (self._engine.transport.waited_seconds - waited)
-        loss, norm = self._gradients.reduce(self._taken_loss(), self._loss_scale)
+        waited = self._passes.waited_seconds
+        self._passes.step()
+        busy = time.monotonic() - began - (self._passes.waited_seconds - waited)
+        loss, norm = self._gradients.reduce(self._taken_loss(), self.scale.value)
         self.grad_norm = norm
-        overflow = self.fp16 and not math.isfinite(float(norm))
+        overflow = self.scale.overflows(norm)
         self.num_steps += 1
         if self._link:
             self._link.tell_step(self, inputs, {
                 "step": self.num_steps, "loss": float(loss), "grad_norm": float(norm), "overflow": overflow,
                 "learning_rate": self.optimizer.param_groups[0]["lr"], "updates": num_updates(self.optimizer),
-                "loss_scale": self._loss_scale, "busy_seconds": busy, "seconds": time.monotonic() - began,
+                "loss_scale": self.scale.value, "busy_seconds": busy, "seconds": time.monotonic() - began,
             })  # fmt: skip
-        self._rescale(overflow)
+        self.last_step = self.scale.step(loss, norm, is_skipped=overflow)
         if clip_grad_max_norm is not None and not overflow:
             self._gradients.clip(norm, clip_grad_max_norm)
         return float(loss), overflow
@@ -250,7 +296,7 @@ class Varuna(nn.Module):
     def evaluate(self, inputs: Inputs) -> float:
         """The loss of the global batch, by forward passes alone."""
         self._begin(inputs)
-        self._engine.evaluate()
+        self._passes.evaluate()
         loss = self._taken_loss()
         for group in (self._groups.replicas, self._groups.pipeline):
             if group:
@@ -273,23 +319,25 @@ class Varuna(nn.Module):
         self._micro_batches = split(inputs, self.sizes)
 
     def _taken_loss(self) -> Tensor:
-        losses, self._engine.stage.losses = self._engine.stage.losses, []
+        losses, self._losses = self._losses, []
         total = torch.zeros((), device=self.device)
         for loss in losses:
-            total += loss / self._loss_scale
+            total += loss
         return total
 
     def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run one micro-batch through this stage. The last stage's loss is weighted by its share of the global
-        batch."""
+        """Run one micro-batch through this stage. The gradient of the last stage's loss is multiplied by the loss scale
+        and by its share of the global batch: by a model that takes the product, before fp16 rounds it to zero."""
         if self._link:
             self._link.alive()
-        part, inputs = self.modes[self.training], self._micro_batches[number]
-        mine = [moved(inputs.get(name), self.device, self.fp16) for name in part.inputs]
+        part, share = self.modes[self.training], self.sizes[number] / self.batch_size
+        inputs = {**self._micro_batches[number], LOSS_SCALE: share * self.scale.value}
+        mine = [moved(inputs.get(name), self.device, self.dtype) for name in part.inputs]
         found = part.module(*received, *mine)
-        if self._engine.stage.is_last:
-            loss = found[0] if isinstance(found, tuple | list) else found
-            return (loss.float().reshape(()) * (self.sizes[number] / self.batch_size) * self._loss_scale,)
+        if self.stage == self.ranks.num_stages - 1:
+            loss = (found[0] if isinstance(found, tuple | list) else found).float().reshape(())
+            self._losses.append(loss.detach() * share)
+            return (loss if LOSS_SCALE in part.inputs else loss * inputs[LOSS_SCALE],)
         for index, (tensor, expected) in enumerate(zip(found, self._sent[number], strict=True)):
             if (tensor.shape, tensor.dtype) != expected:
                 raise ValueError(
@@ -298,34 +346,30 @@ class Varuna(nn.Module):
                 )
         return found
 
-    def _rescale(self, overflow: bool) -> None:
-        if not self._is_dynamic:
-            return
-        self._num_good = 0 if overflow else self._num_good + 1
-        if overflow:
-            self._loss_scale = max(self._min_scale, self._loss_scale / 2)
-        elif self._num_good % SCALE_WINDOW == 0:
-            self._loss_scale *= 2
-
-    def checkpoint(self, folder: str | Path | None = None, step: int | None = None) -> Future:
+    def checkpoint(
+        self, folder: str | Path | None = None, step: int | None = None, notes: Mapping[str, Any] | None = None
+    ) -> Future:
         """Called by all processes after an update: copies the state, and writes it while training goes on. Durable when
-        the future is done. `step`: the number of steps taken, if not given. `folder`: the launcher's, if not given."""
+        the future is done. `step`: the number of steps taken, if not given. `folder`: the launcher's, if not given.
+        `notes`: the script's own, as JSON holds them."""
         step = self.num_steps if step is None else step
         if folder is None and self._link:
             if self._link.saved == step:  # writing it again would leave no complete one meanwhile
                 return self._checkpoints.under_way or done()
             self._link.saved = step
-        progress = Progress(self.num_steps, self._loss_scale, self._num_good)
-        return self._checkpoints.save(self._folder(folder), step, asdict(progress))
+        progress = Progress(self.num_steps, self.scale.value, self.scale.num_good)
+        return self._checkpoints.save(self._folder(folder), step, {**asdict(progress), **(notes or {})})
 
-    def load_checkpoint(self, folder: str | Path | None = None, step: int | None = None) -> int:
-        """Go on from a complete checkpoint, the newest if no step is given, of any stages and replicas; its step."""
-        chosen, progress = self._checkpoints.load(self._folder(folder), Progress, step)
+    def load_checkpoint(
+        self, folder: str | Path | None = None, step: int | None = None, form: type[Progress] = Progress
+    ) -> int:
+        """Go on from a complete checkpoint, the newest if no step is given, of any stages and replicas; its step.
+        `form`: Progress with fields for the notes, as which `progress` is then there."""
+        chosen, progress = self._checkpoints.load(self._folder(folder), form, step)
         if folder is None and self._link:
             self._link.saved = chosen
-        self.num_steps = progress.num_steps
-        if self._is_dynamic:
-            self._loss_scale, self._num_good = progress.loss_scale, progress.num_good
+        self.progress, self.num_steps = progress, progress.num_steps
+        self.scale.resume(progress.loss_scale, progress.num_good)
         self._masters.publish()
         return chosen
 
@@ -333,6 +377,34 @@ class Varuna(nn.Module):
         if folder is None and self._link is None:
             raise ValueError("checkpoint: expected a folder, which only a launcher's scripts may leave out")
         return folder if folder is not None else self._link.folder  # type: ignore[union-attr]
+
+    def leave(self) -> Iterator[TensorState]:
+        """Wait for the last checkpoint. Return each weight of the whole model with its moments, one after the other, in
+        the first process; the first replica's processes send them, so all iterate. At its end they part."""
+        self._checkpoints.wait()
+        return self._sent_tensors()
+
+    def _sent_tensors(self) -> Iterator[TensorState]:
+        for name, shape in self.weight_shapes.items():
+            source = self.ranks.ranks[self.stage_of[name]][0]
+            if self.rank not in (0, source):
+                continue
+            if self.rank == source:
+                master = self._masters.by_name[name]
+                state = self.optimizer.state.get(master, {})
+                moments = [state.get(each, torch.zeros_like(master)) for each in ("exp_avg", "exp_avg_sq")]
+                whole = [tensor.detach().cpu() for tensor in (master, *moments)]
+            else:
+                whole = [torch.empty(shape) for _ in range(3)]
+            if source:
+                for tensor in whole:
+                    dist.send(tensor, 0) if self.rank else dist.recv(tensor, source)
+            if self.rank == 0:
+                yield TensorState(name, *whole)
+        self._passes.close()
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))
+            dist.destroy_process_group()
 
     # ---- This stage as a module: names are those of the whole model
 
@@ -402,7 +474,26 @@ def _shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, 
     return found
 
 
-def chosen_device(device: int, local_rank: int) -> torch.device:
+def _give_memory(model: nn.Module, made: Mapping[str, Tensor]) -> None:
+    """Put the values that were made, rounded to the model's dtypes, in place of its tensors without memory."""
+    places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # of each tensor: all modules that have it
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for leaf, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    places.setdefault(id(tensor), []).append((table, leaf, f"{prefix}.{leaf}".lstrip(".")))
+    for found in places.values():
+        for value in [made[name] for _, _, name in found if name in made][:1]:
+            old = found[0][0][found[0][1]]
+            value = value.to(old.dtype)
+            new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+            for table, leaf, _ in found:
+                table[leaf] = new
+
+
+def chosen_device(device: int | str, local_rank: int) -> torch.device:
+    if isinstance(device, str):
+        return torch.device(device)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     number = next((each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0")))

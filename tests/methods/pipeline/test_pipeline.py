@@ -20,10 +20,10 @@ from harness.base.checkout import ROOT
 from methods.pipeline.batches import micro_batch_sizes, split
 from methods.pipeline.checkpoint import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.pipeline import Varuna, _shared
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.stage import Stage
 from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
-from methods.pipeline.user_pipeline import Varuna, _shared
 from tests.methods.pipeline import user_model
 from tests.support.ranks import free_ports, on_ranks
 
@@ -50,9 +50,15 @@ def trained(folder: str) -> dict[str, list[Any]]:
         "cuts": job("0;1;", 2, cuts=[0]),
         "4x1": job("0;1;2;3;", 2),
         "resumed": job("2;0;1;", 4, load=folder),
+        "on meta": job("0,2;1,3;", 2, meta=True, cuts=[1]),
+        "gpipe": job("0,2;1,3;", 2, schedule="gpipe"),
+        "1f1b": job("0;1;2;", 2, schedule="1f1b"),
+        "bf16": job("0;1;", 4, bf16=True),
+        "fp16 on meta": job("0;1;", 4, fp16=True, meta=True),
         "fp16": job("0;1;", 4, fp16=True),
         "fp16 from far above": job("0;1;", 4, fp16=True, scale=2.0**21),
         "other shapes": job("0;1;", 4, kind="shapes"),
+        "gpipe of short micro-batches": job("0;1;", 3, kind="refused", schedule="gpipe"),
         "sum": job("0,1;", 2, kind="sum"),
         "dropout": job("0;1;2;", 2, dropout=DROPOUT),
         SHORT_BUG: job("0;1;", 3, bug=SHORT_BUG),
@@ -79,7 +85,7 @@ def distance(found: dict[str, Any], expected: tuple[list[float], list[float]] | 
     return max(abs(ours - theirs) / theirs for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("name", ["2x2", "short", "cuts", "4x1", "resumed"])
+@pytest.mark.parametrize("name", ["2x2", "short", "cuts", "4x1", "resumed", "on meta", "gpipe", "1f1b"])
 def test_losses_and_norms_are_those_of_one_process(name: str, trained: dict[str, list[Any]]) -> None:
     for found in trained[name]:
         assert distance(found) < 1e-6
@@ -98,17 +104,42 @@ def test_shared_weights_stay_the_same(trained: dict[str, list[Any]]) -> None:
     assert parts[0]["wte.weight"] == parts[-1]["head.weight"]
 
 
-def test_evaluation_is_the_loss_of_the_global_batch(trained: dict[str, list[Any]]) -> None:
+def test_of_a_model_without_memory_a_process_makes_its_stage_alone(trained: dict[str, list[Any]]) -> None:
+    """The embedding is the head, too, so both stages have it."""
+    lower, upper = (found["here"] for found in trained["on meta"][:2])
+    whole = {name for name, _ in user_model.make().named_parameters()}
+    assert {*lower} | {*upper} == whole and {*lower} & {*upper} == {"wte.weight"}
+    assert "wpe.weight" in lower and "blocks.3.linear.weight" in upper
+
+
+def test_a_model_without_memory_needs_what_fills_it(single: Varuna) -> None:
+    with pytest.raises(ValueError, match=r"got one on the meta device; try init_weights=\.\.\."):
+        Varuna(user_model.make().to("meta"), "0;", lambda size, device=None: user_model.batch(0, size), 4, 2)
+
+
+def test_rounded_weights_made_by_each_process_are_those_of_the_whole_model(trained: dict[str, list[Any]]) -> None:
+    for made, given in zip(trained["fp16 on meta"], trained["fp16"], strict=True):
+        assert (made["losses"], made["norms"], made["part"]) == (given["losses"], given["norms"], given["part"])
+
+
+def test_torchs_schedules_take_micro_batches_of_one_size(trained: dict[str, list[Any]]) -> None:
+    told = trained["gpipe of short micro-batches"]
+    assert told == ["chunk_size: expected micro-batches of one size for gpipe, got 3, 3, 2"] * 2
+
+
+@pytest.mark.parametrize("name", ["4x1", "gpipe"])
+def test_evaluation_is_the_loss_of_the_global_batch(name: str, trained: dict[str, list[Any]]) -> None:
     model = user_model.make()
     model.load_state_dict({name: torch.tensor(value).view_as(model.state_dict()[name])
                            for name, value in alone()[2].items()})  # fmt: skip
     expected = model.eval()(**user_model.batch(STEPS, SIZE)).item()
-    assert [found["evaluated"] for found in trained["4x1"]] == pytest.approx([expected] * 4, rel=1e-5)
+    assert [found["evaluated"] for found in trained[name]] == pytest.approx([expected] * 4, rel=1e-5)
 
 
-def test_fp16_follows_fp32(trained: dict[str, list[Any]]) -> None:
-    for found in trained["fp16"]:
-        assert distance(found) < 1e-2 and not any(found["skipped"])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_half_precision_follows_fp32(name: str, trained: dict[str, list[Any]]) -> None:
+    for found in trained[name]:
+        assert distance(found) < (1e-2 if name == "fp16" else 1e-1) and not any(found["skipped"])
 
 
 def test_an_overflow_is_told_to_every_process(trained: dict[str, list[Any]]) -> None:

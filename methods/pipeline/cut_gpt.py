@@ -1,0 +1,57 @@
+"""The published GPT with CutPoints, without memory: each rank makes its own stage of it.
+
+Shapes: B samples of a micro-batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.core.gpt import Ends, Layer, initialize
+from harness.core.job import Workload
+from methods.pipeline.cut import CutPoint
+
+SHARED = [("ends.wte.weight", "ends.wte.weight")]  # the embedding of the first stage is the head of the last
+
+
+class RepeatedLayer(Layer):
+    """A layer that keeps only its input for the backward pass. (B, T, D) to (B, T, D)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+class CutGpt(nn.Module):
+    """The GPT, by the names of harness.core.gpt, with a CutPoint after each layer, on torch's meta device.
+    `recomputes`: in the backward pass each layer repeats its forward pass."""
+
+    def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
+        super().__init__()
+        layer = RepeatedLayer if recomputes else Layer
+        with torch.device("meta"):
+            self.ends = Ends(workload)
+            self.layers = nn.ModuleList(layer(workload) for _ in range(workload.num_layers))
+        self.cutpoints = [CutPoint() for _ in self.layers]
+        self.workload = workload
+
+    def forward(self, inputs: Tensor, targets: Tensor, loss_scale: float = 1.0) -> Tensor:
+        """Return the mean loss of a micro-batch, (B, T) tokens each; its gradient is multiplied by the loss scale."""
+        x = self.ends.embed(inputs)
+        for layer, cutpoint in zip(self.layers, self.cutpoints, strict=True):
+            x = cutpoint(layer(x))
+        return self.ends.loss(x, targets, loss_scale)
+
+    def init_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill tensors, in place, with the starting values of their names."""
+        initialize(named, self.workload)
+
+    def shapes(self, size: int, device: Any = None) -> dict[str, Tensor]:
+        """Return a batch without memory."""
+        tokens = torch.empty(size, self.workload.seq_len, dtype=torch.long, device="meta")
+        return {"inputs": tokens, "targets": tokens}

@@ -1,0 +1,60 @@
+"""A checkpoint's data on the steps before it, of the published GPT."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from harness.core.job import Workload
+from harness.core.method import Step
+from methods.pipeline.pipeline import Progress
+
+
+@dataclass(frozen=True)
+class GptProgress(Progress):
+    """The notes of the job's checkpoints; lists hold one value a step."""
+
+    workload: dict[str, Any]
+    loss: list[float]
+    grad_norm: list[float]
+    loss_scales: list[float | None]
+    skipped: list[bool]
+    source: str = ""  # hash of the source that trained these steps
+
+    def __post_init__(self) -> None:
+        lengths = {len(each) for each in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
+        if len(lengths) > 1:
+            raise ValueError(f"expected a loss, norm, scale and skip for each step, got {sorted(lengths)} of them")
+        if any(is_skipped and scale is None for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True)):
+            raise ValueError("expected a loss scale of each step that is skipped, got None")
+        if not re.fullmatch("[0-9a-f]*", self.source):
+            raise ValueError(f"expected the hash of a source, got {self.source!r:.80}")
+
+    @staticmethod
+    def notes(workload: Workload, steps: Sequence[Step], source: str) -> dict[str, Any]:
+        """Return what a checkpoint after these steps, counted from the first of the job, notes beside Progress."""
+        norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
+        return {
+            "workload": asdict(workload), "loss": [float(step.loss) for step in steps], "grad_norm": norms,
+            "loss_scales": [step.loss_scale for step in steps], "skipped": [step.is_skipped for step in steps],
+            "source": source,
+        }  # fmt: skip
+
+    def steps_of(self, workload: Workload, folder: str) -> list[Step]:
+        """Return the steps before the checkpoint. Raises ValueError if it is of another workload."""
+        for name, value in asdict(workload).items():
+            if (there := self.workload.get(name)) != value:
+                raise ValueError(
+                    f"{folder}: expected a checkpoint with {name} {value}, got {there}; try another folder"
+                )
+        if len(self.loss) != self.num_steps:
+            raise ValueError(f"{folder}: expected a checkpoint of {self.num_steps} steps, got {len(self.loss)} losses")
+        columns = (self.loss, self.grad_norm, self.loss_scales, self.skipped)
+        return [
+            Step(torch.tensor(loss), torch.tensor(norm), loss_scale=of_loss, is_skipped=is_skipped)
+            for loss, norm, of_loss, is_skipped in zip(*columns, strict=True)
+        ]
