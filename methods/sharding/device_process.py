@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import re
+import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch.multiprocessing
+import torch.multiprocessing  # connections then take tensors in shared memory
 
+from harness.base import fork_server
+from harness.base.child_process import child_environment
 from harness.devices.budgets import device_peaks
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker
@@ -57,15 +64,18 @@ class Elsewhere:
     changes the rounding of sums: runs compared bit by bit need the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
-        # New processes are forked from one that has done their imports and started no thread.
-        context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([make_worker.__module__, "torch._dynamo"])
+        # Where the classes of a caller's own script are found, and the key to the memory that its tensors share.
+        told = spawn.get_preparation_data("device")
         if num_threads > 1:  # waiting threads of one process must not keep cores from another's
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, num_threads, make_worker, *given), daemon=True)
-        self.process.start()
-        other.close()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            imports = (make_worker.__module__, "torch._dynamo")
+            self.process = fork_server.start(__name__, 1, 2, child_environment(), [theirs.fileno()], imports)
+            print(theirs.fileno(), file=self.process.stdin, flush=True)
+        self.connection = Connection(ours.detach())
+        self.connection.send(told | {"authkey": bytes(told["authkey"])})
+        self.connection.send((num_threads, make_worker, given))
         self.told = 0  # number of halvings of shards that it was told
         self.moved_bytes, self.peaks = 0, dict[str, int]()  # as of the last reply
 
@@ -86,7 +96,7 @@ class Elsewhere:
 
     def close(self) -> None:
         self.connection.close()
-        self.process.join()
+        self.process.wait()
 
 
 def start_processes(
@@ -117,6 +127,16 @@ def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
     """Return the largest of each peak of the devices that are processes of their own."""
     names = {name for device in devices for name in device.peaks}
     return {name: max(device.peaks.get(name, 0) for device in devices) for name in names}
+
+
+def main() -> None:
+    """Entry point of a device's process. The descriptor of its connection comes on standard input."""
+    connection, this = Connection(int(sys.stdin.readline())), multiprocessing.current_process()
+    this._inheriting = True  # type: ignore[attr-defined]  # else a script without a guard of its main part starts anew
+    spawn.prepare(connection.recv())
+    del this._inheriting  # type: ignore[attr-defined]
+    num_threads, make_worker, given = connection.recv()
+    serve(connection, num_threads, make_worker, *given)
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:

@@ -131,7 +131,7 @@ class Dispatcher:
         except (EOFError, OSError):
             self.devices.remove(device)
             device.close()
-            left, seconds = UnitFailure(f"the process of its device ended with code {device.process.exitcode}"), 0.0
+            left, seconds = UnitFailure(f"the process of its device ended with code {device.process.wait()}"), 0.0
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
         if task.failure:  # the other half of its batch has failed meanwhile

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from harness.base.child_process import child_environment
 from methods.sharding import device_process
 from methods.sharding.device_process import Elsewhere, largest_peaks, serve
 from methods.sharding.dispatch import Dispatcher
@@ -95,3 +99,12 @@ def test_a_device_of_its_own_tells_its_peaks_with_each_reply(monkeypatch: pytest
     serving.join()
     other = SimpleNamespace(peaks={"device_allocated": 8})
     assert largest_peaks([device, other]) == {"device_allocated": 8, "device_reserved": 9}  # type: ignore[list-item]
+
+
+@pytest.mark.heavy
+def test_a_script_without_a_guard_of_its_main_part_is_told_so(tmp_path: Path) -> None:
+    """Its devices run it to find its classes, and would start devices of their own."""
+    (tmp_path / "script.py").write_text(f"from {Elsewhere.__module__} import Elsewhere\nElsewhere(print).ready()\n")
+    call = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120, env=child_environment())
+    assert done.returncode == 1 and "before the\n        current process has finished its bootstrapping" in done.stderr
