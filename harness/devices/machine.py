@@ -200,18 +200,30 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
     """What the plan of each of several ranks on this machine may fill: the budget asked for, else what there is, of a
     GPU without its context and reserve; with rates by calibration for this workload, unless given. A CPU has no device
     memory of its own: without a budget it stays None, and the host's is shared. sim's memories without budgets are
-    unlimited."""
+    unlimited. What dropout takes on a CPU is set aside."""
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"]
     if device_bytes is not None and device == "cuda":
         device_bytes = cuda_budget.tensor_bytes(device_bytes, context_bytes())
     most = asked.host_bytes or (None if device == "sim" else host_bytes())
+    if device != "cuda" and workload and workload.dropout:
+        if device_bytes is None:
+            most = most and max(1, most - dropout_bytes(workload))
+        else:
+            device_bytes = max(1, device_bytes - dropout_bytes(workload))
     known = asked.rates or (rates(device, workload) if workload else None)
     if known and asked.link_bytes_per_second:
         link = asked.link_bytes_per_second
         known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
     return Room(device_bytes, most and most // num_ranks, asked.disk_bytes, known, page_locks=device == "cuda")
+
+
+def dropout_bytes(workload: Workload) -> int:
+    """Return the bytes that a layer's backward pass takes for dropout on a CPU, where attention that drops elements has
+    no kernel of its own: by rehearsals at most 14 for each pair of tokens and head, and three layer inputs."""
+    pairs = workload.batch_size * workload.num_heads * workload.seq_len**2
+    return 14 * pairs + 3 * workload.boundary_bytes
 
 
 def context_bytes() -> int:

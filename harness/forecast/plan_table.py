@@ -25,7 +25,9 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     sizes = ("num_layers", "hidden_size", "batch_size", "num_params")
     row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in sizes}}
     try:
-        room = machine.rank_room(job)
+        # On a GPU attention that drops elements has a kernel of its own: nothing is set aside for it.
+        kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
+        room = machine.rank_room(dataclasses.replace(job, workload=kept))
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
         resolved, plan, shortfall = resolve(job, folders, room)
     except ValueError as error:

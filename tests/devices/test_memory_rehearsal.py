@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import psutil
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from harness.core.data import batches
-from harness.core.job import Room, Workload
+from harness.core.job import Budget, Room, Workload
 from harness.core.method import Unavailable, create
+from harness.devices import machine
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
 from tests.support.published_megatron import published_megatron
@@ -127,3 +129,18 @@ def test_a_prediction_takes_no_memory() -> None:
 def test_a_method_without_a_rehearsal_says_so() -> None:
     with pytest.raises(Unavailable, match="has no memory rehearsal"):
         predict(create("zero-offload", {}), tiny())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("seq_len", "hidden_size", "num_heads"), [(64, 128, 16), (128, 64, 4)])
+def test_what_is_set_aside_for_dropout_on_a_cpu_is_what_it_takes(
+    dtype: str, seq_len: int, hidden_size: int, num_heads: int
+) -> None:
+    """At most a fifth more, by rehearsals with and without dropout; on a GPU nothing is set aside."""
+    load = Workload(3, hidden_size, num_heads, seq_len, 2, vocab_size=64, dtype=dtype)
+    dropping = dataclasses.replace(load, dropout=0.1)
+    taken = predict(create("l2l", {}), dropping).device_bytes - predict(create("l2l", {}), load).device_bytes
+    aside = machine.dropout_bytes(dropping)
+    assert taken <= aside < 1.2 * taken
+    rooms = [machine.room(Budget(2**28, 2**29), "sim", each).device_bytes for each in (load, dropping)]
+    assert rooms == [2**28, 2**28 - aside]

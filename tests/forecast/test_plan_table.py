@@ -279,3 +279,12 @@ def test_the_bound_is_below_the_published_times_of_what_trained() -> None:
         load = Workload(num_layers=num_layers)
         bound = least_seconds(load, method.create(name, {}).plan(load, Room()), rates)
         assert bound is not None and 0.3 * seconds < bound <= seconds
+
+
+def test_dropout_takes_room_of_a_simulated_device_and_none_of_a_gpu(capsys, monkeypatch) -> None:
+    words = ["-m", "resident", *SMALL, "--device-memory", "16MiB", "--host-memory", "64MiB"]
+    without, with_it = (plan(capsys, monkeypatch, *words, "--dropout", rate)[0] for rate in ("0", "0.1"))
+    assert with_it["largest_layers"] < without["largest_layers"]
+    words = ["-m", "megatron-lm", "-l", "8", "--machine", "v100-vm"]
+    without, with_it = (plan(capsys, monkeypatch, *words, "--dropout", rate)[0] for rate in ("0", "0.1"))
+    assert with_it["largest_layers"] == without["largest_layers"] == 29
