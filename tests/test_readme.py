@@ -1,12 +1,10 @@
-"""README and its pages say what is there: paths, links, methods, the order of imports, commands that the door takes."""
+"""README and its pages say what is there: paths, links, methods, the order of imports."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import re
-import shlex
 from pathlib import Path
 
 import click
@@ -14,35 +12,19 @@ import pytest
 
 from harness.base.checkout import ROOT
 from harness.cli import main
-from harness.cli.job_options import make_jobs
 from harness.core import method
-from harness.forecast.fit import resolve
 from harness.report import record_schema
+from tests.support import calls
 from tests.test_packages import LIBRARIES, ORDER, SEEN_BY_METHODS, package_of
 
-PAGES = {
-    path: path.read_text()
-    for path in (
-        *(ROOT / name for name in ("README.md", "ARTIFACT.md", "CONTRIBUTING.md", "SECURITY.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
-    )
-}
+PAGES = {path: path.read_text() for path in calls.PAGES}
 README = PAGES[ROOT / "README.md"]
-PLACEHOLDERS = {"DIR": str(ROOT), "LOGS...": str(ROOT / "README.md"), "FILE": str(ROOT / "machines.yaml"), "N": "1"}
 FOLDERS = "harness|methods|cases|claims|tests|docs|bench|examples|notebooks|docker"
 NOT_THERE_YET = {"cases/case8.py", "methods/my_method.py", "harness/places/kubernetes.py"}
 
 
 def section(title: str) -> str:
     return README.split(f"## {title}\n")[1].split("\n## ")[0]
-
-
-def commands() -> list[str]:
-    found = []
-    for text in PAGES.values():
-        found += [re.split(r"  +", line.strip())[0] for line in text.splitlines() if line.startswith("    ./run.sh")]
-        found += re.findall(r"`(\./run\.sh [^`]+)`", " ".join(text.split()))
-    return list(dict.fromkeys(found))
 
 
 def anchors(path: Path) -> set[str]:
@@ -152,26 +134,6 @@ def test_help_names_the_options_of_every_method() -> None:
     for name in method.names():
         options = method.option_names(method.load(name))
         assert not options or f"(options: {', '.join(options)})" in text, name
-
-
-@pytest.mark.parametrize("line", commands())
-def test_the_door_takes_every_command(line: str) -> None:
-    """Up to where it would begin to train."""
-    command: click.Command = main.door
-    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)[1:] if word != "..."]
-    while isinstance(command, click.Group):
-        words = ["run", *words] if command is main.door and words[0].startswith("-") else words
-        name, found, words = command.resolve_command(click.Context(command), words)
-        assert found, name
-        command = found
-    if "--help" in words:
-        return
-    with command.make_context(line, words) as context:  # which forgets folders that the words name
-        told = context.params
-    if "method_names" in told:
-        for job in make_jobs({**told, "num_layers": [min(told["num_layers"][-1], 32)]}, ()):
-            with contextlib.suppress(method.Unavailable):
-                resolve(job)
 
 
 def test_pages_are_short_and_fit_any_screen() -> None:

@@ -70,8 +70,8 @@ def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
     load = made.workload
     usable = [row for row in made.rows if is_usable(row)]
     if any(row["fits"] for row in usable):
-        words = f"-h {load.hidden_size} -b {load.batch_size} --heads {load.num_heads} --seq {load.seq_len}"
-        return {HERE: f"./run.sh doctor --calibrate {words} --dtype {load.dtype}"}
+        sizes = f"-h {load.hidden_size} -b {load.batch_size} --heads {load.num_heads} --seq {load.seq_len}"
+        return {HERE: f"./run.sh doctor --calibrate {sizes} --dtype {load.dtype}"}
     deepest = max(usable, key=lambda row: row["largest_layers"], default=None)
     if not deepest or not deepest["largest_layers"]:
         return {}

@@ -1,0 +1,80 @@
+"""Every call that the project writes is one that runs: each is collected and run, those that would train as plans."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from harness.cli.job_options import make_jobs
+from harness.core import method
+from harness.core.job import Job
+from harness.figures import case
+from harness.forecast.fit import resolve
+from tests.support import calls, records
+from tests.support.cli import run
+from tests.support.tiny import TINY
+
+CALLS = calls.calls()
+OF_JOBS = ("run", "sweep", "plan", "search")
+OF_RESULTS = ("report", "bundle", "compare", "fairness", "verify")
+# Taken by the door, and not run here: they build, install, serve, wait for machines or train for minutes, or need files
+# that the reader has; each has tests of its own.
+ONLY_READ = ("setup", "demo", "notebook", "image", "varuna launch", "varuna profile", "varuna configure",
+             "check-method", "import", "doctor --calibrate", "verify --cases")  # fmt: skip
+OF_PLACES = {"--on", "--slurm", "--image", "--trace", "--repeats"}  # what a plan does not have, each with a value
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each method that a call compares."""
+    folder = tmp_path_factory.mktemp("results")
+    made = [records.record(Job(name, TINY), key=name, started=1e9) for name in ("resident", "stronghold")]
+    records.write(folder, *made)
+    return folder
+
+
+def as_plan(words: list[str]) -> list[str]:
+    """The plan of what the call would train."""
+    rest = words[1:] if words[0] in ("run", "sweep", "plan") else words[2:] if words[0] == "search" else words
+    kept = [word for place, word in enumerate(rest) if not {word, *rest[max(0, place - 1) : place]} & OF_PLACES]
+    return ["plan", *kept]
+
+
+def test_calls_are_found_everywhere() -> None:
+    assert len(CALLS) > 80
+    for each in ("./run.sh --as sc22 -m all -l 32", "./run.sh varuna configure --profile FOLDER --gpus N --batch B",
+                 "./run.sh plan -m l2l -l 2 -h 256 --machine v100-vm", "./run.sh case 3 --profile demo"):  # fmt: skip
+        assert each in CALLS
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_that_is_written_runs(
+    call: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)  # where a call may write
+    words, told = calls.parsed(calls.filled(call))
+    verb = next(iter(words), "")
+    if "--help" in words:
+        assert run("--help").returncode == 0
+        return
+    if len(words) == 1 and verb in (*OF_JOBS, "import", "check-method", "completion", "varuna"):
+        return  # a verb's name in a sentence
+    if any(words[: len(each.split())] == each.split() for each in ONLY_READ):
+        return
+    if verb == "case":
+        assert words[1] in ("all", "overlap", "8", *case.numbers(), *map(str, case.numbers()))  # 8 is CONTRIBUTING's
+    elif verb in OF_JOBS or verb.startswith("-"):
+        for job in make_jobs({**told, "num_layers": [min(told["num_layers"][-1], 32)]}, ()):
+            with contextlib.suppress(method.Unavailable):
+                resolve(job)
+        planned = run(*as_plan(words))
+        assert planned.returncode == 0, planned.stderr
+    elif verb in OF_RESULTS:
+        out = ["--out", tmp_path / "made"] if verb in ("report", "bundle") else []
+        ended = run(*words, "--results", results, *out)
+        assert ended.returncode in (0, 1), ended.stderr
+    else:
+        ended = run(*words, *(["--results", results] if verb == "advise" else []))
+        assert ended.returncode == 0, ended.stderr
