@@ -1,7 +1,7 @@
 """The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
 Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle, notebook), advise.py, doctor.py, check_method.py, completion.py, image in
+report, bundle, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py, image in
 harness/places/shared/docker_image.py, and those that methods bring (Method.verbs).
 """
 
@@ -24,6 +24,7 @@ from harness.cli.doctor import doctor
 from harness.cli.exit_codes import CRASH, INTERRUPTED, MEMORY, UNAVAILABLE, USAGE
 from harness.cli.job_options import WithMethods
 from harness.cli.job_verbs import EXAMPLES
+from harness.cli.rates import rates
 from harness.core import method
 from harness.jobs.sweep import FolderLost
 from harness.places.shared.docker_image import image
@@ -39,7 +40,7 @@ What people do first:
 
 
 GROUPS = {  # verbs by purpose, in the order of --help; others follow as those that methods bring
-    "Before a run": ("advise", "plan", "doctor", "setup"),
+    "Before a run": ("advise", "plan", "doctor", "rates", "setup"),
     "Train": ("run", "sweep", "search", "demo"),
     "Results": ("compare", "report", "fairness", "bundle"),
     "The papers' figures and claims": ("case", "verify", "import", "notebook"),
@@ -94,7 +95,7 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
         click.echo(FIRST_CALLS)
 
 
-for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, completion.completion, doctor, image):
+for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, completion.completion, doctor, image, rates):
     door.add_command(verb)
 
 

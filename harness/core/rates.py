@@ -86,3 +86,13 @@ def of_facts(facts: dict[str, Any]) -> Rates | None:
     except (TypeError, ValueError):
         return None
     return Rates(**found) if all(name in facts for name in NEEDED) else None
+
+
+def facts_of(rates: Rates) -> dict[str, float]:
+    """Return the facts that give these rates, those that are finite; of a link the slower direction."""
+    found: dict[str, float] = {}
+    for fact, rate, factor in FACTS:
+        value = getattr(rates, rate) / factor
+        if value < math.inf:
+            found[fact] = min(float(f"{value:.4g}"), found.get(fact, math.inf))
+    return found

@@ -13,7 +13,7 @@ import pytest
 from harness.core import method
 from harness.core.job import Budget, Workload
 from harness.core.rates import NEEDED, Rates, of_facts
-from harness.devices import machine
+from harness.devices import machine, named_machines
 from tests.support.cli import run
 
 SMALL = Workload(num_layers=1, hidden_size=64, num_heads=2, seq_len=32, batch_size=2, vocab_size=128)
@@ -106,6 +106,29 @@ def test_the_calibration_of_the_nearest_size_is_used() -> None:
         found = machine.rates("cpu", Workload(hidden_size=hidden_size))
         assert found is not None and found.device_flops_per_second == rate
     assert machine.rates("cpu", Workload(dtype="bf16")) is None and machine.rates("cuda", small) is None
+
+
+def test_the_entry_of_this_machine_gives_elsewhere_the_rates_that_were_measured_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "devices", lambda: ["cuda", "cpu", "sim"])
+    monkeypatch.setattr(machine, "gpu", lambda: {"gpu": "NVIDIA X 1", "gpu_bytes": 24 * 2**30, "driver": "1"})
+    monkeypatch.setattr(machine, "has_bf16", lambda: True)
+    here = Rates(1e14, 0.3, 9e11, 2.5e10, 2.4e10, 0.8, 5e10, 2e9, disk_read_bytes_per_second=3e9,
+                 disk_write_bytes_per_second=2e9)  # fmt: skip
+    kept = {**entry(Workload(dtype="bf16"), 1), "device": "cuda", "dtype": "bf16", "rates": dataclasses.asdict(here)}
+    machine.keep_calibration(kept)
+    (file := tmp_path / "mine.yaml").write_text(run("rates", "--results", tmp_path).stdout)
+    there = named_machines.load("nvidiax1", file)
+    assert there.rates("bf16") == dataclasses.replace(here, inbound_bytes_per_second=2.4e10)
+    assert there.device_bytes == 24 * 2**30 - machine.context_bytes() and "Measured there" in there.about
+    assert run("advise", "--gpu", "nvidiax1", "--machines", file, "-m", "resident", "-l", "2").returncode == 0
+
+
+def test_a_machine_without_a_gpu_is_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "devices", lambda: ["cpu", "sim"])
+    ended = run("rates")
+    assert ended.returncode == 2 and "expected a GPU, got a CPU alone" in ended.stderr
 
 
 def test_a_calibration_that_lacks_a_rate_is_none() -> None:

@@ -1,0 +1,50 @@
+"""The verb `rates`: this machine as an entry of machines.yaml, with measured rates, to ask about it elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.cli import options
+from harness.cli.doctor import measure
+from harness.core.job import Budget, Workload
+from harness.core.rates import facts_of
+from harness.devices import machine
+from harness.devices.named_machines import plain
+from harness.forecast.training_place import this_place
+
+MIB = 2**20
+
+
+@click.command()
+@click.option("--name", metavar="NAME", help="Name of the entry; default: the GPU's.")
+@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer to time.")
+@click.option("-b", "batch_size", type=int, default=4, help="Samples per step.")
+@options.num_heads
+@options.seq_len
+@options.results
+def rates(name: str | None, results: Path, **sizes: Any) -> None:
+    """Print this machine's GPU as an entry of machines.yaml, for --machines FILE on another machine; measures what is
+    not measured yet, in under a minute."""
+    place = this_place(Budget())
+    if place.device != "cuda":
+        raise ValueError("expected a GPU, got a CPU alone: ./run.sh advise knows it, after ./run.sh doctor --calibrate")
+    workload = Workload(**sizes, dtype=place.dtype)
+    if machine.rates(place.device, workload) is None:
+        with contextlib.redirect_stdout(sys.stderr):  # the entry alone goes to a file
+            measure(workload, place.device, results)
+    found = machine.rates(place.device, workload)
+    assert found
+    gpu = machine.gpu()
+    entry = {
+        "about": f"Measured there by ./run.sh rates: {place.about.removeprefix('this machine: ')}",
+        "device_memory": f"{(gpu['gpu_bytes'] - machine.context_bytes()) // MIB}MiB",
+        "host_memory": f"{machine.host_bytes() // MIB}MiB",
+        "facts": {"precision": workload.dtype, **facts_of(found)},
+    }
+    print(f"{name or plain(gpu['gpu'])}: {json.dumps(entry)}")  # JSON is YAML, and quotes what has to be
