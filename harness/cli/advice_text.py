@@ -144,7 +144,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "method": name_text(row), "batch": settings_text(row), "beside it": row["reason"],
         "s a step": f"{row['step_seconds']:.3g}" if shown else "-",
         "tokens/s": _digits(row["tokens_per_second"]) if shown else "-",
-        "hours": f"{row['hours']:.3g}" if shown and row["hours"] else "-",
+        "hours": _digits(row["hours"]) if shown and row["hours"] else "-",
         "MFU": f"{row['mfu']:.0%}" if shown and row["mfu"] else "-", "deepest": f"-l {row['largest_layers']}",
         "binds": (row["binds"] or "-") if shown else "memory" if not row["fits"] else "-",
         "measured here": "; ".join(measured) or "no run",
