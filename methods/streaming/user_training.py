@@ -155,6 +155,12 @@ class UserTraining:
         tensors = layer.take(args, words)
         self.next_up = place + 1
         if self._is_trained:
+            caches = [leaf for leaf in layer.leaves if hasattr(leaf, "get_seq_length")]  # as transformers' have
+            if caches:
+                raise ValueError(
+                    f"layer {place} is given a {type(caches[0]).__name__}, which its recompute would fill twice;"
+                    " try use_cache=False"
+                )
             return layer.give(LayerTurn.apply(self, place, self.anchor, *tensors))  # type: ignore[no-untyped-call]
         outputs = self.up(place, tensors)
         self.stream.states[place].saved = []

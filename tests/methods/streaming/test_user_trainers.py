@@ -25,6 +25,7 @@ from tests.methods.streaming.user_models import (
     schedule_of,
     streamed,
 )  # fmt: skip
+from tests.support.fake_cuda import FakeCuda
 from tests.support.on_sim import call
 from tests.support.planting import planted
 from tests.support.races import NUM_WORKERS, Race, VectorClock
@@ -260,6 +261,27 @@ def test_a_wait_that_is_missing_where_gradients_add_up_is_a_race(old: str, new: 
     with planted(SLOT, old, new):
         found = races(placement="W5", window_size=2)
     assert endangered in {race.memory for race in found}, found
+
+
+@pytest.mark.parametrize(
+    ("trainer", "dtype", "parts"),
+    [
+        ("l2l", "bf16", 2),
+        ("default", "fp32", 1),
+        ("default", "bf16", 2),
+        ("all kinds", "fp32", 2),
+        ("ahead", "bf16", 1),
+    ],
+)
+def test_training_on_the_second_gpu_breaks_no_rule(
+    trainer: str, dtype: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(2).install(monkeypatch)
+    make = TRAINERS[trainer] if trainer == "l2l" or parts == 1 else overlapping(PLACED[trainer])
+    with cuda.running():
+        course = streamed("llama", make, dtype, parts=parts, steps=3, device="cuda:1")
+    assert list(cuda.broken) == []
+    assert course == by_plain_torch("llama", dtype, parts=parts, steps=3)
 
 
 # ---- Refusals
