@@ -55,6 +55,19 @@ def test_bits_are_those_of_the_script_without_streaming(model: str, dtype: str, 
     assert streamed(model, TRAINERS[trainer], dtype, clip) == oracle(model, dtype, clip)
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(("model", "dtype"), [("llama", "fp32"), ("unequal", "bf16")])
+def test_embedding_and_head_may_be_layers_too(model: str, dtype: str, trainer: str) -> None:
+    words = {name: word.replace("5", "7") for name, word in PLACED.get(trainer, {}).items() if name == "placement"}
+    words |= {"placement": "R1P2W2S1D1"} if trainer == "all kinds" else {}
+    words |= {"placement": "P2W2S3"} if trainer == "ahead" else {}
+
+    def make(model: Any, layers: list[nn.Module], *args: Any, **more: Any) -> Any:
+        return TRAINERS[trainer](model, [model.embed, *layers, model.head], *args, **more, **words)
+
+    assert streamed(model, make, dtype) == oracle(model, dtype)
+
+
 def overlapping(changes: dict[str, Any]) -> Callable[..., Any]:
     return functools.partial(StrongholdTrainer, accumulates=True, **changes)
 
