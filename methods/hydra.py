@@ -20,7 +20,7 @@ from typing import Any
 from harness.core.job import Plan, Room, Workload, several
 from harness.core.method import Method, Step, Trained, Training, largest_depth
 from harness.forecast.resources import OPTIMIZER_BYTES
-from methods.sharding.partition import gpt_shards, gpt_tensors
+from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe
 
@@ -113,7 +113,7 @@ class Hydra(Method):
         from methods.sharding.two_devices import First
 
         assert self.shard_layers
-        kinds = gpt_shards(workload, self.shard_layers)
+        kinds = model_shards(workload, self.shard_layers)
         lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]  # the ends counted as layers
         names, is_alone = gpt.names(workload), self.num_models == 1
         own = several(workload, self.num_models, self.num_batch_sizes)
@@ -166,9 +166,9 @@ class Hydra(Method):
             return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others, largest_peaks(devices))
 
     def _plan(self, workload: Workload, num_layers: int) -> Plan:
-        size, whole, tensors = workload.weight_bytes, workload.num_params, gpt_tensors(workload)
+        size, whole, anatomy = workload.weight_bytes, workload.num_params, workload.anatomy
         states = OPTIMIZER_BYTES[workload.dtype]
-        shards = gpt_shards(workload, num_layers)
+        shards = model_shards(workload, num_layers)
         num_shards, largest = sum(count for count, _ in shards), max(each.num_bytes(workload) for _, each in shards)
         boundary = workload.boundary_bytes
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
@@ -180,11 +180,10 @@ class Hydra(Method):
             activations = (workload.num_layers + 3) * boundary
         # An update, after the activations are gone: the first one makes a parameter's moments, mixed precision makes
         # fp32 gradients of a shard.
-        updated = 8 * max(numel for part in tensors for numel in part.values())
+        updated = 8 * anatomy.largest_numel
         if size < 4:
             updated += max(each.num_bytes(workload, lambda numel, _: 4 * numel) for _, each in shards)
-        embedding, block, head = tensors
-        norms = self.num_models * (len(embedding | head) + workload.num_layers * len(block)) + SCALARS
+        norms = self.num_models * anatomy.total(workload.num_layers, lambda shape: 1) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
         device["activations"] += 8 * workload.batch_size * workload.seq_len  # tokens of a rehearsal
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": states * whole}

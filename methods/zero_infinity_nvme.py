@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
-from methods.engines.deepspeed_config import is_built, lacks_to_build, largest_tensor, stage_3, stage_3_device
+from methods.engines.deepspeed_config import is_built, lacks_to_build, stage_3, stage_3_device
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import writable
@@ -47,7 +47,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     def _plan(self, workload: Workload, folder: str, pipelined: bool) -> Plan:
         workload, ranks = rank_part(workload, self.world_size), self.world_size
         params, size = -(-workload.num_params // ranks), workload.weight_bytes
-        largest = -(-largest_tensor(workload) // ranks)
+        largest = -(-workload.anatomy.largest_numel // ranks)
         of_states = 4 * num_state_buffers(pipelined) * max(sub_group_params(workload), largest)
         return Plan(
             device=stage_3_device(workload),
@@ -79,7 +79,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
                 },
                 "offload_param": {
                     **nvme, "buffer_count": NUM_BUFFERS, "max_in_cpu": 0,
-                    "buffer_size": largest_tensor(workload),  # elements
+                    "buffer_size": workload.anatomy.largest_numel,  # elements
                 },
             }  # fmt: skip
             aio = {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}

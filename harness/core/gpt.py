@@ -9,7 +9,6 @@ Shapes: B batch, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.core.anatomy import anatomy_of
 from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-INIT_STD = 0.02
 DRAWN_AT_ONCE = 2**18  # elements; a multiple of 16
 
 
@@ -162,7 +161,7 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
         if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
-            _drawing(name, tensor.ndim, workload)(tensor)  # drawn in place: no second copy, even for a moment
+            _drawing(name, workload)(tensor)  # drawn in place: no second copy, even for a moment
             return
         for start, drawn in drawn_blocks(name, tensor.shape, workload):
             tensor.view(-1)[start : start + len(drawn)].copy_(drawn)
@@ -176,7 +175,7 @@ def drawn_blocks(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the values of initial() as (start, elements), in a reused block of memory: a host may lack room for a whole
     embedding. `at_once`: elements of a block, a multiple of 16."""
-    numel, draw = shape.numel(), _drawing(name, len(shape), workload)
+    numel, draw = shape.numel(), _drawing(name, workload)
     room = torch.empty(min(numel, 2 * at_once))
     # torch draws 16 numbers at once, and the last 16 of a tensor anew: so the last block is longer.
     for start in range(0, max(1, numel - at_once + 1), at_once):
@@ -186,7 +185,7 @@ def drawn_blocks(
 
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
     """Return the fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters)."""
-    return _drawing(name, len(shape), workload)(torch.empty(shape))
+    return _drawing(name, workload)(torch.empty(shape))
 
 
 def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> Iterator[Tensor]:
@@ -202,18 +201,15 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
             yield ahead.popleft().result()
 
 
-def _drawing(name: str, ndim: int, workload: Workload) -> Callable[[Tensor], Tensor]:
-    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence.
-
-    N(0, 0.02); for the two projections into the residual stream 1/sqrt(2 L) of that; biases 0, norm weights 1.
-    """
-    if ndim == 1:
-        value = 1.0 if name.endswith("weight") else 0.0
-        return lambda tensor: tensor.fill_(value)
-    std = INIT_STD / math.sqrt(2 * workload.num_layers) if ".proj." in name or ".fc2." in name else INIT_STD
+def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
+    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence."""
+    anatomy = anatomy_of(workload)
+    mean, std = anatomy.starts[anatomy.within(name)]
+    if not std:
+        return lambda tensor: tensor.fill_(mean)
     seed = hashlib.sha256(f"{workload.seed} {name}".encode()).digest()[:8]
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
-    return lambda tensor: tensor.normal_(0.0, std, generator=generator)
+    return lambda tensor: tensor.normal_(mean, std, generator=generator)
 
 
 def is_decayed(shape: Sequence[int]) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.base.checked_data import NO_OTHER_FIELDS
+from harness.core.anatomy import Anatomy, anatomy_of
 from harness.core.rates import Rates
 
 GIB = 2**30
@@ -92,14 +93,19 @@ class Workload:
             object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
+    def anatomy(self) -> Anatomy:
+        """The parts of the model."""
+        return anatomy_of(self)
+
+    @property
     def layer_params(self) -> int:
-        """Parameters of one layer: two norms, fused QKV, projection, a 4x MLP, all with biases."""
-        return 12 * self.hidden_size**2 + 13 * self.hidden_size
+        """Parameters of one layer."""
+        return self.anatomy.layer_params
 
     @property
     def end_params(self) -> int:
-        """Parameters of both ends: tied token embedding, learned positions, final norm."""
-        return (self.vocab_size + self.seq_len + 2) * self.hidden_size
+        """Parameters of embedding and head; a shared one counts once."""
+        return self.anatomy.end_params
 
     @property
     def num_params(self) -> int:
@@ -127,8 +133,8 @@ class Workload:
     @property
     def layer_flops(self) -> float:
         """Floating-point operations of one layer's forward pass."""
-        tokens = self.batch_size * self.seq_len
-        return float(24 * tokens * self.hidden_size**2 + 2 * tokens * self.seq_len * self.hidden_size)
+        anatomy, tokens = self.anatomy, self.batch_size * self.seq_len
+        return float(tokens * (anatomy.token_flops + self.seq_len * anatomy.pair_flops))
 
     @property
     def head_flops_per_step(self) -> float:
@@ -143,19 +149,21 @@ class Workload:
     @property
     def head_bytes(self) -> int:
         """Bytes of the largest transient of a micro-batch's loss and its gradients: a block of logits in fp32, its
-        gradient in the dtype of the weights, and, after the first block, the gradient of the embedding."""
+        gradient in the dtype of the weights, and, after the first block, the gradient of the head's matrix."""
         size, all_logits = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
-        logits, embedding = min(NUM_LOGITS, all_logits), size * self.vocab_size * self.hidden_size
+        logits, matrix = min(NUM_LOGITS, all_logits), size * self.vocab_size * self.hidden_size
         later = min(NUM_LOGITS, all_logits - logits)  # the largest block after the first
         both = 4 if size == 4 else 4 + size
-        rounded = max(both * logits, both * later + embedding if later else 0)
-        return 3 * self.boundary_bytes // self.micro_batches + max(rounded, size * logits + embedding)
+        rounded = max(both * logits, both * later + matrix if later else 0)
+        return 3 * self.boundary_bytes // self.micro_batches + max(rounded, size * logits + matrix)
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of the largest transient of a layer's recompute and backward pass on a micro-batch: its activations,
-        the gradients of the MLP's inner tensors, and one matrix's gradient on its way to the sum."""
-        return 22 * self.boundary_bytes // self.micro_batches + self.weight_bytes * 4 * self.hidden_size**2
+        their gradients, and one matrix's gradient on its way to the sum."""
+        anatomy = self.anatomy
+        inner = int(anatomy.boundaries * self.boundary_bytes) // self.micro_batches
+        return inner + self.weight_bytes * math.prod(anatomy.layer_matrix)
 
     @property
     def working_bytes(self) -> int:

@@ -223,7 +223,8 @@ def _grown_keys(record: Record) -> Departure | None:
     """
     load = record.job.workload
     rates = sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
-    allowed = math.sqrt(load.hidden_size) * rates * (1 - BETAS[0]) / math.sqrt(1 - BETAS[1])
+    num_keys = max((stop - start for start, stop in load.anatomy.noise.values()), default=0)
+    allowed = math.sqrt(num_keys) * rates * (1 - BETAS[0]) / math.sqrt(1 - BETAS[1])
     for name, tensor in record.tensors.items():
         if tensor.get("left_out") == "keys":
             keys = math.sqrt(max(0.0, tensor.get("size", 0.0) ** 2 - tensor["moved"] ** 2))

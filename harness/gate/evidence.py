@@ -122,7 +122,8 @@ def least_device_bytes(job: Job) -> int:
     """
     load = job.workload
     tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # batches of inputs and targets, int64
-    product = load.weight_bytes * (4 * load.hidden_size**2 + 5 * load.seq_len * load.hidden_size)
+    matrix = load.anatomy.layer_matrix
+    product = load.weight_bytes * (math.prod(matrix) + load.seq_len * sum(matrix))
     return tokens + product // job.world_size
 
 

@@ -21,7 +21,6 @@ from harness.core.method import TensorState
 SKETCH_BUCKETS = 8
 SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows, so that no structure of a tensor has their period
 BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # elements of one pass
-KEYS_IN = ".qkv.bias"  # end of the name of a tensor whose middle third belongs to the keys
 TELLING = ("attention", "adam")  # names of ops that have several kernels
 
 
@@ -57,6 +56,7 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
 def look(state: TensorState, workload: Workload) -> dict[str, Any]:
     """Read a tensor in one pass, in blocks that stay in the cache, by all cores."""
     weight, digest, parts = state.weight.detach().reshape(-1), hashlib.sha256(), list[torch.Tensor]()
+    noise = noise_in(state.name, workload)
     changed, moved, size = 0, 0.0, 0.0
     for start, drawn in drawn_blocks(state.name, state.weight.shape, workload, BLOCK):
         here = weight[start : start + len(drawn)].float().cpu()
@@ -64,7 +64,7 @@ def look(state: TensorState, workload: Workload) -> dict[str, Any]:
         size = math.hypot(size, norm(here))
         change = torch.sub(here, drawn, out=drawn)
         changed += int(torch.count_nonzero(change))
-        without_noise(state.name, change, start, weight.numel())
+        without_noise(change, start, noise)
         moved = math.hypot(moved, norm(change))
         parts += sums(change)
     return {
@@ -72,25 +72,28 @@ def look(state: TensorState, workload: Workload) -> dict[str, Any]:
         "moved": moved,
         "size": size,
         "sketch": sketch(parts),
-        "exp_avg": moment_size(state.name, state.exp_avg),
-        "exp_avg_sq": moment_size(state.name, state.exp_avg_sq),
+        "exp_avg": moment_size(state.exp_avg, noise),
+        "exp_avg_sq": moment_size(state.exp_avg_sq, noise),
         "sha256": digest.hexdigest()[:16],
-        **({"left_out": "keys"} if state.name.endswith(KEYS_IN) else {}),
+        **({"left_out": "keys"} if noise else {}),
     }
 
 
-def moment_size(name: str, moment: torch.Tensor | None) -> float | None:
+def moment_size(moment: torch.Tensor | None, noise: range) -> float | None:
     if moment is None:
         return None
-    is_noisy = name.endswith(KEYS_IN)
-    return norm(without_noise(name, moment.detach().reshape(-1).clone(), 0, moment.numel()) if is_noisy else moment)
+    return norm(without_noise(moment.detach().reshape(-1).clone(), 0, noise) if noise else moment)
 
 
-def without_noise(name: str, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    """Zero, in place, the elements whose gradient is nothing but rounding, in a tensor's part from `start` on. A bias
-    of all keys adds the same to every score of a query, and the softmax cancels it."""
-    if name.endswith(KEYS_IN):
-        part[max(0, numel // 3 - start) : max(0, numel // 3 * 2 - start)] = 0
+def noise_in(name: str, workload: Workload) -> range:
+    """Return the elements of a tensor whose gradient is nothing but rounding."""
+    anatomy = workload.anatomy
+    return range(*anatomy.noise.get(anatomy.within(name), (0, 0)))
+
+
+def without_noise(part: torch.Tensor, start: int, noise: range) -> torch.Tensor:
+    """Zero, in place, the elements in `noise`, in a tensor's part from `start` on."""
+    part[max(0, noise.start - start) : max(0, noise.stop - start)] = 0
     return part
 
 

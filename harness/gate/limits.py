@@ -86,8 +86,7 @@ class Limits(NamedTuple):
 
     def of_norms_summed_by(self, reference: Record) -> Limits:
         """Widen the limit of each gradient norm to at least the rounding of the norm's own sum."""
-        workload = reference.job.workload
-        largest = workload.hidden_size * max(workload.vocab_size, 4 * workload.hidden_size)
+        largest = reference.job.workload.anatomy.largest_numel
         least = 0.0 if reference.job.device == "cuda" else NORM_ROUNDING * largest**1.5
         return self._replace(norms=[max(least, each) for each in self.norms])
 

@@ -11,7 +11,7 @@ from typing import Any
 from harness.base.checkout import ROOT
 from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
-from methods.shared.memory_needs import each_page_locked, page_locked
+from methods.shared.memory_needs import each_page_locked, num_small, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
@@ -52,11 +52,6 @@ def versions() -> str:
         return f"no {error.name}"
 
 
-def largest_tensor(workload: Workload) -> int:
-    """Elements of the largest parameter: the embedding's, or the MLP's."""
-    return max(workload.vocab_size * workload.hidden_size, 4 * workload.hidden_size**2)
-
-
 def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
     """Weights on the device, gradients and optimizer on the host."""
     bucket = min(BUCKET_PARAMS, workload.num_params)
@@ -76,7 +71,7 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
         "stage": 3,
         "contiguous_gradients": True,
         "overlap_comm": on_gpu,
-        "reduce_bucket_size": largest_tensor(workload),
+        "reduce_bucket_size": workload.anatomy.largest_numel,
         "stage3_prefetch_bucket_size": workload.layer_params,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_live_parameters": workload.end_params + 2 * workload.layer_params,
@@ -96,7 +91,7 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
 
 def group_params(workload: Workload) -> tuple[int, int]:
     """Parameters of the optimizer's two groups, matrices, and biases and norms: each group is flat in memory."""
-    small = (13 * workload.num_layers + 2) * workload.hidden_size
+    small = num_small(workload)
     return workload.num_params - small, small
 
 

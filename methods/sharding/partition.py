@@ -6,6 +6,7 @@ by the parameter's name: a parameter that several layers of a run share is count
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import or_
@@ -44,8 +45,8 @@ def adamw_bytes(numel: int, weight_bytes: int) -> int:
     return 2 * aligned(weight_bytes * numel) + states
 
 
-class GptShard(NamedTuple):
-    """A run of the harness's GPT; embedding and head share the token embedding."""
+class ModelShard(NamedTuple):
+    """A run of a workload's model; embedding and head may share a matrix."""
 
     has_embedding: bool
     num_blocks: int
@@ -59,37 +60,26 @@ class GptShard(NamedTuple):
     def num_bytes(self, workload: Workload, bytes_of: Callable[[int, int], int] = adamw_bytes) -> int:
         """Return the shard's bytes. `bytes_of`: bytes of a parameter by its number of elements and the bytes of a
         weight."""
-        embedding, block, head = gpt_tensors(workload)
-        ends = (embedding if self.has_embedding else {}) | (head if self.has_head else {})
-        size = workload.weight_bytes
-        blocks = self.num_blocks * sum(bytes_of(numel, size) for numel in block.values())
-        return blocks + sum(bytes_of(numel, size) for numel in ends.values())
+        anatomy, size = workload.anatomy, workload.weight_bytes
+        ends = (anatomy.embedding if self.has_embedding else {}) | (anatomy.head if self.has_head else {})
+        blocks = self.num_blocks * sum(bytes_of(math.prod(shape), size) for shape in anatomy.layer.values())
+        return blocks + sum(bytes_of(math.prod(shape), size) for shape in ends.values())
 
 
-def gpt_shards(workload: Workload, num_blocks: int) -> list[tuple[int, GptShard]]:
-    """Return longest_runs() of the harness's GPT by arithmetic: the number of each kind of shard, in order. A shard has
-    room for `num_blocks` blocks, and for either end."""
-    block = GptShard(False, 1, False).num_bytes(workload)
-    ends = [GptShard(*kind).num_bytes(workload) for kind in ((True, 0, False), (False, 0, True))]
+def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelShard]]:
+    """Return longest_runs() of a workload's model by arithmetic: the number of each kind of shard, in order. A shard
+    has room for `num_blocks` blocks, and for either end."""
+    block = ModelShard(False, 1, False).num_bytes(workload)
+    ends = [ModelShard(*kind).num_bytes(workload) for kind in ((True, 0, False), (False, 0, True))]
     room = max(num_blocks * block, *ends)
     first = min(workload.num_layers, (room - ends[0]) // block)
     num_whole, rest = divmod(workload.num_layers - first, room // block)
-    found = [(1, GptShard(True, first, False)), (num_whole, GptShard(False, room // block, False))]
-    found = [(count, shard) for count, shard in (*found, (1, GptShard(False, rest, False))) if count * shard.num_layers]
+    found = [(1, ModelShard(True, first, False)), (num_whole, ModelShard(False, room // block, False))]
+    found = [
+        (count, shard) for count, shard in (*found, (1, ModelShard(False, rest, False))) if count * shard.num_layers
+    ]
     count, last = found.pop()
     joined = last._replace(has_head=True)
     if joined.num_bytes(workload) > room:
-        return [*found, (count, last), (1, GptShard(False, 0, True))]
+        return [*found, (count, last), (1, ModelShard(False, 0, True))]
     return [*found, *([(count - 1, last)] if count > 1 else []), (1, joined)]
-
-
-def gpt_tensors(workload: Workload) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return the number of elements by parameter name of the GPT's embedding, a block and the head."""
-    size, vocab = workload.hidden_size, workload.vocab_size
-    matrices = {"qkv": 3 * size, "proj": size, "fc1": 4 * size}
-    block = {f"{name}.weight": rows * size for name, rows in matrices.items()} | {"fc2.weight": 4 * size * size}
-    block |= {f"{name}.bias": rows for name, rows in {**matrices, "fc2": size}.items()}
-    block |= {f"{norm}.{kind}": size for norm in ("ln1", "ln2") for kind in ("weight", "bias")}
-    embedding = {"ends.wte.weight": vocab * size, "ends.wpe.weight": workload.seq_len * size}
-    head = {"ends.wte.weight": vocab * size, "ends.lnf.weight": size, "ends.lnf.bias": size}
-    return embedding, block, head

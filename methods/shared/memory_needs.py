@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 
+from harness.core.anatomy import Shape
 from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import OPTIMIZER_BYTES
 
@@ -49,11 +51,17 @@ def page_locked(size: int, room: Room) -> int:
 
 def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
     """Bytes of a tensor for each parameter, of elements of `size` bytes, split over ranks and page-locked by itself."""
-    width = workload.hidden_size
-    numels = [parts * width**2 for parts in (3, 1, 4, 4)] * workload.num_layers
-    numels += [rows * width for rows in (workload.vocab_size, workload.seq_len)]
-    small = workload.num_params - sum(numels)  # biases and norms, whose rounding does not count
-    return sum(page_locked(size * -(-numel // num_ranks), room) for numel in (*numels, small))
+
+    def locked(shape: Shape) -> int:
+        return page_locked(size * -(-math.prod(shape) // num_ranks), room) if len(shape) > 1 else 0
+
+    small = num_small(workload)  # biases and norms, whose rounding does not count
+    return workload.anatomy.total(workload.num_layers, locked) + page_locked(size * -(-small // num_ranks), room)
+
+
+def num_small(workload: Workload) -> int:
+    """Parameters of biases and norms, which are vectors."""
+    return workload.anatomy.total(workload.num_layers, lambda shape: shape[0] if len(shape) == 1 else 0)
 
 
 def resident_plan(workload: Workload) -> Plan:

@@ -202,5 +202,6 @@ def _activations(workload: Sizes) -> tuple[int, int, int]:
     at_layer = (workload.num_layers - 1) * boundary + workload.layer_bytes + 4 * others
     # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
     # and what attention keeps.
-    small = 512 * (12 * workload.num_layers + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
+    num_tensors = len(workload.anatomy.layer) * workload.num_layers
+    small = 512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
     return boundary, small, max(at_head, at_layer) + small

@@ -63,7 +63,7 @@ def test_short_inputs_take_the_first_positions() -> None:
 
 def test_no_token_sees_a_later_one() -> None:
     workload = tiny()
-    layer, x = build(workload).layers[0], initial("x.weight", torch.Size((16, 36)), workload).unsqueeze(0)
+    layer, x = build(workload).layers[0], initial("ends.wte.weight", torch.Size((16, 36)), workload).unsqueeze(0)
     changed = x.clone()
     changed[:, 9, 0] += 1
     moved = (layer(x) != layer(changed)).any(-1).flatten().tolist()

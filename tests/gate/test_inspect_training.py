@@ -65,7 +65,7 @@ def test_as_many_tensors_as_cores_are_kept_at_once() -> None:
             weight = torch.ones(2**16)
             alive.add(weight)
             most = max(most, len(alive))
-            yield TensorState(f"{number}.weight", weight)
+            yield TensorState(f"layers.{number}.ln1.weight", weight)
 
     found = inspect(made_on_demand(), OfJob())  # type: ignore[arg-type]
     assert len(found) == 64 and most <= len(os.sched_getaffinity(0)) + 3  # one waits, one is made, one was just done

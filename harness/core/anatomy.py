@@ -1,0 +1,117 @@
+"""The parts of a model as numbers: its tensors by name and shape, their starting values, what a layer computes and
+takes. Plans, counts and the gate read these; no torch.
+
+A model is an embedding, equal layers, and a head with the loss. Embedding and head may share tensors, by name.
+
+Shapes: T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import chain
+from typing import Any
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model. Names of a layer's tensors are those within the layer, all others the model's."""
+
+    embedding: Shapes
+    layer: Shapes
+    head: Shapes
+    layer_prefix: str  # of the names of a layer's tensors in the model, before the layer's number
+    ends_prefix: str  # of the names of both ends' tensors in the model, before their names in the module of the ends
+    token_flops: int  # of a token in a layer's forward pass: its products with matrices
+    pair_flops: int  # the same for each token of the sample: causal attention, which is half of full
+    boundaries: float  # the most that a layer's recompute and backward pass hold, in sizes of the layer's input
+    starts: dict[str, tuple[float, float]]  # mean and deviation of a tensor's starting values; deviation 0: the mean
+    # Elements [start, stop) of a layer's tensors whose gradient is nothing but rounding.
+    noise: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @cached_property
+    def ends(self) -> Shapes:
+        return self.embedding | self.head
+
+    @cached_property
+    def layer_params(self) -> int:
+        return sum(map(math.prod, self.layer.values()))
+
+    @cached_property
+    def end_params(self) -> int:
+        return sum(map(math.prod, self.ends.values()))
+
+    @cached_property
+    def layer_matrix(self) -> Shape:
+        """The shape of a layer's largest tensor."""
+        return max(self.layer.values(), key=math.prod)
+
+    @cached_property
+    def largest_numel(self) -> int:
+        return max(map(math.prod, chain(self.ends.values(), self.layer.values())))
+
+    def names(self, num_layers: int) -> list[str]:
+        """Return the names of all tensors, in the model's order, in which the reference sums the global norm."""
+        layers = (self.layer_name(index) + name for index in range(num_layers) for name in self.layer)
+        return [*self.ends, *layers]
+
+    def layer_name(self, index: int) -> str:
+        """Return what the names of a layer's tensors in the model begin with."""
+        return f"{self.layer_prefix}{index}."
+
+    def within(self, name: str) -> str:
+        """Return the name within a layer of a tensor of the model; of one of the ends its own name."""
+        if not name.startswith(self.layer_prefix):
+            return name
+        return name.removeprefix(self.layer_prefix).partition(".")[2]
+
+    def total(self, num_layers: int, amount: Callable[[Shape], int]) -> int:
+        """Return the sum of an amount over all tensors of a model of so many layers."""
+        return sum(map(amount, self.ends.values())) + num_layers * sum(map(amount, self.layer.values()))
+
+
+@lru_cache(maxsize=256)
+def anatomy_of(workload: Any) -> Anatomy:
+    """Return the parts of a workload's model."""
+    return _gpt(workload)
+
+
+def _gpt(workload: Any) -> Anatomy:
+    """The published GPT (harness/core/gpt.py): fused QKV, a 4x MLP, learned positions, tied head, biases everywhere."""
+    size, vocab = workload.hidden_size, workload.vocab_size
+    layer: Shapes = {
+        "ln1.weight": (size,), "ln1.bias": (size,),
+        "qkv.weight": (3 * size, size), "qkv.bias": (3 * size,),
+        "proj.weight": (size, size), "proj.bias": (size,),
+        "ln2.weight": (size,), "ln2.bias": (size,),
+        "fc1.weight": (4 * size, size), "fc1.bias": (4 * size,),
+        "fc2.weight": (size, 4 * size), "fc2.bias": (size,),
+    }  # fmt: skip
+    tokens: Shapes = {"ends.wte.weight": (vocab, size)}
+    positions: Shapes = {"ends.wpe.weight": (workload.seq_len, size)}
+    norm: Shapes = {"ends.lnf.weight": (size,), "ends.lnf.bias": (size,)}
+    # N(0, 0.02); for the two projections into the residual stream 1/sqrt(2 L) of that; biases 0, norm weights 1.
+    into_residual = INIT_STD / math.sqrt(2 * workload.num_layers)
+    starts = {
+        name: (0.0, into_residual if name in ("proj.weight", "fc2.weight") else INIT_STD)
+        if len(shape) > 1
+        else (1.0 if name.endswith("weight") else 0.0, 0.0)
+        for name, shape in (tokens | positions | norm | layer).items()
+    }
+    return Anatomy(
+        embedding=tokens | positions, layer=layer, head=tokens | norm, layer_prefix="layers.", ends_prefix="ends.",
+        token_flops=24 * size**2, pair_flops=2 * size,
+        # Its activations, and the gradients of the MLP's inner tensors.
+        boundaries=22,
+        starts=starts,
+        # A bias of all keys adds the same to every score of a query, and the softmax cancels it.
+        noise={"qkv.bias": (size, 2 * size)},
+    )  # fmt: skip
