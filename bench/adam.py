@@ -26,8 +26,6 @@ from harness.devices.streams import Device
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
-from methods.offload.layout import new_layer
-from methods.shared.terms import Terms
 from methods.streaming.layer_state import LayerState, draw
 
 FACTOR = torch.tensor(0.5)
@@ -37,7 +35,7 @@ NUM_UPDATES = 3  # under way
 
 def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[[], bool]]:
     """Start a layer's update by the threads of a training; return a function that tells if it is over."""
-    state = LayerState(device, new_layer(layer), "layers.0.", Terms.of(layer), host=True)
+    state = LayerState.of_model(device, layer, 0, host=True)
     state.grads.normal_()
     state.landed = device.outbound.record_event()
 
@@ -80,7 +78,7 @@ def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float],
     """Return the seconds of forward passes alone and beside updates, of which one is always waiting; both take
     turns."""
     tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
-    launched = LayerState(device, new_layer(tiny), "layers.0.", Terms.of(tiny), host=False)
+    launched = LayerState.of_model(device, tiny, 0, host=False)
     draw([launched], tiny)
     launched.bind(launched.current.weights)
     xs = [(torch.randn(1, 4, 16, dtype=DTYPES[layer.dtype]).requires_grad_(),)]

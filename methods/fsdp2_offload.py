@@ -9,7 +9,7 @@ Each rank trains on its part of every batch; torch averages the gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.core.job import Plan, Room, Workload
@@ -24,6 +24,7 @@ class Fsdp2Offload(Method):
     color = "#6FA8DC"
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
     hides = ("copies",)
+    takes_config = True
     scales_loss = True
     world_size: int = 1  # ranks
 
@@ -55,7 +56,8 @@ class Fsdp2Offload(Method):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import DTensor
 
-        from harness.core.gpt import DTYPES, GPT, adamw, initialize, initials
+        from harness.core.gpt import DTYPES, adamw, initialize, initials
+        from harness.core.model import whole
         from harness.devices.streams import require_device
         from methods.shared.loss_scale import LossScale
 
@@ -71,8 +73,7 @@ class Fsdp2Offload(Method):
             half = DTYPES[workload.dtype] if workload.dtype != "fp32" else None
             offload, mixed = CPUOffloadPolicy(pin_memory=on_gpu), MixedPrecisionPolicy(half, torch.float32)
             settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": mixed}
-            with torch.device("meta"):
-                model = GPT(workload)
+            model = whole(replace(workload, dtype="fp32"))
             for layer in model.layers:
                 fully_shard(layer, **settings)
             fully_shard(model, **settings)
@@ -104,10 +105,11 @@ class Fsdp2Offload(Method):
                 if num_ranks > 1:
                     dist.all_reduce(mean)
                 yield scale.step(mean, norm, is_skipped=is_skipped)
-            whole: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
+            all_of: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
             columns = ((name, p.detach(), optimizer.state[p]) for name, p in parameters)
             states = (
-                TensorState(name, *map(whole, (p, state["exp_avg"], state["exp_avg_sq"]))) for name, p, state in columns
+                TensorState(name, *map(all_of, (p, state["exp_avg"], state["exp_avg_sq"])))
+                for name, p, state in columns
             )
             return Trained([state for state in states if rank == 0])  # all ranks gather the whole tensors, for rank 0
         finally:

@@ -56,6 +56,7 @@ class Hydra(Method):
     paper = "Nagrecha and Kumar 2021, arXiv:2110.08633"
     hides = ("copies",)
     can_rehearse = True
+    takes_config = True
 
     @property
     def bit_exact(self) -> bool:  # type: ignore[override]
@@ -115,7 +116,7 @@ class Hydra(Method):
         assert self.shard_layers
         kinds = model_shards(workload, self.shard_layers)
         lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]  # the ends counted as layers
-        names, is_alone = gpt.names(workload), self.num_models == 1
+        names, is_alone = workload.anatomy.names(workload.num_layers), self.num_models == 1
         own = several(workload, self.num_models, self.num_batch_sizes)
         num_batches, is_shared = len(batches) if hasattr(batches, "__len__") else None, self.num_devices > 1
         words: dict[str, Any] = {"max_norm": workload.clip_norm, "update": "later" if workload.clip_norm else "now",

@@ -32,6 +32,7 @@ class L2L(Method):
     bit_exact = True
     bit_exact_in_half = True
     can_rehearse = True
+    takes_config = True
     accumulates = True
     scales_loss = True
     to_build = staticmethod(adamw_kernel.to_build)
@@ -49,17 +50,15 @@ class L2L(Method):
         from harness.devices.streams import Device, num_update_threads
         from methods.offload.adamw import published_settings
         from methods.offload.clip import Clip
-        from methods.offload.layout import new_layer
         from methods.shared.loss_scale import LossScale
-        from methods.shared.terms import Terms
         from methods.streaming.embedding_and_head import ResidentEnds
         from methods.streaming.layer_state import LayerState, draw
         from methods.streaming.slot import GradientRoom, Slot
         from methods.streaming.update_rules import update_at_once
 
         with Device(device, num_workers=num_update_threads(device)) as gpu:
-            ends, names = ResidentEnds(gpu, workload), [f"layers.{i}." for i in range(workload.num_layers)]
-            layers = [LayerState(gpu, new_layer(workload), name, Terms.of(workload), host=True) for name in names]
+            ends, depth = ResidentEnds(gpu, workload), range(workload.num_layers)
+            layers = [LayerState.of_model(gpu, workload, i, host=True) for i in depth]
             draw(layers, workload)
             slot, gradients, scale = Slot(layers[0]), GradientRoom(layers[0]), LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):

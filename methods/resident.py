@@ -13,7 +13,7 @@ from methods.shared.memory_needs import describe, resident_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from harness.core.gpt import GPT
+    from harness.core.model import Model
     from methods.shared.loss_scale import LossScale
     from methods.shared.roundings import Rounding
 
@@ -27,6 +27,7 @@ class Resident(Method):
     bit_exact_in_half = True
     can_rehearse = True
     is_reference = True
+    takes_config = True
     accumulates = True
     scales_loss = True
 
@@ -49,7 +50,8 @@ class ReferenceModel:
     def __init__(self, workload: Workload, device: str, rounding: Rounding | None = None) -> None:
         import torch
 
-        from harness.core.gpt import adamw, empty, initialize
+        from harness.core.gpt import adamw, initialize
+        from harness.core.model import empty
         from methods.shared.loss_scale import LossScale
 
         self.workload, self.rounding = workload, rounding
@@ -105,7 +107,7 @@ class ReferenceModel:
                 torch._foreach_copy_(self.weights, self.masters)
 
 
-def _backward(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:
+def _backward(model: Model, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:
     """Return the mean loss over micro-batches, detached; leave the sum of their gradients. The gradients of the tied
     embedding are summed in the order of layer-by-layer training: first all of the head's, then all of the look-up's."""
     import torch
@@ -114,7 +116,7 @@ def _backward(model: GPT, inputs: Tensor, targets: Tensor, num_parts: int, scale
         loss = model(inputs, targets, scale)
         loss.backward()
         return loss.detach()
-    embedded = [model.ends.embed(part) for part in inputs.chunk(num_parts)]
+    embedded = [model.embed(part) for part in inputs.chunk(num_parts)]
     starts = [x.detach().requires_grad_() for x in embedded]
     total = torch.zeros((), device=inputs.device)
     for x, part in zip(starts, targets.chunk(num_parts), strict=True):

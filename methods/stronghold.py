@@ -46,6 +46,7 @@ class Stronghold(Method):
     bit_exact = True
     bit_exact_in_half = True
     can_rehearse = True
+    takes_config = True
     accumulates = True
     scales_loss = True
     to_build = staticmethod(adamw_kernel.to_build)
@@ -80,14 +81,14 @@ class Stronghold(Method):
         from harness.devices.streams import Device, num_update_threads
         from methods.offload.adamw import published_settings
         from methods.streaming.embedding_and_head import ResidentEnds
-        from methods.streaming.layer_kinds import gpt_layers, new_layers
+        from methods.streaming.layer_kinds import model_layers, new_layers
         from methods.streaming.update_rules import UpdateRule
         from methods.streaming.window import Window
 
         assert self.placement and self.window_size
         kinds = parse(self.placement, workload.num_layers)
         with Device(device, num_workers=num_update_threads(device)) as gpu:
-            ends, source = ResidentEnds(gpu, workload), gpt_layers(workload)
+            ends, source = ResidentEnds(gpu, workload), model_layers(workload)
             speculates = self.clipping == "speculate"
             layers = new_layers(gpu, source, kinds, self.window_size, self.disk, speculates=speculates)
             rule = UpdateRule(gpu, source.terms, ends.state, layers, self.clipping)

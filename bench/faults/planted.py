@@ -65,7 +65,8 @@ class Loop:
     def __init__(self, how: Planted, workload: Workload, device: str) -> None:
         import torch
 
-        from harness.core.gpt import empty, initialize
+        from harness.core.gpt import initialize
+        from harness.core.model import empty
         from methods.shared.loss_scale import LossScale
 
         self.how, self.workload, self.scale = how, workload, LossScale(workload)

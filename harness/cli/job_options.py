@@ -43,7 +43,7 @@ def take_settings(context: click.Context, _: click.Parameter, name: str | None) 
 
 workload_options = options.together(
     options.model,
-    click.option("-l", "num_layers", type=Numbers(), default="16", help="Layers."),
+    click.option("-l", "--layers", "num_layers", type=Numbers(), default="16", help="Layers."),
     click.option("-h", "hidden_size", type=Numbers(), default="2048", help="Hidden size."),
     click.option("-b", "batch_size", type=Numbers(), default="4", help="Samples per step."),
     click.option("--micro-batches", type=int, default=1, help="Split each batch into N equal parts, run in turn."),
@@ -159,7 +159,7 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
 
 def workloads(words: dict[str, Any]) -> list[Workload]:
     """Return the workload of every combination of the sizes."""
-    fixed = {name: words[name] for name in OF_WORKLOAD}
+    fixed = {**{name: words[name] for name in OF_WORKLOAD}, **words["model"]}
     sizes = itertools.product(*(words[name] for name in LISTED))
     return [Workload(**dict(zip(LISTED, each, strict=True)), **fixed) for each in sizes]
 

@@ -135,19 +135,28 @@ class MachineName(click.ParamType):
         return named_machines.spelled(str(value))
 
 
-def _take_sizes(context: click.Context, param: click.Parameter, name: str | None) -> None:
+def _take_sizes(context: click.Context, param: click.Parameter, name: str | None) -> dict[str, Any]:
     """Make the model's sizes the defaults of the options that follow; a verb's own defaults stay, such as the largest
-    depth of a search. A number of parameters in place of a name makes a model of about that size."""
+    depth of a search. A number of parameters in place of a name makes a model of about that size. Return the fields of
+    a Workload that are no options."""
     if name is None:
-        return
+        return {}
     if num_params := amount(name):
         _take_number(context, param, num_params)
-        return
+        return {}
     found = named_models.load(name)
     context.meta[MODEL] = name
     if "our architecture" in found.about:
         click.echo(f"{name} here is the published GPT at its size: {found.about}", err=True)
-    _set_defaults(context, found.sizes)
+    sizes = found.sizes
+    own: dict[str, Any] = {field: sizes.pop(field) for field in ("model", "config") if field in sizes}
+    _set_defaults(context, sizes)
+    return own
+
+
+def _take_gpt(context: click.Context, param: click.Parameter, name: str | None) -> None:
+    if _take_sizes(context, param, name):
+        raise ValueError(f"expected a GPT of models.yaml, got {name}: {context.info_name} knows no other models")
 
 
 def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -165,16 +174,26 @@ def _set_defaults(context: click.Context, sizes: dict[str, Any]) -> None:
     context.default_map = {**{option: str(size) for option, size in sizes.items()}, **(context.default_map or {})}
 
 
+params = click.option(
+    "--params", type=Amount(), is_eager=True, expose_value=False, callback=_take_number,
+    help="Parameters in all, such as 7B: -l, -h and --heads of that size, in the width of the nearest GPT-3.",
+)  # fmt: skip
 model = together(
     click.option(
-        "--model", metavar="NAME", shell_complete=_models, is_eager=True, expose_value=False, callback=_take_sizes,
-        help="Take -l, -h, --heads, --seq and --vocab of a model of models.yaml, such as gpt2-xl, or of about so many"
+        "--model", metavar="NAME|PATH", shell_complete=_models, is_eager=True, callback=_take_sizes,
+        help="A model of models.yaml, such as gpt2-xl or Qwen3-8B, or of a config.json or its folder: take its -l, -h,"
+        " --heads, --vocab, of a GPT also --seq, or those of a GPT of about so many parameters, such as 7b; what is"
+        " given overrides them.",
+    ),
+    params,
+)  # fmt: skip
+gpt = together(
+    click.option(
+        "--model", metavar="NAME", shell_complete=_models, is_eager=True, expose_value=False, callback=_take_gpt,
+        help="Take -l, -h, --heads, --seq and --vocab of a GPT of models.yaml, such as gpt2-xl, or of about so many"
         " parameters, such as 7b; those given override it.",
     ),
-    click.option(
-        "--params", type=Amount(), is_eager=True, expose_value=False, callback=_take_number,
-        help="Parameters in all, such as 7B: -l, -h and --heads of that size, in the width of the nearest GPT-3.",
-    ),
+    params,
 )  # fmt: skip
 num_heads = click.option("--heads", "num_heads", type=int, default=16, help="Attention heads per layer.")
 seq_len = click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample.")

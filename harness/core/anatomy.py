@@ -8,17 +8,32 @@ Shapes: T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
+
+from harness.base.checkout import ROOT
+from harness.base.child_process import ask
+from harness.base.foreign_file import read_json
+from harness.base.whole_file import write_whole
+from harness.core.hub_config import narrowed
+from harness.core.unavailable import Unavailable
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
+SKETCHES = ROOT / ".venv" / "sketches"  # what is known of models by their configuration
+MOST_SEEN = 8  # layers that a sketch looks at: kinds that alternate do so within fewer
+PARTS = ("embedding", "layer", "head")
+NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,8 @@ class Anatomy:
     pair_flops: int  # the same for each token of the sample: causal attention, which is half of full
     boundaries: float  # the most that a layer's recompute and backward pass hold, in sizes of the layer's input
     starts: dict[str, tuple[float, float]]  # mean and deviation of a tensor's starting values; deviation 0: the mean
+    head_boundaries: float = 0.0  # what the norm before the head keeps beside its input and output, in sizes of these
+    given_bytes: int = 0  # what layers are given beside their input, for each token of a sample
     # Elements [start, stop) of a layer's tensors whose gradient is nothing but rounding.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -78,12 +95,47 @@ class Anatomy:
         return sum(map(amount, self.ends.values())) + num_layers * sum(map(amount, self.layer.values()))
 
 
-@lru_cache(maxsize=256)
 def anatomy_of(workload: Any) -> Anatomy:
-    """Return the parts of a workload's model."""
-    return _gpt(workload)
+    """Return the parts of a workload's model. Raises ValueError for one that is not trained here, and Unavailable where
+    transformers is missing."""
+    if workload.config is None:
+        return _gpt(workload)
+    sizes = min(workload.num_layers, MOST_SEEN), workload.hidden_size, workload.vocab_size
+    return _of_config(workload.config, sizes, workload.model or "the model", is_half=workload.dtype != "fp32")
 
 
+@lru_cache(maxsize=64)
+def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: bool) -> Anatomy:
+    """The parts of a model by its configuration, from harness/forecast/sketch.py: a process that imports torch, once
+    for each configuration."""
+    try:
+        library = version("transformers")
+    except PackageNotFoundError as error:
+        raise Unavailable(NEEDS) from error
+    config = narrowed(text, *sizes)
+    digest = hashlib.sha256(json.dumps([config, library], sort_keys=True).encode()).hexdigest()
+    file = SKETCHES / f"{digest[:16]}.json"
+    try:
+        found = read_json(file)
+    except (OSError, ValueError):
+        found = ask("harness.forecast.sketch", config)
+        if told := found.get("unlike"):
+            raise ValueError(f"{model} is not trained here: {told}") from None
+        with contextlib.suppress(OSError):  # the next process sketches it again
+            SKETCHES.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(found))
+    dtype = "half" if is_half else "fp32"
+    parts = {part: {name: tuple(shape) for name, shape in found[part].items()} for part in PARTS}
+    return Anatomy(
+        **parts, layer_prefix=found["layer_prefix"], ends_prefix="",
+        token_flops=found["token_flops"], pair_flops=found["pair_flops"],
+        boundaries=found["boundaries"][dtype], head_boundaries=found["head_boundaries"][dtype],
+        given_bytes=found["given_bytes"][dtype],
+        starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
 def _gpt(workload: Any) -> Anatomy:
     """The published GPT (harness/core/gpt.py): fused QKV, a 4x MLP, learned positions, tied head, biases everywhere."""
     size, vocab = workload.hidden_size, workload.vocab_size

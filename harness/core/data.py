@@ -55,7 +55,7 @@ def corpus_hash(workload: Workload, num_samples: int) -> str:
 def synthetic(workload: Workload) -> Sampler:
     """Return Zipf unigrams with order-1 structure: half of the tokens follow from the one before, the rest are drawn
     anew. Uniform tokens could not show a broken optimizer: their loss stays at ln V whatever is learned."""
-    ids = min(workload.vocab_size, MAX_TOKEN)
+    ids = min(workload.vocab_size, MAX_TOKEN) if workload.config is None else workload.vocab_size
     cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
     cumulative /= cumulative[-1]
 

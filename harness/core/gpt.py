@@ -81,6 +81,26 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tenso
     return mean
 
 
+class Embedding(Ends):
+    """Maps (B, T) token ids to (B, T, D)."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        del self.lnf
+
+    forward = Ends.embed
+
+
+class Head(Ends):
+    """Maps (B, T, D) and (B, T) token ids to the mean loss."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        del self.wpe
+
+    forward = Ends.loss
+
+
 class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of a linear head, block by block: the logits of all tokens would be the largest tensor of most
     models.
@@ -132,27 +152,17 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Layer(workload) for _ in range(workload.num_layers))
 
     def forward(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        return self.loss(self.ends.embed(inputs), targets, scale)
+        return self.loss(self.embed(inputs), targets, scale)
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """(B, T) token ids to (B, T, D)."""
+        return self.ends.embed(inputs)
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
         """Return the loss of embedded tokens, (B, T, D); its gradient is multiplied by `scale`."""
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return self.ends.loss(x, targets, scale)
-
-
-def build(workload: Workload, device: str = "cpu") -> GPT:
-    """The seeded model in the workload's dtype on a device."""
-    model = empty(workload, device)
-    initialize(((name, parameter.data) for name, parameter in model.named_parameters()), workload)
-    return model
-
-
-def empty(workload: Workload, device: str) -> GPT:
-    """The model in the workload's dtype on a device, without starting values."""
-    with torch.device("meta"):
-        model = GPT(workload)
-    return model.to(DTYPES[workload.dtype]).to_empty(device=device)
 
 
 def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.base.checked_data import NO_OTHER_FIELDS
+from harness.core import hub_config
 from harness.core.anatomy import Anatomy, anatomy_of
 from harness.core.rates import Rates
 
@@ -37,13 +38,15 @@ LOSS_SCALE_WINDOW = 1000  # steps in a row without overflow, after which the sca
 # Options of methods that train several models: the number of models, and of batch sizes.
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
 NUM_RATES = 6  # learning rates of several models: the workload's, and repeated halves of it
+# Fields of a workload that are left out of a record at these values: such jobs keep their key of before the field.
+UNSAID = {"micro_batches": 1, "model": None, "config": None}
 # Logits of a block of tokens: the loss is computed block by block (harness/core/gpt.py), 128 MiB in fp32.
 NUM_LOGITS = 2**25
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A GPT, its optimizer and its data: the training that all methods share.
+    """A model, its optimizer and its data: the training that all methods share.
 
     Raises ValueError, one line that names the allowed values, if the sizes make no model.
     """
@@ -63,13 +66,17 @@ class Workload:
     learning_rate: float = 1.5e-4
     seed: int = 1234
     corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
+    model: str | None = None  # name of the model in `config`, for people
+    config: str | None = None  # a model's config.json (harness/core/hub_config.py); None: the published GPT
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
             check_count(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"the seed must be from 0 to below 2**63, not {self.seed}")
-        if self.hidden_size % self.num_heads:
+        if self.config is not None:
+            self._check_config(self.config)
+        elif self.hidden_size % self.num_heads:
             below = self.hidden_size // self.num_heads * self.num_heads
             nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
             raise ValueError(
@@ -92,10 +99,27 @@ class Workload:
         for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 are one workload and must make one key
             object.__setattr__(self, name, float(getattr(self, name)))
 
+    def _check_config(self, text: str) -> None:
+        config = hub_config.parsed(text)
+        hub_config.check_samples(config, self.seq_len)
+        if (heads := hub_config.sizes_of(config)["num_heads"]) != self.num_heads:
+            raise ValueError(f"the model has {heads} heads, not {self.num_heads}: leave --heads out")
+        if self.dropout:
+            raise ValueError("expected no dropout with a model by its config.json: leave --dropout out")
+
     @property
     def anatomy(self) -> Anatomy:
         """The parts of the model."""
         return anatomy_of(self)
+
+    @property
+    def layers_text(self) -> str:
+        """Format the depth, and which model it is of: 16 layers; Qwen3-8B, 4 of 36 layers."""
+        if self.config is None:
+            return f"{self.num_layers} layers"
+        whole = hub_config.sizes_of(hub_config.parsed(self.config))["num_layers"]
+        name = str(self.model).removesuffix(f"/{hub_config.FILE}").rstrip("/").rpartition("/")[2]
+        return f"{name}, {self.num_layers}{'' if whole == self.num_layers else f' of {whole}'} layers"
 
     @property
     def layer_params(self) -> int:
@@ -155,7 +179,8 @@ class Workload:
         later = min(NUM_LOGITS, all_logits - logits)  # the largest block after the first
         both = 4 if size == 4 else 4 + size
         rounded = max(both * logits, both * later + matrix if later else 0)
-        return 3 * self.boundary_bytes // self.micro_batches + max(rounded, size * logits + matrix)
+        kept = 3 * self.boundary_bytes + int(self.anatomy.head_boundaries * self.boundary_bytes)
+        return kept // self.micro_batches + max(rounded, size * logits + matrix)
 
     @property
     def layer_bytes(self) -> int:
@@ -166,11 +191,16 @@ class Workload:
         return inner + self.weight_bytes * math.prod(anatomy.layer_matrix)
 
     @property
+    def given_bytes(self) -> int:
+        """Bytes of what layers are given beside their input: angles of positions."""
+        return self.anatomy.given_bytes * self.seq_len
+
+    @property
     def working_bytes(self) -> int:
         """Bytes of the largest transient of a step, beside the data kept of every layer. Tested against memory
         rehearsals."""
         waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # other micro-batches
-        return max(self.head_bytes, self.layer_bytes + waiting)
+        return max(self.head_bytes, self.layer_bytes + waiting) + self.given_bytes
 
     @property
     def waits_for_norm(self) -> bool:
@@ -347,8 +377,9 @@ class Job:
         del data["budget"]["rates"]
         if self.trace is None:
             del data["trace"]
-        if self.workload.micro_batches == 1:
-            del data["workload"]["micro_batches"]  # such jobs keep their key of before the option
+        for name, default in UNSAID.items():
+            if data["workload"][name] == default:
+                del data["workload"][name]
         return data
 
     @staticmethod

@@ -20,13 +20,10 @@ from harness.base.named_entries import did_you_mean
 from harness.base.registry import FileRegistry
 from harness.core import source_hash as source
 from harness.core.job import MOST_LAYERS, Plan, Room, Workload
+from harness.core.unavailable import Unavailable
 
 if TYPE_CHECKING:
     import torch
-
-
-class Unavailable(Exception):
-    """The method cannot run on this machine; the text names the reason and the command that helps."""
 
 
 class Step(NamedTuple):
@@ -118,6 +115,7 @@ class Method(ABC):
     verbs: ClassVar[str] = ""  # module with the verbs that it brings, click commands in VERBS
     clips: ClassVar[bool] = True  # False: trains only with --clip 0
     drops_alike: ClassVar[bool] = True  # False: drops other elements than the reference
+    takes_config: ClassVar[bool] = False  # True: trains models by their config.json, too
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
 
     forecast_test: ClassVar[ForecastTest | None] = None  # runs elsewhere that tested the forecasts of its steps
@@ -233,6 +231,9 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
     def able(ability: str) -> str:
         return ", ".join(name for name, cls in loadable(folders).items() if getattr(cls, ability))
 
+    if workload.config is not None and not trained.takes_config:
+        others = able("takes_config")
+        raise ValueError(f"{trained.label} trains the published GPT alone, not {workload.model}: try -m {others}")
     if workload.micro_batches > 1 and not trained.accumulates:
         others = able("accumulates")
         raise ValueError(f"{trained.label} does not sum the gradients of micro-batches: leave them out, or -m {others}")

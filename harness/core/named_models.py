@@ -1,4 +1,5 @@
-"""Models by name: the sizes of --model, from models.yaml. To add a model is to add an entry there."""
+"""Models by name, from models.yaml, and by their config.json: what --model takes. To add a name is to add an entry
+there."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT
 from harness.base.named_entries import entries, entry
+from harness.core import hub_config
 from harness.core.job import Workload
 
 FILE = ROOT / "models.yaml"
@@ -37,10 +39,34 @@ class NamedModel:
         Workload(**self.sizes)  # raises ValueError if the sizes make no model
 
 
+@dataclass(frozen=True)
+class ConfiguredModel:
+    """An entry of models.yaml with a configuration, or a config.json."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
+    config: dict[str, Any]
+    about: str = ""
+    name: str = ""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the fields of a Workload."""
+        return {**hub_config.sizes_of(self.config), "model": self.name, "config": hub_config.text_of(self.config)}
+
+
 def names(file: Path = FILE) -> list[str]:
     return list(entries(file, EXAMPLE))
 
 
-def load(name: str, file: Path = FILE) -> NamedModel:
-    """Return the model of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
+def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
+    """Return the model of this name, with or without its owner on the Hub, or that of a config.json, or of its folder.
+    Raises ValueError that names the nearest one, or what is wrong with it."""
+    found, known = entries(file, EXAMPLE), name.rpartition("/")[2]
+    if known in found:
+        if "config" not in found[known]:
+            return entry(NamedModel, "model", known, (file,), EXAMPLE)
+        model = entry(ConfiguredModel, "model", known, (file,), EXAMPLE)
+        return dataclasses.replace(model, config=hub_config.checked_config(model.config, str(file)), name=known)
+    if Path(name).exists() or name.endswith(hub_config.FILE):
+        return ConfiguredModel(hub_config.read(Path(name)), name=name)
     return entry(NamedModel, "model", name, (file,), EXAMPLE)

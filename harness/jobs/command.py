@@ -22,7 +22,7 @@ def command(job: Job, is_short: bool = False) -> str:
               "corpus": "--data", "micro_batches": "--micro-batches"}  # fmt: skip
     budgets = {"device_bytes": "--device-memory", "host_bytes": "--host-memory", "disk_bytes": "--disk-memory",
                "link_bytes_per_second": "--link"}  # fmt: skip
-    words: list[Any] = ["-m", job.method]
+    words: list[Any] = ["-m", job.method, *(["--model", load.model] if load.model else [])]
     for name, word in {**names, **others}.items():
         is_said = name == "num_layers" or (name in names and not is_short)
         if is_said or getattr(load, name) != getattr(defaults, name):

@@ -49,7 +49,7 @@ def _title(event: dict[str, Any]) -> str:
     job: Job = event["job"]
     load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
-    sizes = f"{load.num_layers} layers x {load.hidden_size}, batch {load.batch_size}"
+    sizes = f"{load.layers_text} x {load.hidden_size}, batch {load.batch_size}"
     cut = f" in {load.micro_batches} parts" if load.micro_batches > 1 else ""
     dtype = f", {load.dtype}" if load.dtype != "fp32" else ""
     return f"{place}{job.method}, {sizes}{cut}, learning rate {load.learning_rate:g}{dtype}"
@@ -191,7 +191,7 @@ def closing_line(record: Record, has_options: bool = True) -> str:
     """Return one line for people: parameters, samples/s, peaks against budget, gate."""
     job, load, gate = record.job, record.job.workload, record.gate
     options = "".join(f" {name}={value}" for name, value in job.options.items()) if has_options else ""
-    title = f"{job.method}{options}, {load.num_layers} layers, {params_text(load.num_params)} parameters"
+    title = f"{job.method}{options}, {load.layers_text}, {params_text(load.num_params)} parameters"
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"

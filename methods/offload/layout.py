@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.core.gpt import Layer, is_decayed
-from harness.core.job import Workload
+from harness.core.gpt import is_decayed
 from methods.offload.adamw import Piece
 from methods.shared.memory_needs import ALIGNMENT, aligned
 
@@ -70,9 +69,3 @@ def kept_dtypes(dtype: str, *, host: bool) -> list[torch.dtype]:
     moments."""
     master = [] if dtype == "fp32" else [torch.int16 if host and dtype == "bf16" else torch.float32]
     return [*master, torch.float32, torch.float32]
-
-
-def new_layer(workload: Workload) -> Layer:
-    """Return a layer without memory of its own; each slot gives it some."""
-    with torch.device("meta"):
-        return Layer(workload)

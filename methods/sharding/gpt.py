@@ -1,5 +1,5 @@
-"""The harness's GPT as an ordered list of layers: embedding, blocks, and the head with its loss; embedding and head
-share the token embedding, by name.
+"""The workload's model as an ordered list of layers: embedding, blocks, and the head with its loss; embedding and head
+may share a tensor, by name.
 
 Shapes: B batch, T tokens, D hidden.
 """
@@ -12,49 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.core.gpt import DTYPES, GPT, Ends, Layer, adamw, initialize
+from harness.core.gpt import DTYPES, adamw, initialize
 from harness.core.job import Workload
 from harness.core.method import OtherModel, Step, TensorState, Unavailable
+from harness.core.model import new_chain
 from harness.devices.streams import Device
 from methods.sharding.optimizer import MASTER
 from methods.sharding.shard import NamedLayer, Shard, cut, settle
 from methods.sharding.task import Task
 
 
-class Embedding(Ends):
-    """Maps (B, T) token ids to (B, T, D)."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(workload)
-        del self.lnf
-
-    forward = Ends.embed
-
-
-class Head(Ends):
-    """Maps (B, T, D) and (B, T) token ids to the mean loss."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(workload)
-        del self.wpe
-
-    forward = Ends.loss
-
-
 def layers(workload: Workload) -> list[NamedLayer]:
     """Return the model's layers without memory; a shard gives them some."""
-    with torch.device("meta"):
-        modules = [Embedding(workload), *(Layer(workload) for _ in range(workload.num_layers)), Head(workload)]
-    prefixes = ["ends.", *(f"layers.{index}." for index in range(workload.num_layers)), "ends."]
-    pairs = zip(modules, prefixes, strict=True)
+    anatomy = workload.anatomy
+    names = [anatomy.layer_name(index) for index in range(workload.num_layers)]
+    pairs = zip(new_chain(workload), [anatomy.ends_prefix, *names, anatomy.ends_prefix], strict=True)
     dtype = DTYPES[workload.dtype]
     return [NamedLayer(m.to(dtype), {name: prefix + name for name, _ in m.named_parameters()}) for m, prefix in pairs]
-
-
-def names(workload: Workload) -> list[str]:
-    """Return all parameter names in the model's order, in which the reference sums the global norm."""
-    with torch.device("meta"):
-        return [name for name, _ in GPT(workload).named_parameters()]
 
 
 def at_home(

@@ -85,12 +85,12 @@ def resident_plan(workload: Workload) -> Plan:
 
 
 def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
-    """The row of a method that trains the layers of harness/core/gpt.py by torch."""
+    """The row of a method that trains the model's own layers by torch."""
     scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
     kept = "" if workload.dtype == "fp32" else f", master and moments fp32{scaled}"
     return {
         "implementation": implementation,
-        "model": "harness/core/gpt.py",
+        "model": "harness/core/gpt.py" if workload.config is None else f"transformers, {workload.model}",
         "attention": "torch scaled_dot_product_attention",
         "optimizer": optimizer,
         "precision": f"weights {workload.dtype}{kept}",

@@ -101,10 +101,10 @@ def ulp_of_norms(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias:
 
 @_kernel("scaled_dot_product_attention")
 def plain_attention(
-    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, is_causal: bool, dropout_p: float
+    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **words: Any
 ) -> Tensor:
     """Compute scores, mask, softmax and values one after the other, each rounded to the dtype."""
-    return attended(query, key, value)
+    return attended(query, key, value, scale=_scale(words))
 
 
 @_add
@@ -143,9 +143,9 @@ def products_in_double(linear: Callable[..., Tensor], x: Tensor, weight: Tensor,
 
 @_kernel("scaled_dot_product_attention")
 def attention_in_double(
-    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, is_causal: bool, dropout_p: float
+    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **words: Any
 ) -> Tensor:
-    return attended(query.double(), key.double(), value.double()).to(query.dtype)
+    return attended(query.double(), key.double(), value.double(), scale=_scale(words)).to(query.dtype)
 
 
 @_kernel("layer_norm")
@@ -180,9 +180,21 @@ def _split(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tenso
     return total if bias is None else total + bias
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, diagonal: int = 0) -> Tensor:
-    """Return causal attention, (B, heads, T, head size); token i sees tokens up to i + diagonal."""
-    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+def _scale(words: dict[str, Any]) -> float | None:
+    """Return the scale among the words of torch's attention. Raises ValueError for masks that are not just causal."""
+    if words.get("attn_mask") is not None:
+        raise ValueError("expected causal attention, got a mask: leave this rounding out")
+    return words.get("scale")
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, diagonal: int = 0, scale: float | None = None) -> Tensor:
+    """Return causal attention, (B, heads, T, head size); token i sees tokens up to i + diagonal. Several heads may
+    share keys and values."""
+    num_sharing = query.shape[1] // key.shape[1]
+    if num_sharing > 1:
+        key, value = (each.repeat_interleave(num_sharing, 1) for each in (key, value))
+    scores = query @ key.transpose(-1, -2)
+    scores = scores / math.sqrt(query.shape[-1]) if scale is None else scores * scale
     is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1 + diagonal)
     return scores.masked_fill(is_hidden, -math.inf).softmax(-1) @ value
 

@@ -33,8 +33,6 @@ from harness.forecast.resources import UPDATE_BYTES
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
-from methods.offload.layout import new_layer
-from methods.shared.terms import Terms
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
 from methods.streaming.layer_state import LayerState, Passed, draw
@@ -100,7 +98,7 @@ def computable(workload: Workload, device: str) -> Workload:
 def compute(workload: Workload, device: Device) -> dict[str, Any]:
     """Time a layer's forward pass, its recompute with the backward pass, and the head with its loss and gradients."""
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
-    layer = LayerState(device, new_layer(workload), "layers.0.", Terms.of(workload), host=False)
+    layer = LayerState.of_model(device, workload, 0, host=False)
     draw([layer], workload)
     layer.bind(layer.current.weights)
     x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
@@ -169,8 +167,8 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return rates of the device's own updates, in parameters a second: of a resident layer, and of a streamed one in
     its slot."""
-    here = LayerState(device, new_layer(workload), "layers.0.", Terms.of(workload), host=False)
-    home = LayerState(device, new_layer(workload), "layers.0.", Terms.of(workload), host=True, streamed=True)
+    here = LayerState.of_model(device, workload, 0, host=False)
+    home = LayerState.of_model(device, workload, 0, host=True, streamed=True)
     slot, grads, step = Slot(home, whole=True), GradientRoom(home).slab, home.next_step(SETTINGS)
     updates: dict[str, Callable[[], Any]] = {
         "on_device": lambda: here.update(SETTINGS, None),
@@ -181,8 +179,7 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
 
 def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:
     """Return layers of the host whose gradients have arrived."""
-    names, terms = (f"layers.{i}." for i in range(num_layers)), Terms.of(workload)
-    layers = [LayerState(device, new_layer(workload), name, terms, host=True, spare=spare) for name in names]
+    layers = [LayerState.of_model(device, workload, i, host=True, spare=spare) for i in range(num_layers)]
     for layer in layers:
         layer.landed = device.outbound.record_event()
     return layers

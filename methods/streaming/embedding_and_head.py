@@ -9,20 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.core.gpt import Ends
 from harness.core.job import Workload
+from harness.core.model import new_ends
 from harness.devices.streams import Device
 from methods.shared.terms import Terms
 from methods.streaming.layer_state import LayerState, Passed, draw
 
 
 class ResidentEnds:
-    """The embedding, the final norm and the tied head, trained where the activations are."""
+    """The embedding, the final norm and the head, trained where the activations are."""
 
     def __init__(self, device: Device, workload: Workload) -> None:
-        with torch.device("meta"):
-            self.module = Ends(workload)
-        self.device, self.state = device, LayerState(device, self.module, "ends.", Terms.of(workload), host=False)
+        self.device, self.module, prefix = device, new_ends(workload), workload.anatomy.ends_prefix
+        self.state = LayerState(device, self.module, prefix, Terms.of(workload), host=False)
         draw([self.state], workload)
         self.state.bind(self.state.current.weights)
         self.num_parts = workload.micro_batches

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from harness.core.job import Workload
+from harness.core.model import new_layer
 from harness.devices.streams import Device
 from methods.offload.adamw import AdamStep, Settings
 from methods.offload.clip import Clip
-from methods.offload.layout import layout_of, new_layer
+from methods.offload.layout import layout_of
 from methods.shared.terms import Terms
 from methods.streaming.disk import shelves
 from methods.streaming.layer_state import LayerState, Passed, draw
@@ -179,8 +180,8 @@ class LayerSource(NamedTuple):
     groups: Sequence[Mapping[str, int] | None]  # each layer's, as LayerState has them
 
 
-def gpt_layers(workload: Workload) -> LayerSource:
-    """Return the layers of the harness's model."""
+def model_layers(workload: Workload) -> LayerSource:
+    """Return the layers of the workload's model."""
 
     def start(states: Iterable[LayerState]) -> list[LayerState]:
         made = [*states]
@@ -188,7 +189,7 @@ def gpt_layers(workload: Workload) -> LayerSource:
         return made
 
     count = range(workload.num_layers)
-    modules, prefixes = [new_layer(workload) for _ in count], [f"layers.{i}." for i in count]
+    modules, prefixes = [new_layer(workload, i) for i in count], list(map(workload.anatomy.layer_name, count))
     return LayerSource(Terms.of(workload), modules, prefixes, start, [None for _ in count])
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.core.gpt import DTYPES, initialize
 from harness.core.job import Workload
 from harness.core.method import TensorState
+from harness.core.model import new_layer
 from harness.devices.streams import Device, num_update_threads
 from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Factor, Settings, State, chunks, joined, keep_, update
@@ -81,6 +82,12 @@ class LayerState:
         self._rooms: dict[str, Tensor] = {}  # rooms for the gradients of the parameters
         if shelf is not None:
             shelf.prefix = prefix
+
+    @classmethod
+    def of_model(cls, device: Device, workload: Workload, index: int, **place: Any) -> LayerState:
+        """Return the state of one of the layers of a workload's model."""
+        name = workload.anatomy.layer_name(index)
+        return cls(device, new_layer(workload, index), name, Terms.of(workload), **place)
 
     def state_of(self, kept: list[Tensor]) -> State:
         """Return the state in force: the weights beside these slabs, which may be longer than the layer."""

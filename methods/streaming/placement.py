@@ -204,4 +204,5 @@ def _activations(workload: Sizes) -> tuple[int, int, int]:
     # and what attention keeps.
     num_tensors = len(workload.anatomy.layer) * workload.num_layers
     small = 512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
+    small += workload.given_bytes
     return boundary, small, max(at_head, at_layer) + small

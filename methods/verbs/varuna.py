@@ -39,7 +39,7 @@ Examples:
 """
 
 gpt = options.together(
-    options.model,
+    options.gpt,
     click.option("-l", "num_layers", type=int, help="Layers of the published GPT."),
     click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size."),
     options.num_heads,

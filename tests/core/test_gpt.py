@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from harness.core import gpt, job
-from harness.core.gpt import GPT, build, initial, is_decayed
+from harness.core.gpt import GPT, initial, is_decayed
 from harness.core.job import Workload
+from harness.core.model import build
 from harness.simulation.batches import token_batches
 from tests.support.training import plain_loss, plain_weights, tiny
 

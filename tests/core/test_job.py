@@ -44,6 +44,10 @@ WORKLOAD_CHANGES: dict[str, Any] = {
     "learning_rate": 1e-4,
     "seed": 1235,
     "corpus": "text",
+    "model": "a name",
+    "config": json.dumps(
+        {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 16, "vocab_size": 9}
+    ),
 }
 
 workloads = st.builds(

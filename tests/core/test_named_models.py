@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from harness.cli import main
+from harness.cli.job_options import make_jobs
 from harness.core import named_models
 from harness.core.job import Workload
+from harness.jobs.command import command
 from tests.support import cli
 
 
@@ -63,9 +66,8 @@ OPT = {
 LLAMA = {
     "llama-7b": (32, 4096, 32), "llama-13b": (40, 5120, 40), "llama-33b": (60, 6656, 52), "llama-65b": (80, 8192, 64),
     "llama2-7b": (32, 4096, 32), "llama2-13b": (40, 5120, 40), "llama2-70b": (80, 8192, 64),
-    "llama3-8b": (32, 4096, 32), "llama3-70b": (80, 8192, 64),
 }  # fmt: skip
-TOKENS_AND_WORDS = {"llama": (2048, 32000), "llama2": (4096, 32000), "llama3": (8192, 128256)}
+TOKENS_AND_WORDS = {"llama": (2048, 32000), "llama2": (4096, 32000)}
 
 
 @pytest.mark.parametrize("size", OPT)
@@ -88,6 +90,16 @@ def test_a_search_takes_the_width_and_searches_the_depth() -> None:
     search = main.door.commands["search"].commands["largest"]  # type: ignore[attr-defined]
     told = search.make_context("it", ["-m", "l2l", "--model", "gpt2-xl"]).params
     assert (told["hidden_size"], told["num_layers"], told["steps"]) == ([1600], [2**20], 5)
+
+
+def test_a_model_by_its_config_is_shortened_by_its_layers() -> None:
+    words = ["-l", "2", "-m", "resident", "--model", "Qwen/Qwen3-0.6B"]
+    job = make_jobs(main.door.commands["run"].make_context("it", words).params, ())[0]
+    load = job.workload
+    assert (load.num_layers, load.hidden_size, load.num_heads, load.vocab_size) == (2, 1024, 16, 151936)
+    assert load.layers_text == "Qwen3-0.6B, 2 of 28 layers"
+    again = main.door.commands["run"].make_context("it", shlex.split(command(job))[1:]).params
+    assert make_jobs(again, ())[0] == job
 
 
 def test_an_unknown_model_names_the_nearest() -> None:

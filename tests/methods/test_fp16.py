@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.core.gpt import HeadLoss, build, initialize, is_decayed
+from harness.core.gpt import HeadLoss, initialize, is_decayed
 from harness.core.job import Job, Room, Workload
 from harness.core.method import create, load
+from harness.core.model import build
 from harness.core.record import Record
 from harness.forecast.fit import resolve
 from harness.gate.verdict import judge

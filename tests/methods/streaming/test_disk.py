@@ -19,15 +19,15 @@ from torch import Tensor
 from harness.cli import exit_codes
 from harness.core.job import Job, Room, Workload
 from harness.core.method import create
+from harness.core.model import new_layer
 from harness.core.record import Record, read_all
 from harness.devices.streams import Device
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
-from methods.offload.layout import layout_of, new_layer
+from methods.offload.layout import layout_of
 from methods.shared.memory_needs import NUM_BUFFERS
-from methods.shared.terms import Terms
 from methods.streaming.disk import Disk, File, shelves
 from methods.streaming.layer_state import LayerState, draw
 from tests.support.cli import run
@@ -45,10 +45,10 @@ def device() -> Iterator[Device]:
 
 def layers_of(device: Device, workload: Workload, folder: Path | None) -> list[LayerState]:
     """Layers whose states lie in the folder, or in memory."""
-    numel = layout_of(new_layer(workload)).numel
+    numel = layout_of(new_layer(workload, 0)).numel
     on_disk = None if folder is None else shelves(device, NUM_LAYERS, str(folder), numel, workload.dtype)
     found = [
-        LayerState(device, new_layer(workload), f"layers.{place}.", Terms.of(workload), host=True, shelf=shelf)
+        LayerState.of_model(device, workload, place, host=True, shelf=shelf)
         for place, shelf in enumerate(on_disk or [None] * NUM_LAYERS)
     ]
     draw(found, workload)
@@ -93,7 +93,7 @@ def test_files_have_no_name_to_leave_behind(device: Device, tmp_path: Path) -> N
 
 
 def test_as_many_buffers_as_said_hold_all_layers(device: Device, tmp_path: Path) -> None:
-    disk = Disk(device, tmp_path, 100, layout_of(new_layer(tiny())).numel, "fp32")
+    disk = Disk(device, tmp_path, 100, layout_of(new_layer(tiny(), 0)).numel, "fp32")
     assert len(disk.buffers) == NUM_BUFFERS
     assert {slab.nbytes % 4096 for buffer in disk.buffers for slab in buffer} == {0}
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from harness.core.gpt import Layer, initial
 from harness.core.job import Room, Workload
 from harness.core.method import create
+from harness.core.model import new_layer
 from harness.devices.streams import Device
 from methods.offload.adamw import joined, keep_, published_settings
-from methods.offload.layout import layout_of, new_layer
+from methods.offload.layout import layout_of
 from methods.shared.terms import Terms
 from methods.streaming.layer_state import LayerState, Passed, draw
 from methods.streaming.slot import GradientRoom, Slot
@@ -136,7 +137,7 @@ def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) ->
     )
 
 
-@pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
+@pytest.mark.parametrize("module", [Odd(), new_layer(tiny(), 0)], ids=["odd", "layer"])
 def test_views_do_not_overlap(module: nn.Module) -> None:
     layout = layout_of(module)
     views = layout.views(torch.zeros(layout.numel))
@@ -145,14 +146,14 @@ def test_views_do_not_overlap(module: nn.Module) -> None:
     assert all((view == place).all() for place, view in enumerate(views))
 
 
-@pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
+@pytest.mark.parametrize("module", [Odd(), new_layer(tiny(), 0)], ids=["odd", "layer"])
 def test_views_have_the_parameters_shapes(module: nn.Module) -> None:
     layout = layout_of(module)
     views = layout.views(torch.zeros(layout.numel))
     assert [view.shape for view in views] == [parameter.shape for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("module", [Odd(), new_layer(tiny())], ids=["odd", "layer"])
+@pytest.mark.parametrize("module", [Odd(), new_layer(tiny(), 0)], ids=["odd", "layer"])
 def test_views_start_at_multiples_of_64_bytes(module: nn.Module) -> None:
     layout = layout_of(module)
     slab = torch.zeros(layout.numel)
@@ -178,7 +179,7 @@ def passed(x: Tensor) -> list[Passed]:
 
 
 def new_state(device: Device, workload: Workload, index: int = 1) -> LayerState:
-    state = LayerState(device, new_layer(workload), f"layers.{index}.", Terms.of(workload), host=True)
+    state = LayerState.of_model(device, workload, index, host=True)
     draw([state], workload)
     return state
 

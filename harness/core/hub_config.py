@@ -1,0 +1,107 @@
+"""A model by its config.json, as the Hugging Face Hub has it: read, refused where it cannot be trained here, and
+narrowed for probes. Standard library only.
+
+A workload holds the whole configuration as text, so that a record needs no file to be understood or run again. The
+workload's own sizes override the configuration's: fewer layers, a smaller vocabulary, and a smaller width, with which
+all other widths shrink alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from harness.base.foreign_file import parsed_json, read_json
+
+FILE = "config.json"
+# The fields of a Workload, as a configuration names them.
+SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
+         "vocab_size": "vocab_size"}  # fmt: skip
+WIDTHS = ("intermediate_size", "head_dim")  # these shrink with the hidden size
+LEAST_WIDTH = 8  # kernels take multiples of 8
+# Nothing that a training depends on.
+LEFT_OUT = {
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the tokens of a sample
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the configuration in a file, or in a folder's config.json. Raises ValueError if there is none."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        config = read_json(file.resolve())  # files of the Hub's cache are links
+    except (OSError, ValueError) as error:
+        told = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot read {file}: {told}; expected a model's {FILE}, as the Hub has it") from error
+    return checked_config(config, str(file))
+
+
+def checked_config(config: Any, source: str) -> dict[str, Any]:
+    """Return the configuration if it is one of a causal model of the harness's kind. Raises ValueError with what is
+    wrong."""
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{source}: expected a model's {FILE} with a model_type")
+    for name in SIZES.values():
+        if not isinstance(config.get(name), int):
+            told = f"expected {name} as a number, got {config.get(name)!r:.40}"
+            raise ValueError(f"{source}: {told}; models of type {config['model_type']} are not trained here")
+    if config.get("quantization_config"):
+        raise ValueError(f"{source}: expected weights that can be trained, got quantized ones: try the original model")
+    if (kind := _rope_type(config)) not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        raise ValueError(f"{source}: expected positions of type {known}, got {kind}, which changes with the sample")
+    return config
+
+
+@functools.lru_cache(maxsize=32)
+def parsed(text: str) -> dict[str, Any]:
+    """Return the configuration that a Workload holds. Raises ValueError as checked_config() does."""
+    return checked_config(parsed_json(text), "the workload's config")
+
+
+def text_of(config: dict[str, Any]) -> str:
+    """Return the configuration as a Workload holds it."""
+    return json.dumps({name: value for name, value in config.items() if name not in LEFT_OUT}, sort_keys=True)
+
+
+def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes as fields of a Workload."""
+    return {field: config[name] for field, name in SIZES.items()}
+
+
+def check_samples(config: dict[str, Any], seq_len: int) -> None:
+    """Raise ValueError if the model does not see a whole sample."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if window is not None and window < seq_len:
+        raise ValueError(f"the model's window slides over {window} tokens: expected at most these in a sample, got"
+                         f" {seq_len}; try --seq {window}")  # fmt: skip
+    most = config.get("max_position_embeddings")
+    if most is not None and most < seq_len:
+        raise ValueError(f"the model has {most} positions: expected at most these in a sample, got {seq_len}; try"
+                         f" --seq {most}")  # fmt: skip
+
+
+def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+    """Return the configuration at these sizes: all widths shrink as the hidden size does, the heads stay."""
+    config = json.loads(text)
+    share = hidden_size / config["hidden_size"]
+    for name in WIDTHS:
+        if isinstance(config.get(name), int):
+            config[name] = config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
+    config |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
+    if isinstance(kinds := config.get("layer_types"), list):
+        config["layer_types"] = kinds[:num_layers]
+    if (config.get("pad_token_id") or 0) >= vocab_size:
+        config["pad_token_id"] = None
+    return config | {name: 0.0 for name in config if name.endswith(("dropout", "_pdrop"))}
+
+
+def _rope_type(config: dict[str, Any]) -> str:
+    """Return how positions are scaled; newer files say so in rope_parameters."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
+    return str(kind)

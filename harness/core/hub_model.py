@@ -1,0 +1,337 @@
+"""A causal model of the Hugging Face Hub, as the harness trains it: two ends, and layers that compute one by one.
+
+transformers' own modules compute everything. HubModel runs the model's own loop over its layers, and is what the
+reference trains. hub_layer() and HubEnds are the same modules apart: what the loop gives a layer beside its input
+(angles of positions, masks) is heard by running it once over stand-ins for the layers. harness/forecast/sketch.py
+proves that both compute the same.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
+
+from harness.core.anatomy import NEEDS
+from harness.core.gpt import DTYPES, HeadLoss
+from harness.core.hub_config import narrowed
+from harness.core.job import Workload
+from harness.core.unavailable import Unavailable
+
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # names of the norm after the last layer
+
+
+class Unlike(ValueError):
+    """The model is not of the kind that is trained here; the text says in what."""
+
+
+class HubModel(nn.Module):
+    """The whole model, untouched; every layer is recomputed in the backward pass, by transformers' own checkpoints."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        causal = made(*_key(workload))
+        causal.activation_checkpointing_enable({"use_reentrant": False})
+        _adopt(self, causal.train())
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return _layers(self)
+
+    def named_parameters(self, *args: Any, **words: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the ends first: in this order all methods sum the gradient's norm."""
+        own = {id(parameter) for parameter in self.layers.parameters()}
+        found = list(super().named_parameters(*args, **words))
+        yield from sorted(found, key=lambda pair: id(pair[1]) in own)
+
+    def forward(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the mean cross-entropy of (B, T) token ids; its gradient is multiplied by `scale`."""
+        return _head_loss(self, _base(self)(input_ids=inputs, use_cache=False)[0], targets, scale)
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """(B, T) token ids to (B, T, D), by the table alone."""
+        embedded: Tensor = _base(self).get_input_embeddings()(inputs)
+        return embedded
+
+    def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the loss of embedded tokens, (B, T, D)."""
+        return _head_loss(self, _base(self)(inputs_embeds=x, use_cache=False)[0], targets, scale)
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Leave buffers as they were computed, in any dtype of the parameters."""
+        kept = [(module, dict(module._buffers)) for module in self.modules() if module._buffers]
+        super()._apply(function, recurse)
+        place = next(self.parameters()).device
+        for module, buffers in kept:
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer if buffer is None or place.type == "meta" else buffer.to(place)
+        return self
+
+
+class HubEnds(nn.Module):
+    """The model before its first layer and after its last."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        causal = made(*_key(workload))
+        _take_out(causal)
+        _adopt(self, causal)
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """(B, T) token ids to (B, T, D)."""
+        base = _base(self)
+        with _replaced(base._modules, _norm_name(base), nn.Identity()):
+            embedded: Tensor = base(input_ids=inputs, use_cache=False)[0]
+        return embedded
+
+    def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the mean cross-entropy over all tokens, in fp32; its gradient is multiplied by `scale`."""
+        return _head_loss(self, self.normalized(x), targets, scale)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return all logits, (B, T, V)."""
+        return F.linear(self.normalized(x), _head(self))
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return the output of the norm before the head."""
+        base = _base(self)
+        normalized: Tensor = base._modules[_norm_name(base)](x)
+        return normalized
+
+
+class HubEmbedding(HubEnds):
+    """Maps (B, T) token ids to (B, T, D)."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        base = _base(self)
+        base._modules[_norm_name(base)] = nn.Identity()
+        self._modules.pop("lm_head", None)
+
+    forward = HubEnds.embed
+
+
+class HubHead(HubEnds):
+    """Maps (B, T, D) and (B, T) token ids to the mean loss."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        base = _base(self)
+        if "lm_head" in self._modules:  # else the head is the embedding
+            table = base.get_input_embeddings()
+            (name,) = (name for name, child in base.named_children() if child is table)
+            del base._modules[name]
+
+    forward = HubEnds.loss
+
+
+def hub_layer(workload: Workload, index: int) -> nn.Module:
+    """Return a layer without memory of its own: (B, T, D) to (B, T, D)."""
+    parts = parts_of(workload)
+    with unset_fake_temporarily():
+        layer: nn.Module = copy.deepcopy(parts.layers[index])
+    layer.register_forward_pre_hook(functools.partial(parts.give, index), with_kwargs=True)
+    layer.register_forward_hook(_only_hidden)
+    return layer
+
+
+class HubParts:
+    """The layers of a model, without memory, and what its loop gives them."""
+
+    def __init__(self, text: str, dtype: torch.dtype) -> None:
+        with unset_fake_temporarily():  # a rehearsal's tensors must not outlive it
+            causal = made(text, dtype)
+        self.layers = _take_out(causal)
+        self.base = causal.base_model
+        self.base._modules[_norm_name(self.base)] = nn.Identity()
+        self.given: dict[Any, list[dict[str, Any]]] = {}
+
+    def give(self, index: int, layer: nn.Module, args: Any, words: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hook before a layer's forward pass: add what the loop gives it."""
+        x = args[0].detach()
+        if x.is_meta or isinstance(x, FakeTensor):  # the loop may choose a mask by numbers, which these lack
+            with unset_fake_temporarily():
+                heard = self.heard(torch.zeros((), dtype=x.dtype).expand(x.shape))[index]
+            return args, {**tree_map_only(Tensor, functools.partial(_like, x.device), heard), **words}
+        key = (x.shape, x.dtype, x.device)
+        if key not in self.given:
+            self.given[key] = self.heard(x)
+        return args, {**self.given[key][index], **words}
+
+    @torch.no_grad()
+    def heard(self, x: Tensor) -> list[dict[str, Any]]:
+        """Run the loop over stand-ins for an input of this shape, and return what each of them was given."""
+        heard: list[dict[str, Any]] = []
+        stands = nn.ModuleList(StandIn(layer, heard) for layer in self.layers)
+        with _replaced(self.base._modules, _list_name(self.base), stands):
+            self.base(inputs_embeds=x, use_cache=False)
+        if len(heard) != len(stands):
+            raise Unlike(f"its {len(stands)} layers are called {len(heard)} times")
+        return heard
+
+
+class StandIn(nn.Module):
+    """Stands where a layer is: notes what it is given beside its input, which it returns."""
+
+    def __init__(self, layer: nn.Module, heard: list[dict[str, Any]]) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # no child: its parameters are not the stand-in's
+        self.heard = heard
+
+    def __getattr__(self, name: str) -> Any:
+        """Loops read a layer's kind, such as attention_type."""
+        return getattr(self.__dict__["layer"], name) if name not in self._modules else self._modules[name]
+
+    def forward(self, x: Tensor, *others: Any, **given: Any) -> Any:
+        if others:
+            raise Unlike("its layers are given arguments without names")
+        self.heard.append(given)
+        return x
+
+
+def made(text: str, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a configuration, without memory but for buffers. Raises Unlike."""
+    with torch.device("meta"):
+        causal = theirs(json.loads(text), dtype)
+    _compute_buffers(causal)
+    if causal.config.tie_word_embeddings:
+        causal.tie_weights()
+    return causal
+
+
+def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Return transformers' model of a configuration as it is, with its own starting values. Raises Unlike."""
+    transformers = library()
+    try:
+        own = transformers.AutoConfig.for_model(**config)
+        return transformers.AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", dtype=dtype)
+    except (ImportError, KeyError, TypeError, ValueError) as error:
+        told = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
+        raise Unlike(f"transformers {transformers.__version__} does not make it: {told:.200}") from error
+
+
+def library() -> Any:
+    """Return transformers. Raises Unavailable with the command that installs it."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a configuration is a file here: nothing is looked up
+    try:
+        import transformers
+    except ImportError as error:
+        raise Unavailable(NEEDS) from error
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def parts_of(workload: Workload) -> HubParts:
+    """Return the parts of the workload's model, which all of its layers share."""
+    return _parts(*_key(workload))
+
+
+def _key(workload: Workload) -> tuple[str, torch.dtype]:
+    assert workload.config is not None
+    sizes = (workload.num_layers, workload.hidden_size, workload.vocab_size)
+    return json.dumps(narrowed(workload.config, *sizes)), DTYPES[workload.dtype]
+
+
+_parts = functools.lru_cache(maxsize=8)(HubParts)
+
+
+def _adopt(module: nn.Module, causal: Any) -> None:
+    """Make the model's children the module's, by their names; a tied head has no tensor of its own."""
+    embedding = causal.get_input_embeddings()
+    for name, child in causal.named_children():
+        if child is not causal.get_output_embeddings():
+            module.add_module(name, child)
+        elif child.weight is not embedding.weight:
+            module.add_module("lm_head", child)
+    object.__setattr__(module, "base_name", causal.base_model_prefix)
+
+
+def _base(module: Any) -> Any:
+    return module._modules[module.base_name]
+
+
+def _head_loss(module: Any, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """Return the mean cross-entropy of the linear head on normalized hidden states, (B, T, D)."""
+    rows, head = hidden.flatten(0, 1), _head(module)
+    mean: Tensor = HeadLoss.apply(rows, head, targets.flatten(), scale)  # type: ignore[no-untyped-call]
+    return mean
+
+
+def _head(module: Any) -> Tensor:
+    """The matrix of the head: (V, D)."""
+    owner = module._modules.get("lm_head") or _base(module).get_input_embeddings()
+    weight: Tensor = owner.weight
+    return weight
+
+
+def _list_name(base: nn.Module) -> str:
+    """Return the name of the list of layers. Raises Unlike if there is not one."""
+    config: Any = base.config
+    for name, child in base.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) in (0, config.num_hidden_layers):
+            return name
+    raise Unlike(f"it has no list of its {config.num_hidden_layers} layers")
+
+
+def _norm_name(base: nn.Module) -> str:
+    """Return the name of the norm after the last layer. Raises Unlike if there is none."""
+    for name in NORMS:
+        if name in base._modules:
+            return name
+    raise Unlike(f"it has none of {', '.join(NORMS)} after its layers")
+
+
+def _layers(module: Any) -> nn.ModuleList:
+    base = _base(module)
+    found: nn.ModuleList = base._modules[_list_name(base)]
+    return found
+
+
+def _take_out(causal: Any) -> nn.ModuleList:
+    """Return the model's layers, and leave it without any."""
+    base = causal.base_model
+    name = _list_name(base)
+    layers: nn.ModuleList = base._modules[name]
+    base._modules[name] = nn.ModuleList()
+    return layers
+
+
+def _compute_buffers(causal: Any) -> None:
+    """Make the modules anew that hold nothing but computed buffers, with their values. Raises Unlike for others."""
+    for name, module in list(causal.named_modules()):
+        if not module._buffers:
+            continue
+        if module._parameters or not hasattr(module, "config") or ".layers." in name:
+            raise Unlike(f"{name} ({type(module).__name__}) holds buffers that are no function of the configuration")
+        with torch.device("cpu"):
+            causal.set_submodule(name, type(module)(module.config))
+
+
+def _like(device: torch.device, tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _only_hidden(layer: nn.Module, args: Any, output: Any) -> Any:
+    """Hook after a layer's forward pass: of several outputs the first goes on."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextlib.contextmanager
+def _replaced(modules: dict[str, Any], name: str, module: nn.Module) -> Iterator[None]:
+    own, modules[name] = modules[name], module
+    try:
+        yield
+    finally:
+        modules[name] = own

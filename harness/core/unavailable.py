@@ -1,0 +1,5 @@
+"""What this machine lacks."""
+
+
+class Unavailable(Exception):
+    """The method or the model cannot run on this machine; the text names the reason and the command that helps."""

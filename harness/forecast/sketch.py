@@ -1,0 +1,196 @@
+"""A sketch of a model by its configuration: what harness/core/anatomy.py holds of it, found without its memory.
+
+First it is proved, on a narrow model of the same kind, that the parts compute what the whole does: ends and layers, one
+after the other, give the logits of transformers' own model to the last bit, and its gradients. Then tensors, work and
+memory are read off a model without memory.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.core import hub_config, model
+from harness.core.gpt import DTYPES
+from harness.core.hub_model import HubEnds, Unlike, parts_of, theirs
+from harness.core.job import Workload
+from harness.devices.memory_account import NAME
+from harness.devices.memory_rehearsal import without_memory
+
+HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # of the narrow model
+GRADIENT_TOLERANCE = 1e-5  # relative
+COUNTED = (64, 128)  # tokens of the samples whose work is counted
+MEASURED = 2**16  # tokens whose activations are measured: many more than a matrix has rows
+SAMPLE = 1024  # most tokens of a sample of these
+
+
+def sketch(workload: Workload) -> dict[str, Any]:
+    """Return the fields of an Anatomy. Raises Unlike for a model that is not of the harness's kind."""
+    starts = prove(workload)
+    whole, ends = model.whole(workload), model.new_ends(workload)
+    of_ends = {name: list(parameter.shape) for name, parameter in ends.named_parameters()}
+    layers = [{name: list(parameter.shape) for name, parameter in layer.named_parameters()} for layer in whole.layers]
+    if any(layer != layers[0] for layer in layers):
+        raise Unlike("its layers have unequal tensors")
+    matrices = [name for name, shape in of_ends.items() if len(shape) > 1]
+    size = [workload.vocab_size, workload.hidden_size]
+    if len(matrices) > 2 or any(of_ends[name] != size for name in matrices):
+        raise Unlike(f"its ends have other matrices than those of {size[0]} words")
+    token_flops, pair_flops = work(workload)
+    return {
+        "embedding": {matrices[0]: size},
+        "layer": layers[0],
+        "head": {name: shape for name, shape in of_ends.items() if name not in matrices[:-1]},
+        "layer_prefix": prefix_of(whole), "token_flops": token_flops, "pair_flops": pair_flops,
+        **{name: {"fp32": measure(workload), "half": measure(replace(workload, dtype="bf16"))}
+           for name, measure in MEASURES.items()},
+        "starts": starts,
+    }  # fmt: skip
+
+
+def prefix_of(whole: nn.Module) -> str:
+    """Return the names of the layers' tensors up to the layer's number."""
+    (name,) = (name for name, module in whole.named_modules() if module is whole.layers)
+    return f"{name}."
+
+
+def prove(workload: Workload) -> dict[str, tuple[float, float]]:
+    """Compare the parts of a narrow model with the whole; return how the whole starts: mean and deviation by tensor."""
+    narrow = replace(
+        workload, hidden_size=HEAD_SIZE * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
+        seq_len=TOKENS, batch_size=SAMPLES,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    config = hub_config.narrowed(str(narrow.config), narrow.num_layers, narrow.hidden_size, narrow.vocab_size)
+    whole, ends = theirs(config, torch.float32).train(), HubEnds(narrow)
+    layers = [model.new_layer(narrow, index) for index in range(narrow.num_layers)]
+    prefix = prefix_of(model.whole(narrow))
+    parts = {"": ends, **{f"{prefix}{index}.": layer for index, layer in enumerate(layers)}}
+    named = dict(whole.named_parameters())
+    starts = {within(name, prefix): start(name, weight, whole) for name, weight in named.items()}
+    for weight in named.values():
+        weight.data.add_(torch.randn_like(weight), alpha=0.1)  # norms and biases start alike, and must be told apart
+    for names, part in parts.items():
+        for name, _ in list(part.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(part.get_submodule(owner), leaf, nn.Parameter(named[names + name].detach().clone()))
+
+    inputs, targets = torch.randint(narrow.vocab_size, (2, SAMPLES, TOKENS))
+    logits = whole(input_ids=inputs, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    x = ends.embed(inputs)
+    for layer in layers:
+        x = layer(x)
+    if not torch.equal(ends.logits(x), logits):
+        raise Unlike("embedding, layers, norm and a linear head give other logits than the whole model")
+    ends.loss(x, targets).backward()
+    for names, part in parts.items():
+        for name, weight in part.named_parameters():
+            grad, expected = weight.grad, named[names + name].grad
+            if grad is None or expected is None:
+                raise Unlike(f"{names}{name} has no gradient")
+            if float((grad - expected).norm()) > GRADIENT_TOLERANCE * float(expected.norm()):
+                raise Unlike(f"its parts give another gradient of {names}{name} than the whole")
+    return starts
+
+
+def within(name: str, prefix: str) -> str:
+    """Return the name within a layer of a tensor of the model; of one of the ends its own name."""
+    return name.removeprefix(prefix).partition(".")[2] if name.startswith(prefix) else name
+
+
+def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
+    """Return the mean and the deviation of a tensor's starting values; the elements of a vector share one value."""
+    if weight.ndim > 1:
+        return 0.0, float(getattr(whole.config, "initializer_range", 0.02))
+    first = float(weight[0])
+    if not torch.equal(weight, torch.full_like(weight, first)):
+        raise Unlike(f"{name} does not start from one value")
+    return first, 0.0
+
+
+def work(workload: Workload) -> tuple[int, int]:
+    """Return a layer's operations for a token, and for each token of its sample: causal attention is half of full."""
+    layer, each = model.new_layer(workload, 0), []
+    for tokens in COUNTED:
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.empty((1, tokens, workload.hidden_size), device="meta"))
+        each.append(counter.get_total_flops() // tokens)
+    pair = (each[1] - each[0]) // (COUNTED[1] - COUNTED[0])
+    return each[0] - pair * COUNTED[0], pair // 2
+
+
+def boundaries(workload: Workload) -> float:
+    """Return the most that a layer's recompute and backward pass hold beside its weights, in sizes of its input; of
+    gradients it holds one at a time."""
+    config = hub_config.parsed(str(workload.config))
+    tokens = min(SAMPLE, config.get("sliding_window") or SAMPLE, config.get("max_position_embeddings") or SAMPLE)
+    size, dtype = (MEASURED // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
+    layer = model.new_layer(workload, 0)
+    with without_memory() as tracker:
+        for name, weight in list(layer.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            parameter = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME))
+            parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+            setattr(layer.get_submodule(owner), leaf, parameter)
+        weights = tracker.stats()["device_allocated"]
+        x = torch.empty(size, dtype=dtype, device=NAME, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=False)
+        dy = torch.empty_like(y)
+        torch.autograd.backward(y, dy)
+        return (tracker.stats()["device_peak"] - weights) / (math.prod(size) * dtype.itemsize)
+
+
+def head_boundaries(workload: Workload) -> float:
+    """Return what the norm before the head keeps for its backward pass beside its input and output, in sizes of
+    these."""
+    ends, dtype = HubEnds(workload), DTYPES[workload.dtype]
+    with without_memory() as tracker:
+        for name, weight in list(ends.named_parameters()):
+            if weight.ndim == 1:
+                owner, _, leaf = name.rpartition(".")
+                setattr(
+                    ends.get_submodule(owner), leaf, nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME))
+                )
+        before = tracker.stats()["device_allocated"]
+        x = torch.empty((MEASURED, workload.hidden_size), dtype=dtype, device=NAME, requires_grad=True)
+        y = ends.normalized(x)
+        return max(0.0, (tracker.stats()["device_allocated"] - before) / (x.nbytes) - 2) if y.requires_grad else 0.0
+
+
+def given_bytes(workload: Workload) -> int:
+    """Return the bytes of all that layers are given beside their input, for each token of a sample."""
+    tokens = COUNTED[1]
+    x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
+    heard = parts_of(workload).heard(x)
+    tensors = {id(leaf): leaf for leaf in tree_leaves(heard) if isinstance(leaf, Tensor)}
+    return -(-sum(tensor.nbytes for tensor in tensors.values()) // tokens)
+
+
+MEASURES = {"boundaries": boundaries, "head_boundaries": head_boundaries, "given_bytes": given_bytes}
+
+
+def main() -> None:
+    """Entry point for child_process.ask(): of a configuration the fields of an Anatomy, or {unlike}."""
+    config = json.load(sys.stdin)
+    sizes = hub_config.sizes_of(config)
+    try:
+        print(json.dumps(sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))))
+    except Unlike as error:
+        print(json.dumps({"unlike": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

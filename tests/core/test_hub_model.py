@@ -1,0 +1,137 @@
+"""A model by its config.json is transformers' own: loss, gradients, counts; what is not of the kind is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.core import hub_config, named_models
+from harness.core.job import Workload
+from harness.core.model import build, new_ends, new_layer
+from harness.simulation.batches import token_batches
+from tests.support import cli
+from tests.support.configured import FAMILIES, config_of, configured, their_loss, theirs
+
+# Parameters of the published checkpoints.
+PUBLISHED = {
+    "Llama-3-8B": 8_030_261_248, "Llama-3.1-8B": 8_030_261_248, "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Mistral-7B": 7_241_732_096,
+    "Mistral-Nemo": 12_247_782_400, "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688, "Qwen2.5-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352, "Qwen2.5-72B": 72_706_203_648, "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200, "Qwen3-32B": 32_762_123_264,
+}  # fmt: skip
+
+
+def counted(config: dict[str, Any]) -> int:
+    """Parameters by hand: RMS norms, gated MLP, grouped keys and values; in Qwen2 QKV biases, in Qwen3 heads' norms."""
+    size, inner, kind = config["hidden_size"], config["intermediate_size"], config["model_type"]
+    head = config.get("head_dim") or size // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    layer = 2 * size + 3 * size * inner + 2 * size * queries + 2 * size * keys
+    layer += queries + 2 * keys if kind == "qwen2" else 2 * head if kind == "qwen3" else 0
+    ends = (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * size + size
+    return config["num_hidden_layers"] * layer + ends
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_configuration_has_the_parameters_of_its_checkpoint(name: str) -> None:
+    model = named_models.load(name)
+    assert isinstance(model, named_models.ConfiguredModel)
+    assert counted(model.config) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "meta-llama/Llama-3-8B", "Qwen/Qwen2.5-7B"])
+def test_a_sketch_counts_the_parameters_of_the_checkpoint(name: str) -> None:
+    pytest.importorskip("transformers")
+    assert Workload(**named_models.load(name).sizes).num_params == PUBLISHED[name.rpartition("/")[2]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
+    workload = configured(family)
+    inputs, targets = token_batches(workload, 1)[0]
+    ours, other = build(workload), theirs(workload)
+    loss, expected = ours(inputs, targets), their_loss(other, inputs, targets)
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    grads = {name: weight.grad for name, weight in other.named_parameters()}
+    for name, weight in ours.named_parameters():
+        torch.testing.assert_close(weight.grad, grads[name], rtol=1e-4, atol=1e-5 * float(grads[name].norm()))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_compute_the_bits_of_the_whole(family: str, dtype: str) -> None:
+    workload = configured(family, dtype=dtype)
+    inputs, targets = token_batches(workload, 1)[0]
+    whole = build(workload)
+    ends, layers = new_ends(workload), [new_layer(workload, i) for i in range(workload.num_layers)]
+    weights = dict(whole.named_parameters())
+    for part, prefix in [(ends, ""), *((each, workload.anatomy.layer_name(i)) for i, each in enumerate(layers))]:
+        for name, _ in list(part.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(part.get_submodule(owner), leaf, torch.nn.Parameter(weights.pop(prefix + name).detach()))
+    assert not weights
+    x = ends.embed(inputs)
+    for layer in layers:
+        x = layer(x)
+    assert ends.loss(x, targets).item() == whole(inputs, targets).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_anatomy_is_that_of_the_module(family: str) -> None:
+    workload = configured(family)
+    named = {name: tuple(weight.shape) for name, weight in build(workload).named_parameters()}
+    anatomy = workload.anatomy
+    layers = {anatomy.layer_name(i) + name: shape for i in range(3) for name, shape in anatomy.layer.items()}
+    assert named == anatomy.ends | layers
+    assert workload.num_params == counted(config_of(family)) == sum(map(math.prod, named.values()))
+    size, inner = 32, 80
+    head = config_of(family).get("head_dim", 8)
+    matrices = 3 * size * inner + 2 * size * 4 * head + 2 * size * 2 * head
+    assert (anatomy.token_flops, anatomy.pair_flops) == (2 * matrices, 2 * 4 * head)
+
+
+def test_angles_stay_fp32_in_a_bf16_model() -> None:
+    model = build(configured("llama", dtype="bf16"))
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
+
+
+REFUSED = [
+    ({"model_type": "nonsense"}, "transformers [0-9.]+ does not make it"),
+    ({"sliding_window": 8}, "slides over 8 tokens"),
+    ({"max_position_embeddings": 8}, "has 8 positions"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type default, linear, llama3, yarn, got dynamic"),
+    ({"quantization_config": {"bits": 4}}, "got quantized ones"),
+    ({"num_hidden_layers": None}, "expected num_hidden_layers as a number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "told"), REFUSED, ids=[str(*change) for change, _ in REFUSED])
+def test_what_is_not_of_the_kind_is_one_line(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config_of("mistral", **change)))
+    ended = cli.run("plan", "-m", "resident", "--model", str(tmp_path), "--seq", "16")
+    assert ended.returncode == 2 and len(ended.stderr.strip().splitlines()) == 1
+    assert re.search(told, ended.stderr), ended.stderr
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    ended = cli.run("plan", "-m", "resident", "--model", f"{tmp_path}/config.json")
+    assert ended.returncode == 2 and f"cannot read {tmp_path}/config.json" in ended.stderr
+
+
+def test_widths_shrink_with_the_hidden_size() -> None:
+    text = hub_config.text_of(config_of("qwen3", hidden_size=1024, intermediate_size=3072, head_dim=128))
+    narrow = hub_config.narrowed(text, 2, 128, 64)
+    assert [narrow[name] for name in ("intermediate_size", "head_dim", "num_hidden_layers")] == [384, 16, 2]

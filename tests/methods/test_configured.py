@@ -1,0 +1,50 @@
+"""Models by their config.json train as plain PyTorch trains transformers' own; methods that stream, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.core.method import check, create, loadable
+from tests.methods.test_agree import difference, largest_difference
+from tests.support.configured import FAMILIES, configured, their_losses
+from tests.support.training import train
+
+STEPS = 8
+STREAMED: list[tuple[str, dict[str, Any]]] = [
+    ("l2l", {}), ("stronghold", {"placement": "W3", "window_size": 2}),
+    ("stronghold", {"placement": "R1W1S1", "window_size": 1}), ("stronghold", {"placement": "P1S2", "window_size": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resident_training_is_that_of_a_plain_loop(family: str, clip_norm: float) -> None:
+    workload = configured(family, clip_norm=clip_norm)
+    assert largest_difference(train("resident", workload, STEPS).losses, their_losses(workload, STEPS)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), STREAMED, ids=[f"{name} {list(each.values())}" for name, each in STREAMED]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_training_has_the_bits_of_resident(family: str, method: str, options: dict[str, Any]) -> None:
+    workload = configured(family)
+    assert difference(train(method, workload, STEPS, **options), train("resident", workload, STEPS)) == ""
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: dict[str, Any]) -> None:
+    workload = configured(family, **changes)
+    streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
+    assert difference(streamed, train("resident", workload, STEPS)) == ""
+
+
+def test_methods_that_train_the_published_gpt_alone_say_so() -> None:
+    workload = configured("llama")
+    for name, cls in loadable(()).items():
+        if not cls.takes_config and not cls.verbs:
+            with pytest.raises(ValueError, match=r"trains the published GPT alone, not llama: try -m .*resident"):
+                check(create(name, {}), workload)
