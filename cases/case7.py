@@ -30,7 +30,7 @@ from harness.figures.profile import CaseProfile
 from harness.simulation import machine_trace
 from methods.pipeline import simulate as pipelines
 from methods.pipeline.auto_config import AutoConfig
-from methods.pipeline.gpt_profile import by_flops
+from methods.pipeline.gpt_costs import GptCosts
 from methods.pipeline.launch.folder import read_lines
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
@@ -177,8 +177,8 @@ def _speed(num_machines: int) -> float:
     if not num_machines:
         return 0.0
     workload = Workload(**load(MODEL).sizes, batch_size=1)
-    profile = by_flops(workload, V100, (1, 2, 4), V100_BYTES, NETWORK)
-    return BATCH / AutoConfig(num_machines, 1, BATCH, profile).get_min().step_seconds
+    costs = GptCosts(workload, V100, (1, 2, 4), V100_BYTES, NETWORK)
+    return BATCH / AutoConfig(num_machines, 1, BATCH, costs).get_min().step_seconds
 
 
 def _trace(morph_seconds: float) -> Iterator[FigureRow]:

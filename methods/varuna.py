@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from typing import Any
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.source_hash import source_hash
+from methods.pipeline.auto_config import AutoConfig, ConfigRow
 from methods.pipeline.checkpoint_folders import choose, complete_steps
-from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
+from methods.pipeline.gpt_costs import GptCosts
+from methods.pipeline.partition import gpt_stages, stage_bytes
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.schedule import SCHEDULES, step_seconds
+from methods.pipeline.schedule import SCHEDULES
 from methods.shared.memory_needs import describe
 
-CLASSES = {"CutPoint": "pipeline", "Varuna": "pipeline", "Profiler": "profiler", "AutoConfig": "auto_config"}
+CLASSES = {"CutPoint": "pipeline", "Varuna": "pipeline", "Profiler": "profiler"}  # beside AutoConfig
 
 __path__ = [str(Path(__file__).with_name("pipeline") / "launch")]  # python -m methods.varuna.run, as in the original
 
@@ -67,20 +70,26 @@ class VarunaMethod(Method):
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         if self.resume and not self._begins_there():
             choose(self.resume)
-        stages = [self.num_stages] if self.num_stages else _divisors(min(self.world_size, 10**6))
-        plans, refused = [], ""
-        for num_stages in stages:
+        allowed, refused = list[int](), ""
+        for num_stages in [self.num_stages] if self.num_stages else _divisors(min(self.world_size, 10**6)):
             try:
-                chunks = [self.chunk_size] if self.chunk_size else self._chunks(workload, num_stages)
-                plans += [self._plan(workload, room, num_stages, chunk_size) for chunk_size in chunks]
+                self._check(workload, num_stages)
+                allowed.append(num_stages)
             except ValueError as error:
                 refused = str(error)
-        if not plans:
+        if not allowed:
             raise ValueError(refused)
-        fitting = [plan for plan in plans if plan.shortfall(room) is None]
-        if not fitting:
-            return min(plans, key=lambda plan: plan.device_bytes)
-        return min(fitting, key=_seconds_and_size) if room.rates else fitting[-1]
+        samples = {workload.batch_size * num_stages // self.world_size for num_stages in allowed}
+        sizes = [self.chunk_size] if self.chunk_size else sorted({size for each in samples for size in _divisors(each)})
+        sizes = sizes[-1:] if workload.dropout else sizes
+        num_sharing = self.world_size if room.rates and room.rates.is_host else 1  # ranks on a host share its cores
+        costs = GptCosts(workload, room.rates, sizes, schedule=self.schedule, num_sharing=num_sharing)
+        capacity = room.host_bytes if room.device_bytes is None else room.device_bytes
+        config = AutoConfig(
+            self.world_size, self.world_size, workload.batch_size, costs,
+            None if capacity is None else max(1, capacity), num_stages=allowed, schedule=self.schedule, takes_all=True,
+        )  # fmt: skip
+        return self._plan(workload, config.best() if config.fits else config.least())
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         most = min(self.num_stages or twin_layers, twin_layers)
@@ -141,59 +150,43 @@ class VarunaMethod(Method):
         folder = Path(self.resume).resolve()
         return folder == Path(self.checkpoint).resolve() and not complete_steps(folder)
 
-    def _chunks(self, workload: Workload, num_stages: int) -> list[int]:
-        """Micro-batches to choose from, the preferred last: small ones keep stages busy, but one stage needs none."""
-        samples = _samples(workload, num_stages, self.world_size)
-        if workload.dropout:
-            return [samples]
-        found = [count for count in _divisors(samples) if self._why_not(samples // count, num_stages) is None]
-        return found[::-1] if num_stages > 1 else found
-
-    def _why_not(self, num_micro_batches: int, num_stages: int) -> str | None:
-        if self.schedule == "1f1b" and num_micro_batches < num_stages:
-            return f"1f1b: expected at least {num_stages} micro-batches for as many stages, got {num_micro_batches}"
-        return None
-
-    def _plan(self, workload: Workload, room: Room, num_stages: int, chunk_size: int) -> Plan:
-        """Plan the rank that needs most. Raises ValueError if the job cannot be cut so."""
+    def _check(self, workload: Workload, num_stages: int) -> None:
+        """Raise ValueError if the job cannot be cut into so many stages, or its batch not into the micro-batches."""
         if num_stages > workload.num_layers:
             raise ValueError(f"num_stages: expected 1 to {workload.num_layers}, the number of layers, got {num_stages}")
         samples = _samples(workload, num_stages, self.world_size)
+        chunk_size = self.chunk_size or (samples if workload.dropout else 1)
         if samples % chunk_size:
             raise ValueError(
                 f"chunk_size: expected a divisor of the {samples} samples of a replica, got {chunk_size}; try"
                 f" {' or '.join(map(str, _nearest(_divisors(samples), chunk_size)))}"
             )
-        if why := self._why_not(samples // chunk_size, num_stages):
-            raise ValueError(f"{why}; try a smaller chunk_size, or schedule=varuna")
+        if self.schedule == "1f1b" and samples // chunk_size < num_stages:
+            raise ValueError(
+                f"1f1b: expected at least {num_stages} micro-batches for as many stages, got {samples // chunk_size};"
+                " try a smaller chunk_size, or schedule=varuna"
+            )
         if workload.dropout and (self.world_size > 1 or samples > chunk_size):
             raise ValueError("dropout: expected 0 with several ranks or micro-batches, which would drop other elements")
-        stages, num_replicas = gpt_stages(workload, num_stages), self.world_size // num_stages
+
+    def _plan(self, workload: Workload, row: ConfigRow) -> Plan:
+        """Plan the rank of this configuration that needs most."""
+        stages = gpt_stages(workload, row.num_stages)
         needs = [
-            stage_bytes(workload, stage, (number, num_stages), chunk_size, num_replicas, self.schedule)
+            stage_bytes(workload, stage, (number, len(stages)), row.chunk_size, row.num_replicas, self.schedule)
             for number, stage in enumerate(stages)
         ]
         # A rank in a container has another working folder.
         names = [name for name in ("checkpoint", "resume") if getattr(self, name)]
         folders: dict[str, Any] = {name: str(Path(getattr(self, name)).resolve()) for name in names}
-        chosen = dataclasses.replace(self, num_stages=num_stages, chunk_size=chunk_size, **folders)
-        options = dataclasses.asdict(chosen)
-        seconds = None
-        if room.rates:
-            num_sharing = self.world_size if room.rates.is_host else 1  # ranks on a host share its cores
-            passes = [passes_of(workload, stage, chunk_size, room.rates, num_sharing) for stage in stages]
-            [seconds] = step_seconds(self.schedule, [(passes, samples // chunk_size, 0.0)])
+        chosen = dataclasses.replace(self, num_stages=row.num_stages, chunk_size=row.chunk_size, **folders)
+        seconds = None if math.isnan(row.step_seconds) else row.step_seconds
         return Plan(
-            max(needs, key=lambda need: sum(need.values())), options=options, step_seconds=seconds,
-            binds="the pipeline's passes" if seconds else "",
+            max(needs, key=lambda need: sum(need.values())), options=dataclasses.asdict(chosen), step_seconds=seconds,
+            binds=f"the pipeline's {row.binds}" if seconds else "",
             stages={f"stage {number}, {stage}": sum(need.values())
                     for number, (stage, need) in enumerate(zip(stages, needs, strict=True))},
         )  # fmt: skip
-
-
-def _seconds_and_size(plan: Plan) -> tuple[float, int]:
-    """Times are rounded, so that of equally fast plans the one with the largest micro-batches comes first."""
-    return float(f"{plan.step_seconds or 0.0:.9g}"), -plan.options["chunk_size"]
 
 
 def _samples(workload: Workload, num_stages: int, world_size: int) -> int:

@@ -10,23 +10,18 @@ messages and sums, which then count as none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.core.job import gib
-from harness.forecast.resources import OPTIMIZER_BYTES
-from methods.pipeline.grouping import group
-from methods.pipeline.partition import BUCKET_BYTES
-from methods.pipeline.profile import Profile, SectionCost, read
+from methods.pipeline.gpt_costs import GptCosts
+from methods.pipeline.profile import GRADIENT_BYTES, Profile, read
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import step_seconds
 
-GRADIENT_BYTES = 4  # bytes of a gradient that replicas sum
-# Bytes of a parameter: its weight, gradient, and Adam's state.
-STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))}
 AT_ONCE = 16  # configurations predicted side by side
 
 
@@ -53,6 +48,7 @@ class ConfigRow:
     update_seconds: float
     crowding: float = 1.0  # a pass's time while all of a machine's ranks compute, relative to alone
     eased: float = 0.0  # how much faster passes get while ranks wait
+    schedule: str = "varuna"
     step_seconds: float = nan  # in a table
 
     @property
@@ -86,14 +82,15 @@ class ConfigRow:
 
 
 def predict(rows: Sequence[ConfigRow]) -> list[float]:
-    """Return the predicted step of each configuration in seconds. Beyond a number of micro-batches the pipeline is
-    full, and each further one takes the same time."""
+    """Return the predicted step of each configuration, all of one schedule, in seconds. Beyond some micro-batches the
+    pipeline is full, and each further one takes the same time."""
     numbers: list[list[int]] = []
     for row in rows:
         many = max(2 * row.num_stages, 64)
         numbers.append([many // 2, many] if row.num_micro_batches > many else [row.num_micro_batches])
     each = zip(rows, numbers, strict=True)
-    found = iter(step_seconds("varuna", [(row.passes, one, row.send_seconds) for row, some in each for one in some]))
+    pipelines = [(row.passes, one, row.send_seconds) for row, some in each for one in some]
+    found = iter(step_seconds(rows[0].schedule, pipelines))
     predicted = []
     for row, some in zip(rows, numbers, strict=True):
         *half, seconds = (next(found) for _ in some)
@@ -109,11 +106,13 @@ def predict(rows: Sequence[ConfigRow]) -> list[float]:
 
 class AutoConfig:
     """Of `num_gpus` devices, `gpus_per_vm` on a machine, for a global batch. `gpu_memory_capacity`: bytes of a device;
-    None: of those profiled; CPUs' has no limit. Raises ValueError, one line, for what is no number or profile."""
+    None: of those profiled; CPUs' has no limit. `num_stages`: the numbers to choose from, None: all; `takes_all`: no
+    device is left over, and micro-batches are equal. Raises ValueError, one line, for what is no number or profile."""
 
     def __init__(
-        self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path | Profile,
-        gpu_memory_capacity: int | None = None,
+        self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path | Profile | GptCosts,
+        gpu_memory_capacity: int | None = None, *, num_stages: Sequence[int] | None = None, schedule: str = "varuna",
+        takes_all: bool = False,
     ) -> None:  # fmt: skip
         numbers = {"num_gpus": num_gpus, "gpus_per_vm": gpus_per_vm, "batch_size": batch_size}
         if gpu_memory_capacity is not None:
@@ -122,37 +121,56 @@ class AutoConfig:
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self.num_gpus, self.gpus_per_vm, self.batch_size = num_gpus, gpus_per_vm, batch_size
-        self.profile = profile_folder if isinstance(profile_folder, Profile) else read(profile_folder)
-        self.capacity = gpu_memory_capacity or self.profile.device_bytes
-        messages = self.profile.messages
+        self.num_stages, self.schedule, self.takes_all = num_stages, schedule, takes_all
+        self.costs = read(profile_folder) if isinstance(profile_folder, str | Path) else profile_folder
+        self.capacity = gpu_memory_capacity or self.costs.device_bytes
+        messages = self.costs.messages
         alike = [each for each in messages if each.is_one_machine == (num_gpus <= gpus_per_vm)] or messages
         self._messages = [(each.num_bytes, each.seconds) for each in alike]
-        self._rows = [found for size in self.profile.sizes for found in self._of_size(size)]
+        self._rows = [found for size in self.costs.sizes for found in self._of_size(size)]
         if not self._rows:
             raise ValueError(
-                f"no micro-batch of the sizes profiled ({', '.join(map(str, self.profile.sizes)) or 'none fit'}) is"
+                f"no micro-batch of the sizes profiled ({', '.join(map(str, self.costs.sizes)) or 'none fit'}) is"
                 f" within a batch of {batch_size}; try to profile smaller ones"
             )
 
     def get_min(self) -> ConfigChoice:
         """The fastest that fits. Raises ValueError, one line, if none does."""
+        best = self.best()
+        return ConfigChoice(best.num_stages, best.chunk_size, best.step_seconds)
+
+    @property
+    def fits(self) -> bool:
+        return any(row.fits for row in self._rows)
+
+    def best(self) -> ConfigRow:
+        """Return the fastest that fits, of equally fast ones that with the largest micro-batches. If no times are
+        known, return the one with most stages, which the smallest micro-batches keep busy. Raises ValueError, one line,
+        if none fits."""
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
             raise ValueError(self.why_not())
-        best: tuple[float, ConfigRow] | None = None
+        if not self.costs.is_timed:
+            return max(fitting, key=_shape)
+        best: ConfigRow | None = None
         fitting.sort(key=lambda row: row.least_seconds)
         for start in range(0, len(fitting), AT_ONCE):
-            some = [row for row in fitting[start : start + AT_ONCE] if best is None or row.least_seconds < best[0]]
+            some = [row for row in fitting[start : start + AT_ONCE] if not best or _is_below(row.least_seconds, best)]
             if not some:
                 break
-            found = min(zip(predict(some), some, strict=True), key=lambda pair: pair[0])
-            best = found if best is None or found[0] < best[0] else best
+            timed = [replace(row, step_seconds=seconds) for row, seconds in zip(some, predict(some), strict=True)]
+            best = min([*timed, *([best] if best else [])], key=_seconds_and_size)
         assert best is not None
-        return ConfigChoice(best[1].num_stages, best[1].chunk_size, best[0])
+        return best
+
+    def least(self) -> ConfigRow:
+        """Return the configuration that needs least memory."""
+        found = min(self._rows, key=lambda row: row.device_bytes)
+        return replace(found, step_seconds=predict([found])[0]) if self.costs.is_timed else found
 
     def why_not(self) -> str:
         """Tell what the configuration that needs least lacks, if nothing fits."""
-        least, capacity = min(self._rows, key=lambda row: row.device_bytes), self.capacity or 0
+        least, capacity = self.least(), self.capacity or 0
         tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
         tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
         return (
@@ -165,52 +183,42 @@ class AutoConfig:
         """All configurations, the fastest first; last those that do not fit, by their memory."""
         each = zip(self._rows, predict(self._rows), strict=True)
         rows = [replace(row, step_seconds=seconds) for row, seconds in each]
-        return sorted(rows, key=lambda row: (not row.fits, row.step_seconds if row.fits else row.device_bytes))
+        return sorted(
+            rows, key=lambda row: (not row.fits, *(_seconds_and_size(row) if row.fits else (row.device_bytes,)))
+        )
 
-    def _of_size(self, size: int) -> list[ConfigRow]:
-        """Return the configurations of this micro-batch for all numbers of stages. Replicas share a batch evenly, so
-        their number divides it."""
-        costs, params = self.profile.at(size), [section.num_params for section in self.profile.sections]
-        below = [cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs]
-        last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
-        found = []
-        for number, cuts in enumerate(group(below, last, [count > 0 for count in params]), start=1):
+    def _of_size(self, size: int) -> Iterator[ConfigRow]:
+        """Yield the configurations of this micro-batch. Replicas share a batch evenly, so their number divides it."""
+        numbers = range(1, self.num_gpus + 1) if self.num_stages is None else self.num_stages
+        for number, cuts in self.costs.cuts(size, numbers).items():
             most = self.num_gpus // number
-            num_replicas = max((count for count in range(1, most + 1) if self.batch_size % count == 0), default=0)
-            if cuts is not None and num_replicas and self.batch_size // num_replicas >= size:
-                found.append(self._row(size, cuts, num_replicas, costs, params))
-        return found
+            counts = [most] if self.takes_all else range(most, 0, -1)
+            num_replicas = next((count for count in counts if count and self.batch_size % count == 0), 0)
+            share = self.batch_size // num_replicas if num_replicas else 0
+            is_even = num_replicas * number == self.num_gpus and share % size == 0
+            if share < size or (self.takes_all and not is_even):
+                continue
+            if self.schedule != "1f1b" or -(-share // size) >= number:
+                yield self._row(size, cuts, num_replicas)
 
-    def _row(
-        self, size: int, cuts: list[int], num_replicas: int, costs: Sequence[SectionCost], params: Sequence[int]
-    ) -> ConfigRow:
-        starts, num_micro_batches = [0, *(cut + 1 for cut in cuts)], -(-self.batch_size // num_replicas // size)
-        stages = [slice(*ends) for ends in zip(starts, [*starts[1:], len(costs)], strict=True)]
-        passes = [_passes(costs[stage], is_last=stage is stages[-1]) for stage in stages]
-        counts = [sum(params[stage]) for stage in stages]
-        # The last stage completes each micro-batch at once; the first one keeps the whole batch.
-        received = [0, *(costs[cut].activation_bytes * num_micro_batches for cut in cuts[:-1]),
-                    *(costs[cut].activation_bytes for cut in cuts[-1:])]  # fmt: skip
-        summed = [GRADIENT_BYTES * count * (num_replicas > 1) for count in counts]
-        needs = [
-            STATE_BYTES["fp16" if self.profile.fp16 else "fp32"] * count
-            + max(inputs + _graph_bytes(costs[stage]), min(BUCKET_BYTES, num_bytes))
-            for stage, count, inputs, num_bytes in zip(stages, counts, received, summed, strict=True)
-        ]
-        served, here = self.profile.num_served or inf, min(self.gpus_per_vm, len(stages) * num_replicas)
-        sends = [_at(self._messages, costs[cut].activation_bytes) + costs[cut].copy_seconds for cut in cuts]
+    def _row(self, size: int, cuts: list[int], num_replicas: int) -> ConfigRow:
+        stages = self.costs.stages(size, cuts, self.batch_size, num_replicas)
+        need = max(stage.device_bytes for stage in stages)
+        served, here = self.costs.num_served or inf, min(self.gpus_per_vm, len(stages) * num_replicas)
+        sends = [_at(self._messages, stage.sent_bytes) + stage.copy_seconds for stage in stages[:-1]]
+        summed = GRADIENT_BYTES * max(stage.num_params for stage in stages)
         return ConfigRow(
-            len(stages), num_replicas, size, num_micro_batches, max(needs),
-            self.capacity is None or max(needs) <= self.capacity, tuple(cuts), tuple(passes), max(sends, default=0.0),
-            self._sum_seconds(max(summed), num_replicas),
-            max(sum(section.update_seconds for section in self.profile.sections[stage]) for stage in stages),
-            self.profile.crowding + (here - self.profile.num_ranks) / served, here / served,
+            len(stages), num_replicas, size, -(-self.batch_size // num_replicas // size), need,
+            self.capacity is None or need <= self.capacity, tuple(cuts), tuple(stage.passes for stage in stages),
+            max(sends, default=0.0), self._sum_seconds(summed, num_replicas),
+            max(stage.update_seconds for stage in stages),
+            self.costs.crowding + (here - self.costs.num_ranks) / served, here / served, self.schedule,
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
         """Return the seconds of a sum, by the most similar measured ring: each rank passes on (n - 1) / n of the bytes,
         twice."""
-        sums = self.profile.sums
+        sums = self.costs.sums
         if num_ranks == 1 or not sums:
             return 0.0
         like = min((each.num_ranks for each in sums), key=lambda count: abs(count - num_ranks))
@@ -218,22 +226,19 @@ class AutoConfig:
         return seconds * (1 - 1 / num_ranks) / (1 - 1 / like)
 
 
-def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
-    forward, recompute, backward = (
-        sum(getattr(cost, f"{name}_seconds") for cost in costs) for name in ("forward", "recompute", "backward")
-    )
-    # The last stage keeps at once all that its backward pass needs.
-    return {"F": recompute, "R": 0.0, "B": backward} if is_last else {"F": forward, "R": recompute, "B": backward}
+def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
+    """Times are rounded, so that of equally fast rows the one with the largest micro-batches comes first."""
+    return float(f"{row.step_seconds:.9g}"), -row.chunk_size
 
 
-def _graph_bytes(costs: Sequence[SectionCost]) -> int:
-    """Return the peak bytes of a micro-batch's passes through these sections: each section's own peak beside the bytes
-    that the sections before it keep."""
-    kept, peak = 0, 0
-    for cost in costs:
-        peak = max(peak, kept + cost.peak_bytes)
-        kept += cost.saved_bytes
-    return peak
+def _is_below(seconds: float, best: ConfigRow) -> bool:
+    """True if a row with no fewer seconds may come before the best."""
+    return float(f"{seconds:.9g}") <= _seconds_and_size(best)[0]
+
+
+def _shape(row: ConfigRow) -> tuple[int, int]:
+    """One stage needs no small micro-batches."""
+    return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 
 
 def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:

@@ -3,6 +3,7 @@ library only."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,8 @@ class GptStage:
         return " and ".join([*names, *["head"] * self.is_last])
 
 
-def gpt_stages(workload: Workload, num_stages: int) -> list[GptStage]:
+@functools.lru_cache(maxsize=256)
+def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
     """Contiguous stages whose longest is as short as can be. A stage has a layer at least; the last one may have the
     head alone."""
     flops = [_flops(workload, stage, num_stages) for stage in range(num_stages)]
@@ -64,7 +66,7 @@ def gpt_stages(workload: Workload, num_stages: int) -> list[GptStage]:
     for stage, num_layers in enumerate(found):
         stages.append(GptStage(start, num_layers, stage == 0, stage == num_stages - 1))
         start += num_layers
-    return stages
+    return tuple(stages)
 
 
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
@@ -101,7 +103,7 @@ def stage_bytes(
 ) -> dict[str, int]:
     """Bytes of a rank with this stage, by kind. `place`: its number, and the number of stages."""
     number, num_stages = place
-    num_micro_batches = workload.batch_size // num_replicas // chunk_size
+    num_micro_batches = -(-workload.batch_size // num_replicas // chunk_size)
     part = replace(workload, batch_size=chunk_size, micro_batches=1)
     params, size, boundary = stage.num_params(workload), workload.weight_bytes, part.boundary_bytes
     embedding = size * _end_params(workload)[0]

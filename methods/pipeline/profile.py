@@ -1,19 +1,37 @@
 """The cost of a model's sections, messages and sums on a kind of machine: one JSON file; standard library only, but for
-the check of the file."""
+the check of the file. Sections are grouped into stages by their time."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.base.checked_data import checked
 from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
+from harness.forecast.resources import OPTIMIZER_BYTES
+from methods.pipeline.grouping import group
+from methods.pipeline.partition import BUCKET_BYTES
 
 FILE = "profile.json"
+GRADIENT_BYTES = 4  # bytes of a gradient that replicas sum
+# Bytes of a parameter: its weight, gradient, and Adam's state.
+STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))}
+
+
+class StageCost(NamedTuple):
+    """The cost of one stage with micro-batches of one size."""
+
+    passes: dict[str, float]  # seconds of F, R and B
+    num_params: int
+    update_seconds: float
+    device_bytes: int
+    sent_bytes: int  # tensors at the cut above
+    copy_seconds: float  # of these, to the host and back
 
 
 class NotNegative:
@@ -75,6 +93,8 @@ class Profile:
     num_ranks: int = 1
     num_served: float | None = None
 
+    is_timed = True
+
     def __post_init__(self) -> None:
         if not self.sections:
             raise ValueError("sections: expected one at least, got none")
@@ -92,11 +112,56 @@ class Profile:
         """Return each section's cost at this size."""
         return [next(cost for cost in section.costs if cost.size == size) for section in self.sections]
 
+    def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
+        """Return the cuts by which the longest of so many stages is as short as can be, for each of these numbers for
+        which there are any."""
+        costs = self.at(size)
+        below = [cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs]
+        last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
+        found = enumerate(group(below, last, [section.num_params > 0 for section in self.sections]), start=1)
+        return {number: cuts for number, cuts in found if cuts is not None and number in numbers}
+
+    def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
+        """Return the costs of each stage between these cuts. `size`: samples of a micro-batch; `batch_size`: those of
+        all replicas."""
+        costs, num_micro_batches = self.at(size), -(-batch_size // num_replicas // size)
+        starts, found = [0, *(cut + 1 for cut in cuts)], []
+        for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
+            sections, own = self.sections[start:end], costs[start:end]
+            num_params, is_last = sum(section.num_params for section in sections), end == len(costs)
+            # The last stage completes each micro-batch at once; the first one keeps the whole batch.
+            received = costs[start - 1].activation_bytes * (1 if is_last else num_micro_batches) if number else 0
+            summed = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
+            state = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params
+            found.append(StageCost(
+                _passes(own, is_last=is_last), num_params, sum(section.update_seconds for section in sections),
+                state + max(received + _graph_bytes(own), summed), own[-1].activation_bytes, own[-1].copy_seconds,
+            ))  # fmt: skip
+        return found
+
     def write(self, folder: str | Path) -> Path:
         path = Path(folder) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         return path
+
+
+def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
+    forward, recompute, backward = (
+        sum(getattr(cost, f"{name}_seconds") for cost in costs) for name in ("forward", "recompute", "backward")
+    )
+    # The last stage keeps at once all that its backward pass needs.
+    return {"F": recompute, "R": 0.0, "B": backward} if is_last else {"F": forward, "R": recompute, "B": backward}
+
+
+def _graph_bytes(costs: Sequence[SectionCost]) -> int:
+    """Return the peak bytes of a micro-batch's passes through these sections: each section's own peak beside the bytes
+    that the sections before it keep."""
+    kept, peak = 0, 0
+    for cost in costs:
+        peak = max(peak, kept + cost.peak_bytes)
+        kept += cost.saved_bytes
+    return peak
 
 
 def read(folder: str | Path) -> Profile:

@@ -97,19 +97,20 @@ def configure(
 ) -> None:  # fmt: skip
     """Choose stages and micro-batches by a profile, and show the best that there are. Exit code 4: nothing fits."""
     from methods.pipeline.auto_config import AutoConfig
-    from methods.pipeline.gpt_profile import by_flops
-    from methods.pipeline.profile import read
+    from methods.pipeline.gpt_costs import GptCosts
+    from methods.pipeline.profile import Profile, read
 
+    costs: Profile | GptCosts
     if folder is not None:
-        profile, known = read(folder), "of the profiled device"
+        costs, known = read(folder), "of the profiled device"
     elif words["num_layers"] is None or words["machine_name"] is None:
         raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
     else:
         sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
         name = words["machine_name"]
         memory, known = named_machines.load(name).room.device_bytes, memories.device_of(name)
-        profile = by_flops(_workload(words), _rates(words), sizes, memory, float(words["network"] or "inf"))
-    config = AutoConfig(num_gpus, gpus_per_vm, batch_size, profile, capacity)
+        costs = GptCosts(_workload(words), _rates(words), sizes, memory, float(words["network"] or "inf"))
+    config = AutoConfig(num_gpus, gpus_per_vm, batch_size, costs, capacity)
     rows = config.table()
     if as_json:
         for row in rows:

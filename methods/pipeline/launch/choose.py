@@ -53,9 +53,7 @@ class SpreadChoice:
         nothing fits.
         """
         if self.profile:
-            config = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile)
-            best = config.get_min()
-            row = next(row for row in config.table() if (row.num_stages, row.chunk_size) == best[:2])
+            row = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile).best()
             return Spread(row.num_stages, row.num_replicas, row.chunk_size, row.cuts)
         assert self.num_stages and self.chunk_size
         num_stages = min(self.num_stages, num_workers)

@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 
+from harness.core.job import Room, Workload
+from harness.core.method import create
+from harness.core.rates import Rates
 from methods.pipeline.auto_config import AutoConfig, ConfigRow, predict
+from methods.pipeline.gpt_costs import GptCosts
 from methods.pipeline.grouping import group
+from methods.pipeline.partition import gpt_stages
 from methods.pipeline.profile import FILE, Message, Profile, Section, SectionCost, Sum, read
 from methods.pipeline.schedule import step_seconds
 
@@ -72,6 +77,28 @@ def test_grouping_is_the_best_of_all() -> None:
                     longest[cuts] = max(*(sum(below[stage]) for stage in stages[:-1]), sum(last[stages[-1]]), 0)
             assert (found is None) == (not longest)
             assert found is None or longest[tuple(found)] == min(longest.values())
+
+
+# ---- A GPT by a machine's rates
+
+
+def test_a_gpts_bytes_are_those_of_the_plan_and_its_cuts_are_between_layers() -> None:
+    workload = Workload(num_layers=6, hidden_size=64, num_heads=4, seq_len=32, batch_size=8, vocab_size=200)
+    rows = AutoConfig(4, 4, 8, GptCosts(workload, Rates(1e9), [1, 2, 4])).table()
+    assert {row.num_stages for row in rows} == {1, 2, 3, 4}
+    for row in rows:
+        ends = [stage.layers.stop - 1 for stage in gpt_stages(workload, row.num_stages)]
+        assert list(row.cuts) == ends[:-1]
+        if row.num_ranks == 4:
+            asked = {"world_size": 4, "num_stages": row.num_stages, "chunk_size": row.chunk_size}
+            plan = create("varuna", asked).plan(workload, Room(rates=Rates(1e9)))
+            assert (row.device_bytes, row.step_seconds) == (plan.device_bytes, plan.step_seconds)
+
+
+def test_without_rates_the_most_stages_are_chosen_with_the_smallest_micro_batches() -> None:
+    workload = Workload(num_layers=6, hidden_size=64, num_heads=4, seq_len=32, batch_size=8, vocab_size=200)
+    found = AutoConfig(4, 4, 8, GptCosts(workload, None, [1, 2, 4])).best()
+    assert (found.num_stages, found.chunk_size) == (4, 1)
 
 
 # ---- Memory

@@ -72,6 +72,17 @@ def seconds_by_hand(num_stages: int, chunk_size: int, schedule: str) -> float:
     return simulate(schedule, passes, num_micro_batches).step_seconds
 
 
+@pytest.mark.parametrize(("num_stages", "is_host"), [(1, False), (4, False), (4, True)])
+def test_a_step_ends_with_the_update_of_the_largest_stage(num_stages: int, is_host: bool) -> None:
+    """Of 28 bytes a parameter; ranks of a host share its memory, as they share its cores."""
+    rates = Rates(FLOPS_PER_SECOND, device_bytes_per_second=1e9, is_host=is_host)
+    asked = {"world_size": 4, "num_stages": num_stages, "chunk_size": 1}
+    plan = create("varuna", asked).plan(CHOSEN, Room(rates=rates))
+    num_params = max(stage.num_params(CHOSEN) for stage in gpt_stages(CHOSEN, num_stages))
+    seconds = seconds_by_hand(num_stages, 1, "varuna") + 28 * num_params / 1e9
+    assert plan.step_seconds == pytest.approx(seconds * (4 if is_host else 1))
+
+
 @pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])
 @pytest.mark.parametrize("room", [1.0, 0.6, 0.45])
 def test_the_plan_chooses_the_fastest_stages_and_micro_batches_that_fit(schedule: str, room: float) -> None:

@@ -1,0 +1,68 @@
+"""What stages of the published GPT cost by a machine's rates, in place of a profile that was measured; torch is not
+imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from harness.core.job import Workload
+from harness.core.rates import Rates
+from harness.forecast.resources import device_update_seconds
+from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
+from methods.pipeline.profile import Message, StageCost, Sum
+from methods.pipeline.schedule import SLOTS
+
+
+@dataclass(frozen=True)
+class GptCosts:
+    """`rates`: None: no times are known. `network`: bytes per second of a link between stages; sums take no time.
+    `num_sharing`: ranks that share the device."""
+
+    workload: Workload
+    rates: Rates | None
+    sizes: Sequence[int]  # of micro-batches
+    device_bytes: int | None = None
+    network: float = math.inf
+    schedule: str = "varuna"
+    num_sharing: int = 1
+
+    sums: Sequence[Sum] = ()
+    crowding, num_ranks, num_served = 1.0, 1, None
+
+    @property
+    def is_timed(self) -> bool:
+        return self.rates is not None
+
+    @property
+    def messages(self) -> list[Message]:
+        num_bytes = self._sent_bytes(1)
+        return [Message(False, num_bytes, num_bytes / self.network)] if math.isfinite(self.network) else []
+
+    def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
+        """Return the cuts by which the longest of so many stages is as short as can be, for each of these numbers. A
+        CutPoint follows each layer."""
+        possible = range(1, self.workload.num_layers + 2)  # at most one for each layer, and one for the head
+        found = {number: gpt_stages(self.workload, number) for number in numbers if number in possible}
+        return {number: [stage.layers.stop - 1 for stage in stages[:-1]] for number, stages in found.items()}
+
+    def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
+        """Return the costs of each stage between these cuts. `size`: samples of a micro-batch; `batch_size`: those of
+        all replicas."""
+        whole = replace(self.workload, batch_size=batch_size, micro_batches=1)
+        stages, found = gpt_stages(self.workload, len(cuts) + 1), []
+        for number, stage in enumerate(stages):
+            needs = stage_bytes(whole, stage, (number, len(stages)), size, num_replicas, self.schedule)
+            count, update, passes = stage.num_params(self.workload), 0.0, dict.fromkeys(SLOTS, 0.0)
+            if self.rates:
+                passes = passes_of(self.workload, stage, size, self.rates, self.num_sharing)
+                update = self.num_sharing * device_update_seconds(count, self.workload, self.rates)
+            if stage.is_last and self.schedule == "varuna":
+                passes["R"] = 0.0  # the last stage keeps at once all that its backward pass needs
+            sent = 0 if stage.is_last else self._sent_bytes(size)
+            found.append(StageCost(passes, count, update, sum(needs.values()), sent, 0.0))
+        return found
+
+    def _sent_bytes(self, size: int) -> int:
+        return replace(self.workload, batch_size=size, micro_batches=1).boundary_bytes
