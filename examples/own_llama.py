@@ -20,7 +20,7 @@ from methods.stronghold import StrongholdTrainer
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
 except ImportError:
-    sys.exit("error: this example needs transformers; try: .venv/bin/python -m pip install transformers")
+    sys.exit("error: this example needs transformers; try: ./run.sh setup")
 
 WORDS = 128  # characters
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+import runpy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.base.checkout import ROOT
 from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
 
@@ -120,3 +124,11 @@ def test_a_cache_of_keys_and_values_is_refused_where_layers_are_recomputed() -> 
     with pytest.raises(ValueError, match=r"layer 0 is given a DynamicCache, .* try use_cache=False"):
         model(input_ids=tokens, labels=tokens, use_cache=True)
     streamed.__exit__(ValueError, None, None)
+
+
+def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "own_llama.py --layers 2 --width 32 --tokens 16 --steps 20 --placement R1W --micro-batches 2".split()
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(ROOT / "examples" / "own_llama.py"), run_name="__main__")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert len(losses) == 2 and losses[1] < losses[0] < math.log(128)
