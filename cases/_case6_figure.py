@@ -30,9 +30,9 @@ def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot
     """Draw speeds; schedules beside the optimum; the turns of a round; speed-up on many devices."""
     speeds = [row for row in rows if row.metric == "samples_per_second"]
     with plot.empty(*SIZE_INCHES) as made:
-        above = made.add_gridspec(1, 2, wspace=0.17, left=0.075, right=0.985, top=0.925, bottom=0.6)
+        above = made.add_gridspec(1, 2, wspace=0.17, left=0.075, right=0.985, top=0.925, bottom=0.63)
         below = made.add_gridspec(
-            1, 2, width_ratios=(1.55, 1), wspace=0.2, left=0.145, right=0.985, top=0.49, bottom=0.14
+            1, 2, width_ratios=(1.55, 1), wspace=0.2, left=0.145, right=0.985, top=0.475, bottom=0.16
         )
         first, second, third, fourth = (made.add_subplot(grid[0, side]) for grid in (above, below) for side in (0, 1))
         _speeds(first, speeds, note, methods)

@@ -141,6 +141,7 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
     return [replace(
         worst, value=statistics.median(values) if values else None, low=low, high=high, num_runs=len(values),
         values=tuple(values), scatter=max(scatters, default=None), keys=tuple(key for one in each for key in one.keys),
+        steps=(), num_steps=min(one.num_steps or 0 for one in each),
     )]  # fmt: skip
 
 
@@ -160,7 +161,7 @@ def _turns(record: Record) -> list[FigureRow]:
     names = [f"lr {load.learning_rate:.1e}, batch {load.batch_size}" for load in loads]
     began = max(turn[-1] for turn in turns) - record.step_seconds[-1]
     last = [turn for turn in turns if (turn[-2] + turn[-1]) / 2 >= began]
-    first, whose = min(turn[-2] for turn in last), row_of(METRIC, [record])
+    first, whose = min(turn[-2] for turn in last), replace(row_of(METRIC, [record]), steps=(), num_steps=None)
     return [
         replace(whose, metric="turn_seconds", value=end - start, x=start - first, group=names[model], series=kind)
         for model, _, kind, _, start, end in sorted(last, key=lambda turn: (turn[0], turn[-2]))

@@ -158,7 +158,7 @@ def figure(found: Sequence[Shown], note: str) -> plot.Figure:
         keys = [Patch(color=color, label=work) for work, color in COLORS.items() if work in works]
         keys.append(Patch(label="exposed", **EXPOSED))
         made.legend(handles=keys, loc="upper right", ncols=len(keys), bbox_to_anchor=(0.995, 1.0), columnspacing=1.2)
-        made.text(0.012, 0.06 / height, _caption(found, note), fontsize=5.4, color=plot.EDGE, va="bottom")
+        plot.small_print(made, _caption(found, note))
         made.subplots_adjust(
             left=0.1, right=0.99, top=1 - TOP_INCHES / height, bottom=BOTTOM_INCHES / height, wspace=0.2,
             hspace=GAP_INCHES / (ROW_INCHES - GAP_INCHES),

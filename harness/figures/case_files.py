@@ -45,6 +45,7 @@ def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> 
     found = [*rows, *case.published(number)]
     frame = pandas.DataFrame([vars(row) for row in found], columns=COLUMNS, dtype=object)
     frame["keys"] = frame["keys"].map(" ".join)
+    frame["steps"] = frame["steps"].map(lambda steps: " ".join(map(str, steps)))
     frame.insert(0, "case", number)
     frame.insert(1, "profile", name)
     out.mkdir(parents=True, exist_ok=True)
@@ -98,15 +99,16 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
     if missing := {"profile", "keys"} - set(frame):
         raise ValueError(f"{path} is no table of a case: expected a column {', '.join(sorted(missing))}")
     frame = frame.replace(r"^'(?=[=+\-@\t\r])", "", regex=True)
-    frame["keys"] = frame["keys"].str.split()
+    for name in {"keys", "steps"} & set(frame):
+        frame[name] = frame[name].str.split()
     lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
     needed = {"window_size": None, "value": None}  # fields without a default
     try:
         rows = checked(list[FigureRow], [needed | line for line in lines])
         unknown = [row.method for row in rows if row.method not in method.names()]
-        numbers = (each for row in rows for each in vars(row).values() if isinstance(each, float))
+        numbers = [each for row in rows for each in (*vars(row).values(), *row.steps) if isinstance(each, float)]
         odd = [each for each in numbers if not math.isfinite(each)]
-        odd += [row.value for row in rows if row.value is not None and row.value < 0]
+        odd += [each for row in rows for each in (row.value, *row.steps) if each is not None and each < 0]
         if unknown or odd:
             raise ValueError(f"expected methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}")
     except ValueError as error:

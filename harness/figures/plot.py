@@ -1,8 +1,9 @@
 """The paper's look: a panel of ours, one of the published numbers if there are any, and a caption with machine, clock
 and intervals.
 
-Filled: the run passed the gate; hollow: it did not; a cross: a size that failed; hatched: published. Both panels share
-a scale if widths and clock are the published ones. The same rows give the same bytes.
+Filled: the run passed the gate; hollow: it did not; a cross: a size that failed; a dot: a timed step. Hatched:
+published, or, crosswise, a time of few steps or busy cores, as told under the bar. Both panels share a scale if widths
+and clock are the published ones. The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.base.whole_file import write_whole
 from harness.core import method
-from harness.figures.point import FigureRow
+from harness.figures.point import FEWEST_TIMED_STEPS, FigureRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +30,11 @@ EDGE, CROSS = "#4A4A4A", "#B00020"
 FAILED = "failed"  # group of the crosses below lines
 DARK = 510  # sum of red, green and blue; darker colors carry white ink
 NOTE_COLUMNS = 190
+CONTINUED = "\n    "  # within a text of the small print
+SMALL_PRINT = "small print"  # group of the text at the foot, which a page tells below the figure
+PUBLISHED_HATCH, DOUBT_HATCH = "////", "xxxx"
+FOOT_POINTS = 4.1
+DOTS = "timed steps"  # their group, and their name in the legend
 STYLE = Path(__file__).with_name("paper.mplstyle")
 CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
 SCALES = {"params": ((1e9, "B"), (1e6, "M")), "step_seconds": ((1e-3, "ms"),), "samples_per_second": ((1.0, ""),)}
@@ -60,7 +66,8 @@ def figure(
                 axes.set_ylim(0, top)
         legend(made, rows, series or {}, is_line)
         small_print(made, caption(ours, published, note))
-        made.subplots_adjust(left=0.085, right=0.99, top=0.84, bottom=0.31, wspace=0.2)
+        lines = 0 if is_line else max((len(foot(row)) for row in rows), default=0)
+        made.subplots_adjust(left=0.085, right=0.99, top=0.84, bottom=0.31 + 0.024 * lines, wspace=0.2)
     return made
 
 
@@ -80,7 +87,18 @@ def title(axes: Axes, text: str) -> None:
 
 
 def small_print(made: Figure, text: str) -> None:
-    made.text(0.012, 0.0435 / made.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom")
+    made.text(0.012, 0.0435 / made.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom", gid=SMALL_PRINT)
+
+
+def notes(made: Figure) -> list[str]:
+    """Return the texts of the small print."""
+    lines = [each.get_text() for each in made.texts if each.get_gid() == SMALL_PRINT]
+    return [line for text in lines for line in text.replace(CONTINUED, " ").split("\n") if line]
+
+
+def foot(row: FigureRow) -> list[str]:
+    """Return what stands under the bar of a row, a line each: placement, clipping, and why its time is doubtful."""
+    return [text for text in (row.placement, row.clipping, *row.doubts) if text]
 
 
 def by_method(axes: Axes, rows: Sequence[FigureRow], names: Sequence[str]) -> None:
@@ -93,16 +111,21 @@ def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[FigureRow]]]]
     """Draw named groups of bars; a group has places, and the rows of one place are drawn over each other."""
     rows = [row for _, group in groups for place in group for row in place]
     scale = scale_of(rows)[0]
-    top = max((row.high or row.value or 0.0 for row in rows), default=0.0) / scale or 1.0
+    top = max((_highest(row) for row in rows), default=0.0) / scale or 1.0
     for index, (_, group) in enumerate(groups):
         for place, stack in enumerate(group):
             _stack(axes, index + BAR_WIDTH * (place - (len(group) - 1) / 2), stack, scale, top)
     axes.set_xticks(range(len(groups)), [name for name, _ in groups])
+    axes.tick_params(axis="x", pad=2 + 1.25 * FOOT_POINTS * max((len(foot(row)) for row in rows), default=0))
     axes.set(xlim=(-0.6, len(groups) - 0.4), ylim=(0, 1.16 * top))
 
 
 def succeeded(row: FigureRow) -> bool:
     return row.status == "ok" and row.value is not None
+
+
+def _highest(row: FigureRow) -> float:
+    return max(row.high or row.value or 0.0, *row.steps, 0.0)
 
 
 def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: float) -> None:
@@ -121,13 +144,22 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
         axes.bar(
             x, height, BAR_WIDTH * 0.9, linewidth=0.8, linestyle="-" if row.valid else "--",
             edgecolor=EDGE if row.valid else mixed, facecolor=color if row.valid else "none",
-            hatch="////" if row.origin == "published" else None,
+            hatch=PUBLISHED_HATCH if row.origin == "published" else DOUBT_HATCH if row.doubts else None,
         )  # fmt: skip
         _error(axes, x, row, scale)
+        _dots(axes, x, row, scale)
+        under: Any = {
+            "transform": axes.get_xaxis_transform(),
+            "fontsize": FOOT_POINTS,
+            "va": "top",
+            "linespacing": 1.05,
+        }
+        if told := foot(row):
+            _label(axes, x, -0.02, "\n".join(told), **under)
         is_least = row.metric == "params" and not row.is_final  # the search may still find more
         text = f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
         if not crosses:
-            _label(axes, x, (row.high or row.value or 0.0) / scale + 0.02 * top, text)
+            _label(axes, x, _highest(row) / scale + 0.02 * top, text)
         elif height > 0.16 * top:
             ink = "white" if row.valid and sum(rgb) < DARK else "black"
             _label(axes, x, height - 0.04 * top, text, va="top", fontsize=5, color=ink)
@@ -154,14 +186,19 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
             face, edge = (color, color) if row.valid else ("white", EDGE)
             axes.plot([x], [value], "s" if published else "o", markerfacecolor=face, markeredgecolor=edge)
             _error(axes, x, row, scale)
+            _dots(axes, x, row, scale)
+            if told := foot(row):
+                is_last = x == max(x for x, _ in points)
+                beside: Any = {"xytext": (1, -4), "textcoords": "offset points", "ha": "right" if is_last else "left"}
+                axes.annotate("\n".join(told), (x, value), va="top", fontsize=FOOT_POINTS, color=EDGE, **beside)
     for x, row in points:
         if not succeeded(row):
             drawn: list[Any] = list(axes.lines)
             others = [each for each in drawn if each.get_gid() == FAILED and each.get_xdata()[0] == x]
-            foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-            axes.plot([x], [0.1 * len(others)], "x", color=color, markeredgewidth=1.3, gid=FAILED, **foot)
+            at_foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            axes.plot([x], [0.1 * len(others)], "x", color=color, markeredgewidth=1.3, gid=FAILED, **at_foot)
             side = "right" if x == max(x for x, _ in points) else "center"  # no label runs out of the figure
-            _label(axes, x, 0.1 * len(others) + 0.025, label, fontsize=5.4, ha=side, **foot)
+            _label(axes, x, 0.1 * len(others) + 0.025, label, fontsize=5.4, ha=side, **at_foot)
     _fit(axes)
 
 
@@ -210,7 +247,8 @@ def number(value: float) -> str:
 
 
 def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str) -> str:
-    """Return machine, clock, profile, window, number of runs and intervals, failed gates, and the published source."""
+    """Return machine, clock, profile, window, number of runs and intervals, doubtful times, failed gates, and the
+    published source."""
     texts, ours = [], [row for row in ours if row.metric in SCALES]
     if ours:
         runs = sorted({row.num_runs for row in ours if succeeded(row)})
@@ -223,6 +261,11 @@ def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str
             + ("error bars: 95 % interval of the mean over processes" if several else "no intervals below 3 processes")
             + (f"; steps scatter up to {max(scatters):.0%}" if scatters else "")
         )
+        if any(row.doubts for row in ours if succeeded(row)):
+            texts.append(
+                "doubtful time (hatched crosswise, or told at the point): fewer than"
+                f" {FEWEST_TIMED_STEPS} timed steps, or a load average above the number of cores as the run began"
+            )
         searched = dict.fromkeys(method.load(row.method).label for row in ours if not row.is_final)
         texts += [f"{', '.join(searched)}: search not finished"] if searched else []
         hollow = {method.load(row.method).label: row.reason for row in ours if succeeded(row) and not row.valid}
@@ -237,7 +280,7 @@ def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str
 
 def wrapped(texts: Sequence[str]) -> str:
     """Wrap the small print into lines."""
-    return "\n".join(line for text in texts for line in textwrap.wrap(text, NOTE_COLUMNS, subsequent_indent="    "))
+    return "\n".join(CONTINUED.join(textwrap.wrap(text, NOTE_COLUMNS - len(CONTINUED))) for text in texts)
 
 
 def _windows(rows: Sequence[FigureRow]) -> str:
@@ -247,25 +290,34 @@ def _windows(rows: Sequence[FigureRow]) -> str:
 
 def save(made: Figure, stem: Path) -> list[Path]:
     """Save as PDF and PNG, without a date or a version in them."""
+    import matplotlib
+
     looks: dict[str, Any] = {
         "pdf": {"metadata": {"CreationDate": None, "Producer": None, "Creator": None}},
         "png": {"metadata": {"Software": None}, "dpi": 200},
     }
     paths = [Path(f"{stem}.{kind}") for kind in looks]
-    for path, (kind, look) in zip(paths, looks.items(), strict=True):
-        buffer = io.BytesIO()
-        made.savefig(buffer, format=kind, **look)
-        write_whole(path, buffer.getvalue())
+    with matplotlib.rc_context({"pdf.fonttype": 42}):  # read as a figure is saved; the default, 3, journals refuse
+        for path, (kind, look) in zip(paths, looks.items(), strict=True):
+            buffer = io.BytesIO()
+            made.savefig(buffer, format=kind, **look)
+            write_whole(path, buffer.getvalue())
     return paths
 
 
 def svg(made: Figure) -> str:
-    """Return the figure as SVG, for a page."""
+    """Return the figure as SVG without its small print, which the page has below it."""
     import matplotlib
 
-    buffer = io.StringIO()
+    buffer, small = io.StringIO(), [each for each in made.texts if each.get_gid() == SMALL_PRINT]
+    for each in small:
+        each.set_visible(False)
     with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # names of SVG parts must be the same on every run
-        made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        made.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.06
+        )
+    for each in small:
+        each.set_visible(True)
     return buffer.getvalue()
 
 
@@ -274,6 +326,13 @@ def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
         return
     middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2  # of the mean; the point is the median
     axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+
+
+def _dots(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
+    """Draw each timed step."""
+    if row.steps and succeeded(row):
+        look: Any = {"color": "black", "alpha": 0.55, "s": 3.5, "linewidths": 0, "zorder": 3}
+        axes.scatter([x] * len(row.steps), [value / scale for value in row.steps], gid=DOTS, **look)
 
 
 def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
@@ -296,5 +355,10 @@ def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_l
     if len(drawn) < len(rows):
         entries.append(Line2D([], [], color=EDGE if is_line else CROSS, marker="x", linestyle="", label="size failed"))
     if any(row.origin == "published" for row in rows):
-        entries.append(key("published", "white", shape="s", hatch="////"))
-    made.legend(handles=entries, loc="upper right", ncols=len(entries), bbox_to_anchor=(0.995, 1.0))
+        entries.append(key("published", "white", shape="s", hatch=PUBLISHED_HATCH))
+    if any(row.steps for row in drawn):
+        entries.append(Line2D([], [], color="black", alpha=0.55, marker=".", markersize=3, linestyle="", label=DOTS))
+    if any(row.doubts for row in drawn) and not is_line:
+        entries.append(key("doubtful time", "white", hatch=DOUBT_HATCH))
+    look: Any = {"loc": "upper right", "bbox_to_anchor": (0.995, 1.0), "columnspacing": 1.1, "handlelength": 1.6}
+    made.legend(handles=entries, ncols=len(entries), **look)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from harness.core.record import Record
 
 FEWEST_FOR_INTERVAL = 3  # processes
+FEWEST_TIMED_STEPS = 5  # of a time that a bar may show without a hatch
 CONFIDENCE = 0.95
 LEAST_MARGIN = 0.05  # of a ratio, if a side has too few runs for an interval
 STANDARD_ERRORS = 2  # width of a margin
@@ -62,11 +63,27 @@ class FigureRow:
     series: str = ""  # names one of several bars or lines of a method
     group: str = ""  # position on an axis of names: a model, a pair of sizes
     x: float | None = None  # position on an axis of numbers
+    placement: str = ""  # where its layers lie, of a method that places them
+    clipping: str = ""
+    num_steps: int | None = None  # timed, over all processes
+    steps: tuple[float, ...] = ()  # each timed step, in the metric's unit
+    load: float | None = None  # the highest load average at the start of a run
+    num_cores: int | None = None  # of the machine
     values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one for each process; not in tables
 
     @property
     def has_number(self) -> bool:
         return self.value is not None and math.isfinite(self.value) and self.value > 0
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Tell why its time is not to be trusted, in a few words each."""
+        found = []
+        if self.num_steps is not None and self.num_steps < FEWEST_TIMED_STEPS:
+            found.append(f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}")
+        if self.load is not None and self.num_cores and self.load > self.num_cores:
+            found.append(f"load {self.load:.2g}")
+        return tuple(found)
 
     @property
     def has_interval(self) -> bool:
@@ -80,14 +97,33 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
     low, high = interval(values)
     failing = next((record for record in repeats if record.status != "ok" or not record.gate.passed), None)
     reason = "" if failing is None else failing.gate.text if failing.status == "ok" else failing.reason
+    steps = step_values(metric, repeats)
+    loads = [load for record in repeats if isinstance(load := record.machine.get("load_average"), int | float)]
+    is_timed = metric not in COUNTED and last.origin == "run"
     return FigureRow(
         metric, last.job.method, last.job.workload.num_layers, last.job.workload.hidden_size,
         last.job.options.get("window_size"), statistics.median(values) if values else None, low, high, len(values),
         scatter(repeats), valid=failing is None, reason=reason, status=(failing or last).status, origin=last.origin,
         machine=machine_of(last), clock=last.clock,
         keys=tuple(record.key for record in repeats), is_judged=all(record.is_judged for record in repeats),
+        placement=_option(last, "placement"), clipping=_option(last, "clipping"),
+        num_steps=len(steps) if is_timed else None, steps=steps if is_timed else (),
+        load=max(loads, default=None) if is_timed else None, num_cores=last.machine.get("cores") if is_timed else None,
         values=tuple(values),
     )  # fmt: skip
+
+
+def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
+    """Return the metric of each timed step."""
+    if metric in COUNTED:
+        return ()
+    if metric == "step_seconds":
+        return tuple(seconds for record in repeats for seconds in record.timed_seconds)
+    return tuple(record.samples_per_step / seconds for record in repeats for seconds in record.timed_seconds if seconds)
+
+
+def _option(record: Record, name: str) -> str:
+    return str(record.job.options.get(name) or "")
 
 
 def machine_of(record: Record) -> str:

@@ -46,7 +46,7 @@ class PageSection:
     profile: str
     title: str
     svg: str
-    caption: str
+    notes: list[str]  # the caption's sentences
     table: DataFrame
 
     @property
@@ -148,20 +148,18 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
         rows = [*ours, *published]
         table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
         its = case.load(number)
-        yield _section(number, used.name, its.title, its.figure(rows, note), plot.caption(ours, published, note), table)
+        yield _section(number, used.name, its.title, its.figure(rows, note), table)
     for of, found in traced:
         title, note = str(overlap.__doc__).partition("\n")[0], f"profile {of}"
         table = pages.table(f"Case overlap, {note}: the numbers of the figure", overlap.table(found).to_dict("records"))
         keys = [[each.record.key] if each.record else [] for each in found]
         table["records"] = [Cell(links=pages.numbers_of(own, entries)) for own in keys]
-        yield _section(overlap.NAME, of, title, overlap.figure(found, note), note, table)
+        yield _section(overlap.NAME, of, title, overlap.figure(found, note), table)
 
 
-def _section(
-    name: int | str, profile: str, title: str, made: plot.Figure, caption: str, table: DataFrame
-) -> PageSection:
+def _section(name: int | str, profile: str, title: str, made: plot.Figure, table: DataFrame) -> PageSection:
     svg = f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
-    return PageSection(str(name), profile, title, svg, caption, table)
+    return PageSection(str(name), profile, title, svg, plot.notes(made), table)
 
 
 def tables(

@@ -24,7 +24,8 @@ def ours(metric: str = "params", **changes) -> list[FigureRow]:
 
 def test_a_table_of_before_rows_knew_whether_they_are_judged_is_read_as_judged(tmp_path: Path) -> None:
     lines = {name: str(getattr(ours()[0], name)) for name in case_files.COLUMNS if name != "is_judged"}
-    lines |= {"keys": "", "window_size": "", "low": "", "high": "", "scatter": "", "x": "", "profile": "demo"}
+    lines |= {name: "" for name, value in vars(ours()[0]).items() if value in (None, ())} | {"profile": "demo"}
+    lines = {name: text for name, text in lines.items() if name != "values"}
     (tmp_path / "old.csv").write_text(f"{','.join(lines)}\n{','.join(lines.values())}\n")
     unchecked = ours(valid=False, reason=case_files.EDITED)
     assert case_files.read_csv(tmp_path / "old.csv") == (unchecked, {"demo"})
@@ -125,6 +126,61 @@ def test_the_small_line_tells_the_worst_scatter_of_times_without_an_interval() -
     rows = [*ours("step_seconds", scatter=0.32), *ours("step_seconds", scatter=0.1)]
     assert "steps scatter up to 32%" in plot.caption(rows, [], "")
     assert "scatter" not in plot.caption(ours("step_seconds", scatter=0.32, low=1.0, high=2.0, num_runs=3), [], "")
+
+
+def speeds(**changes) -> list[FigureRow]:
+    """One bar of case 3: STRONGHOLD, six timed steps on idle cores."""
+    six = {"value": 2.0, "num_steps": 6, "steps": (1.0, 1.5, 2.0, 2.0, 2.5, 3.0), "load": 0.5, "num_cores": 2}
+    return ours("samples_per_second", **{"method": "stronghold", **six, **changes})
+
+
+def test_each_timed_step_of_a_bar_is_a_dot() -> None:
+    axes = drawn(3, speeds())[0]
+    (dots,) = [each for each in axes.collections if each.get_gid() == plot.DOTS]
+    assert dots.get_offsets()[:, 1].tolist() == [1.0, 1.5, 2.0, 2.0, 2.5, 3.0]
+    assert axes.texts[-1].get_text() == "2" and axes.texts[-1].get_position()[1] > 3.0  # above the highest dot
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, []),
+        ({"num_steps": 5, "load": 2.0}, []),
+        ({"num_steps": 4}, ["4 steps"]),
+        ({"load": 2.1}, ["load 2.1"]),
+        ({"num_steps": 1, "load": 5.0}, ["1 step", "load 5"]),
+        ({"num_steps": None, "load": None}, []),  # not timed, as a size
+    ],
+)
+def test_a_bar_of_few_steps_or_of_busy_cores_is_hatched_and_says_so(changes: dict, told: list[str]) -> None:
+    rows = speeds(**changes)
+    axes = drawn(3, rows)[0]
+    assert [bar.get_hatch() for bar in axes.patches] == [plot.DOUBT_HATCH if told else None]
+    assert [text.get_text() for text in axes.texts[:-1]] == (["\n".join(told)] if told else [])
+    assert ("doubtful time" in plot.caption(rows, [], "")) == bool(told)
+
+
+def test_placement_and_clipping_stand_under_a_bar() -> None:
+    under = drawn(3, speeds(placement="R1W3", clipping="deferred"))[0].texts[0]
+    assert under.get_text() == "R1W3\ndeferred" and under.get_position()[1] < 0
+
+
+def test_fonts_of_a_pdf_are_embedded_as_type_42(tmp_path: Path) -> None:
+    pdf, _ = plot.save(case.load(3).figure(speeds(), "profile demo"), tmp_path / "figure")
+    assert b"/CIDFontType2" in pdf.read_bytes() and b"/Type3" not in pdf.read_bytes()
+
+
+def test_a_page_tells_the_small_print_below_the_figure() -> None:
+    made = case.load(3).figure([*speeds(), *case.published(3)], "profile demo")
+    svg, texts = plot.svg(made), plot.notes(made)
+    assert svg == plot.svg(made) and len(svg) < len(_svg_with_small_print(made))
+    assert texts[0].startswith("measured: profile demo; some CPU") and texts[-1].startswith("published: V100")
+
+
+def _svg_with_small_print(made: plot.Figure) -> str:
+    for text in made.texts:
+        text.set_gid(None)
+    return plot.svg(made)
 
 
 def test_published_bars_are_hatched_and_ours_are_not() -> None:

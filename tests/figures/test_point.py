@@ -24,6 +24,24 @@ def test_a_row_is_the_median_over_processes_of_their_median_steps() -> None:
     assert row_of("samples_per_second", [record(2.0)]).value == 2.0
 
 
+def test_a_row_has_each_timed_step_in_its_unit_and_the_highest_load() -> None:
+    """Samples per second of a batch of 4, and seconds; a size has no steps."""
+    loads = [{"cpu": "some CPU", "cores": 2, "load_average": load} for load in (0.5, 3.0)]
+    runs = [record(1.0, 2.0, machine=loads[0]), record(4.0, machine=loads[1])]
+    made = row_of("samples_per_second", runs)
+    assert (made.steps, made.num_steps, made.load, made.num_cores) == ((4.0, 2.0, 1.0), 3, 3.0, 2)
+    assert made.doubts == ("3 steps", "load 3")
+    assert row_of("step_seconds", runs).steps == (1.0, 2.0, 4.0)
+    size = row_of("params", runs)
+    assert (size.steps, size.num_steps, size.doubts) == ((), None, ())
+
+
+def test_a_row_has_the_placement_and_the_clipping_of_its_run() -> None:
+    placed = record(1.0)
+    placed = dataclasses.replace(placed, job=dataclasses.replace(placed.job, options={"placement": "R1W3"}))
+    assert (row_of("step_seconds", [placed]).placement, row_of("step_seconds", [placed]).clipping) == ("R1W3", "")
+
+
 def test_three_values_have_the_interval_of_students_t() -> None:
     """Mean 2, standard error 1/sqrt(3), t(0.975, 2) = 4.30265 (tables)."""
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), rel=1e-5)
