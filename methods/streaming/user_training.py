@@ -79,6 +79,19 @@ class LayerTurn(torch.autograd.Function):
         return None, None, None, *(next(dxs) if needed else None for needed in ctx.needs_input_grad[3:])
 
 
+class StreamedForward:
+    """In place of a layer's forward(). A copy of the model would call the layers of the original."""
+
+    def __init__(self, training: UserTraining, place: int) -> None:
+        self.training, self.place = training, place
+
+    def __call__(self, *args: Any, **words: Any) -> Any:
+        return self.training.visit(self.place, args, words)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError("a model that is being trained cannot be copied whole; try its state_dict(), or close()")
+
+
 class UserTraining:
     """A model whose layers are streamed; a method's trainer gives it the stream.
 
@@ -109,7 +122,7 @@ class UserTraining:
     # ---- The two passes, a layer at a time
 
     def up(self, place: int, tensors: Passed) -> Passed:
-        with torch.set_grad_enabled(torch.is_grad_enabled() or self._is_trained), _uncached_autocast():
+        with torch.set_grad_enabled(self._is_trained), _uncached_autocast():
             return self.stream.forward(place, [tensors])[0]
 
     def down(self, place: int, number: int, dys: Passed) -> Passed:
@@ -139,11 +152,10 @@ class UserTraining:
             raise ValueError("a second backward pass before step(); try accumulates=True, if gradients are to add up")
         for state in self.stream.states:
             state.adds = self.num_backward > 0
-        self.began_with = self.user.settings()
-        self.stream.begin(self.began_with)
+        self.stream.begin(self.user.settings())
 
-    def _visit(self, place: int, *args: Any, **words: Any) -> Any:
-        """Take the place of a layer's forward()."""
+    def visit(self, place: int, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        """Call a layer, as the model's own loop does."""
         if place and place != self.next_up:
             raise ValueError(
                 f"layer {place} was called after layer {self.next_up - 1}: expected each layer once, in the order of"
@@ -240,10 +252,10 @@ class UserTraining:
         return {"state": states, "param_groups": groups, "loss_scale": scale.value, "num_good_steps": scale.num_good}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(); load the model's own before."""
+        """Go on from a state_dict(), or from that of a plain AdamW; load the model's own before."""
         self.synchronize()
         places = {name: place for place, name in enumerate(self._optimized())}
-        for state, parameters in self._parts():
+        for state, parameters in self._parts() if given["state"] else ():
             found = [given["state"][places[name]] for name in self.user.names_of(parameters)]
             weights = [each.get("master", parameter) for each, parameter in zip(found, parameters, strict=True)]
             moments = [(each["exp_avg"], each["exp_avg_sq"]) for each in found]
@@ -256,7 +268,7 @@ class UserTraining:
         self._refetch()
 
     def close(self) -> None:
-        """Finish all updates and give the model its layers back; their weights are where they were at home."""
+        """Finish all updates and give the model its layers back; the weights stay in the memory that was their home."""
         self.synchronize()
         self._undo.close()
         self.gpu.__exit__(None, None, None)
@@ -286,6 +298,8 @@ class UserTraining:
 
     def _take_weights(self, *_: Any) -> None:
         """The user has loaded other weights into the model's parameters."""
+        if self.user.names.keys() != {id(parameter) for parameter in self.user.model.parameters()}:
+            raise ValueError("load_state_dict() put other parameters into the model; try it without assign=True")
         for state, parameters in self._parts():
             if self.terms.dtype != "fp32":
                 state.load([(parameter.detach(), None, None) for parameter in parameters])
@@ -319,7 +333,7 @@ class UserTraining:
         model = self.user.model
         for place, module in enumerate(self.user.modules):
             before = vars(module).get("forward")
-            module.forward = _turn_of(self, place)  # type: ignore[method-assign]
+            module.forward = StreamedForward(self, place)  # type: ignore[method-assign]
             self._undo.callback(_restore, module, before)
         for hook in (
             model.register_state_dict_pre_hook(lambda *_: self.synchronize()),
@@ -327,10 +341,6 @@ class UserTraining:
             model.register_load_state_dict_post_hook(self._take_weights),
         ):
             self._undo.callback(hook.remove)
-
-
-def _turn_of(training: UserTraining, place: int) -> Callable[..., Any]:
-    return lambda *args, **words: training._visit(place, *args, **words)
 
 
 def _restore(module: nn.Module, before: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -202,6 +203,40 @@ def test_the_model_is_the_users_again_after_close() -> None:
     assert "forward" not in vars(model.layers[0])
     model(*batch).backward()
     assert all(parameter.grad is not None for parameter in parameters)
+
+
+@pytest.mark.parametrize("trainer", ["l2l", "all kinds"])
+def test_a_training_goes_on_from_the_state_of_plain_adamw(trainer: str) -> None:
+    steps, plain = list(batches(6)), made("tied")
+    plain.recomputes = True
+    optimizer = optimizer_of(list(plain.parameters()))
+    schedule = schedule_of(optimizer)
+    for [batch] in steps[:3]:
+        plain(*batch).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    trainer_, model, ours = begun("tied", "fp32", trainer)
+    with trainer_:
+        model.load_state_dict(plain.state_dict())
+        trainer_.load_state_dict(optimizer.state_dict())
+        schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1 / (4 + step))
+        assert train(trainer_, model, steps[3:], schedule) == oracle("tied").losses[3:6]
+
+
+def test_parameters_that_are_exchanged_are_refused() -> None:
+    trainer, model, _ = begun("llama", "fp32", "l2l")
+    with pytest.raises(ValueError, match="try it without assign=True"):
+        model.load_state_dict(made("llama").state_dict(), assign=True)
+    trainer.__exit__(ValueError, None, None)
+
+
+def test_a_model_in_training_is_not_copied_whole() -> None:
+    trainer, model, _ = begun("llama", "fp32", "l2l")
+    with trainer, pytest.raises(ValueError, match="cannot be copied whole"):
+        copy.deepcopy(model)
+    copy.deepcopy(model)
 
 
 # ---- Memory, on sim
