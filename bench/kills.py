@@ -118,15 +118,16 @@ def main() -> None:
             counts[f"records: {record.status}"] += 1
             counts["results without a host peak"] += record.is_result and not record.peaks.get("host_anonymous")
         counts["files that are no records"] = len(torn)
-        counts["other files left in results"] = sum(
-            not path.name.startswith("log_") for path in (folder / "results").iterdir()
-        )
-        counts["shared memory left"] = len({*os.listdir("/dev/shm")} - shared)
-        counts["temporary files, folders and sockets left"] = len(os.listdir(folder / "tmp"))
+        left = {
+            "other files left in results": [name for name in os.listdir(folder / "results") if name[:4] != "log_"],
+            "shared memory left": sorted({*os.listdir("/dev/shm")} - shared),
+            "temporary files, folders and sockets left": os.listdir(folder / "tmp"),
+        }
+        counts.update({told: len(names) for told, names in left.items()})
         counts["exit code of the last call"] = code
     print(f"\na call takes {length:.1f} s")
     for told, number in sorted(counts.items()):
-        print(f"{number:6}  {told}")
+        print(f"{number:6}  {told}", *left.get(told, []))
 
 
 if __name__ == "__main__":

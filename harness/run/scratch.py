@@ -16,10 +16,14 @@ def make() -> tuple[Path, int]:
     """Make a folder, and return it with its locked descriptor: the folder is in use while a process of the run holds
     that."""
     remove_left()
-    new = Path(tempfile.mkdtemp(prefix=".harness-new-"))
-    handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    return new.rename(new.with_name(new.name.replace(".harness-new-", PREFIX))), handle  # the final name, once locked
+    while True:
+        new = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with contextlib.suppress(FileNotFoundError):  # another run took it, not locked yet, for one that is left
+            handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if new.exists():
+                return new, handle
+            os.close(handle)
 
 
 def remove_left() -> None:

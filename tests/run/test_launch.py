@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import os
 import random
@@ -225,6 +227,24 @@ def test_a_folder_of_a_run_whose_processes_were_killed_goes_with_the_next_one(
     assert {*tmp_path.iterdir()} == {used, new}
     os.close(handle)
     os.close(held)
+
+
+def test_a_run_killed_before_it_locked_its_folder_leaves_nothing_and_a_living_one_makes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = Path(tempfile.mkdtemp(prefix=scratch.PREFIX))  # as far as a killed run came
+    flock, num_calls = fcntl.flock, itertools.count()
+
+    def after_another_run(handle: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and not next(num_calls):
+            scratch.remove_left()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_another_run)
+    folder, handle = scratch.make()
+    assert {*tmp_path.iterdir()} == {folder} and not killed.exists()
+    os.close(handle)
 
 
 def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
