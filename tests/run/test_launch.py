@@ -233,17 +233,24 @@ def test_a_run_killed_before_it_locked_its_folder_leaves_nothing_and_a_living_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed = Path(tempfile.mkdtemp(prefix=scratch.PREFIX))  # as far as a killed run came
     flock, num_calls = fcntl.flock, itertools.count()
 
-    def after_another_run(handle: int, how: int) -> None:
-        if how == fcntl.LOCK_EX and not next(num_calls):
-            scratch.remove_left()
+    def meanwhile(handle: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            if not (number := next(num_calls)):
+                os.close(handle)
+                raise SystemExit  # the first run is killed here
+            if (
+                number == 1
+            ):  # the second one's folder is not locked yet when another run looks for folders that are left
+                scratch.remove_left()
         flock(handle, how)
 
-    monkeypatch.setattr(fcntl, "flock", after_another_run)
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    with pytest.raises(SystemExit):
+        scratch.make()
     folder, handle = scratch.make()
-    assert {*tmp_path.iterdir()} == {folder} and not killed.exists()
+    assert {*tmp_path.iterdir()} == {folder}
     os.close(handle)
 
 
