@@ -20,6 +20,7 @@ class ZeroInfinity(DeepSpeedMethod):
 
     label = "ZeRO-Infinity"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
+    takes_config = True
     scales_loss = True
     forecast_test = ForecastTest(3, -0.22, "SlideFormer's runs of DeepSpeed, Llama 3.1 8B on an RTX 4090")
 

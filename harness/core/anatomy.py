@@ -132,6 +132,9 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         boundaries=found["boundaries"][dtype], head_boundaries=found["head_boundaries"][dtype],
         given_bytes=found["given_bytes"][dtype],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
+        # A bias of all keys adds the same to every score of a query but for the turn of positions, which is next to
+        # nothing in the slow pairs of a head.
+        noise={name: (0, *shape) for name, shape in parts["layer"].items() if name.endswith("k_proj.bias")},
     )  # fmt: skip
 
 

@@ -230,6 +230,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     from deepspeed.utils import safe_set_full_fp32_param
 
     from harness.core.gpt import DTYPES, GPT, adamw_groups, initials
+    from harness.core.model import whole
 
     class ReentrantGPT(GPT):
         def forward(self, inputs, targets, scale=1.0):
@@ -240,14 +241,14 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
 
     cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
-    if is_partitioned:
+    if workload.config is not None and is_partitioned:
+        model = whole(workload).to_empty(device="cpu")  # Init cannot make it: DeepSpeed partitions it whole
+    elif is_partitioned:
         # The configuration decides the dtype, because Init's dtype argument makes bf16 of fp32 on a CPU.
         with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
             model = cls(workload)
     else:
-        with torch.device("meta"):
-            model = cls(workload)
-        model = model.to(dtype).to_empty(device=device)
+        model = whole(workload).to_empty(device=device)
     named = list(model.named_parameters())
 
     def shape_of(parameter: Any) -> Any:

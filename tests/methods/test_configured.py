@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.core.job import Job
 from harness.core.method import check, create, loadable
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
 from tests.methods.test_agree import difference, largest_difference
 from tests.support.configured import FAMILIES, configured, their_losses
 from tests.support.training import train
@@ -40,6 +44,13 @@ def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: 
     workload = configured(family, **changes)
     streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
     assert difference(streamed, train("resident", workload, STEPS)) == ""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["hydra", "fsdp2-offload", "zero-offload", "zero-infinity"])
+def test_engines_that_take_the_model_apart_pass_the_gate(name: str, tmp_path: Path) -> None:
+    job = resolve(Job(name, configured("qwen2"), steps=5, warmup=1))[0]
+    assert Sweep(tmp_path).run([job])[0].gate.passed
 
 
 def test_methods_that_train_the_published_gpt_alone_say_so() -> None:
