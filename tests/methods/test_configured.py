@@ -12,7 +12,7 @@ from harness.core.method import check, create, loadable
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from tests.methods.test_agree import difference, largest_difference
-from tests.support.configured import FAMILIES, configured, their_losses
+from tests.support.configured import FAMILIES, OTHERS, configured, their_losses
 from tests.support.training import train
 
 STEPS = 8
@@ -44,6 +44,15 @@ def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: 
     workload = configured(family, **changes)
     streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
     assert difference(streamed, train("resident", workload, STEPS)) == ""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_train_so_too(family: str) -> None:
+    workload = configured(family)
+    resident = train("resident", workload, STEPS)
+    assert largest_difference(resident.losses, their_losses(workload, STEPS)) < 1e-5
+    assert difference(train("stronghold", workload, STEPS, placement="W3", window_size=2), resident) == ""
 
 
 @pytest.mark.heavy
