@@ -30,6 +30,7 @@ from harness.figures.point import FEWEST_FOR_INTERVAL, FigureRow
 from harness.figures.profile import CaseProfile
 from harness.forecast import advise
 from harness.jobs.command import command
+from harness.report import conclusion
 from harness.report import tables as pages
 from harness.report.tables import Cell, Entry
 
@@ -100,10 +101,12 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "dirty": any(commit.endswith("+") for commit in commits), "imported": len(records) - len(runs),
         "fewest": FEWEST_FOR_INTERVAL,
     }  # fmt: skip
+    machines = _each(pages.machine(record) for record in runs)
     return {
+        "conclusion": conclusion.sentences(records, here, machines),
         "sections": sections,
         "claims": pages.claim_table(here, there, entries),
-        "claims_by_figure": pages.claims_by_figure(here, there, entries),
+        "claims_shown": pages.claims_shown(here, there, entries),
         "summary": pages.summary(entries),
         "advice": advice and pages.advice_table(advice, entries),
         "findings": here,
@@ -122,7 +125,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "commands": [*(["./run.sh import LOGS..."] if len(runs) < len(records) else []), *commands(runs, sections)],
         "profiles": list(dict.fromkeys(section.profile for section in sections)),
         "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
-        "machines": _each(pages.machine(record) for record in runs),
+        "machines": machines,
         "facts": _each(
             told for record in runs for told in map(pages.pairs, (lasting(record.machine), lasting(record.software)))
         ),

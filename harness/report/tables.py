@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,13 +30,17 @@ LOOKS = {
 }  # fmt: skip
 TENSORS, FAILED = "tensors", "failed"
 LOG = "imported log"
+CLAIM_TABLES = {
+    "": "Claims that these records decide", judge.NOT_TESTED: "Claims that nothing here tests",
+    judge.OTHER_MACHINE: "Claims that are said of another machine",
+}  # fmt: skip
 MOST_SIZES = 6  # of a table that fits a screen
 
 
 @dataclass(frozen=True)
 class Cell:
     """A cell of a table. `number`: the sort key if it is not the text; `links`: numbers of records; `more`: small
-    print."""
+    print, folded if it is long or the cell has no text."""
 
     text: str = ""
     number: float | None = None
@@ -152,7 +155,7 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
     return {
         "record": Cell("", entry.number, links=(entry.number,)),
         "method": Cell(record.job.method, more="" if record.origin == "run" else LOG),
-        "options": frame.options(record),
+        "options": Cell(more=frame.options(record)),
         "layers": Cell(str(load.num_layers), load.num_layers),
         "hidden": Cell(str(load.hidden_size), load.hidden_size),
         "batch": Cell(str(load.batch_size), load.batch_size),
@@ -220,29 +223,52 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
     ])  # fmt: skip
 
 
-def claims_by_figure(
-    here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
-) -> list[DataFrame]:
-    """Return a table for each case and each of its verdicts, in the order of `verify`."""
-    told, found = claim_table(here, published, entries), []
-    for case, verdict in itertools.product(sorted({finding.claim.case for finding in here}), verify.VERDICTS):
-        own = told[[(finding.claim.case, finding.verdict) == (case, verdict) for finding in here]]
-        if len(own):
-            own.attrs = {"caption": f"Claims of case {case}: {verdict}", "case": case, "verdict": verdict}
-            found.append(own)
-    return found
+def claims_shown(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> list[DataFrame]:
+    """Return a table of the claims that the records decide, in the order of `verify`; then one of those that nothing
+    here tests, and one of those said of another machine, if there are any."""
+    there = {finding.claim.id: finding for finding in published}
+    where = "imported logs" if verify.is_of_logs(here) else "here"
+    made = []
+    for kind, caption in CLAIM_TABLES.items():
+        own = [
+            finding for verdict in verify.VERDICTS for finding in here
+            if finding.verdict == verdict and kind == (verdict if verdict in CLAIM_TABLES else "")
+        ]  # fmt: skip
+        if own:
+            made.append(
+                table(caption, [_claim_row(finding, there[finding.claim.id], where, entries) for finding in own])
+            )
+            made[-1].attrs["is_open"] = not kind
+    return made
+
+
+def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[Entry]) -> dict[str, Cell]:
+    claim = finding.claim
+    keys = {key for row in finding.rests_on for key in row.keys}
+    return {
+        "sentence": Cell(claim.text, more=f"{claim.source}. {claim.id}: {claim.expected.text}"),
+        "published": Cell(other.seen or "no number", more=_joined(other.verdict, why(other)) if other.rests_on else ""),
+        where: Cell(finding.seen, links=numbers_of(keys, entries)),
+        "verdict": Cell(finding.verdict, look=LOOKS[finding.verdict], more=why(finding)),
+    }
 
 
 def summary(entries: Sequence[Entry]) -> DataFrame:
-    """Return a row for each method, with its newest result at each of the sizes shown: speed, memory and verdict."""
+    """Return a row for each method and clock, with its newest result at each of the sizes shown: speed, memory and
+    verdict."""
     found = frame.of(entry.record for entry in entries).assign(did=list(map(_did, entries)))
-    newest = found.drop_duplicates(["method", "num_params"], keep="last")
-    did = newest.pivot(index="method", columns="num_params", values="did").loc[found["method"].unique()]
+    newest = found.drop_duplicates(["method", "clock", "num_params"], keep="last")
+    did = newest.pivot(index=["method", "clock"], columns="num_params", values="did")
+    did = did.loc[list(dict.fromkeys(zip(found["method"], found["clock"], strict=True)))]
+    has_clocks = found["clock"].nunique() > 1
     rows = [
-        {"method": name, **{params_text(size): cell if isinstance(cell, Cell) else "" for size, cell in own.items()}}
-        for name, own in did[_sizes_shown(did.notna())].iterrows()
-    ]
-    return table("Samples/s, peak of the device's or host's memory, and verdict, by parameters", rows)
+        {
+            "method": name, **({"clock": clock} if has_clocks else {}),
+            **{params_text(size): cell if isinstance(cell, Cell) else "" for size, cell in own.items()},
+        }
+        for (name, clock), own in did[_sizes_shown(did.notna())].iterrows()
+    ]  # fmt: skip
+    return table("Samples/s, verdict, and peaks of memory of the newest record of each method and size", rows)
 
 
 def _sizes_shown(is_there: DataFrame) -> list[int]:
@@ -258,11 +284,11 @@ def _sizes_shown(is_there: DataFrame) -> list[int]:
 
 def _did(entry: Entry) -> Cell:
     record, verdict = entry.record, entry.verdict
-    speed, peak = record.samples_per_second, record.peaks.get("device_allocated") or record.host_peak_bytes
-    told = [gib(peak)] if peak else []
+    speed, device, host = record.samples_per_second, record.peaks.get("device_allocated"), record.host_peak_bytes
+    told = [f"{name} {gib(peak)}" for name, peak in (("device", device), ("host", host)) if peak]
     if speed is None:
         return Cell(verdict.text, None, verdict.look, (entry.number,), ", ".join(told))
-    return Cell(f"{speed:.4g}/s", speed, verdict.look, (entry.number,), ", ".join([*told, record.gate.verdict]))
+    return Cell(f"{speed:.4g}/s", speed, verdict.look, (entry.number,), ", ".join([record.gate.verdict, *told]))
 
 
 def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ import pytest
 
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
-from harness.evidence import verify
+from harness.evidence import claims, verify
+from harness.evidence.judge import Finding
 from harness.figures import case
+from harness.report import conclusion, tables
 from harness.report import page as report
-from harness.report import tables
 from tests.cli.test_main import run
 from tests.support import browser, packages, records
 from tests.support.records import write
@@ -115,7 +117,8 @@ def page(written: Path) -> Page:
     return Page(written.read_text())
 
 
-ALL, CLAIMS = "Every record, oldest first", "Claims of case "
+PIPELINES = "varuna.over-pipelines-simulated"
+ALL, CLAIMS = "Every record, oldest first", "Claims that "
 
 
 def test_what_ranks_took_is_no_fact_of_the_machine() -> None:
@@ -165,26 +168,48 @@ def test_every_number_of_a_figure_is_one_click_from_its_record(page: Page) -> No
 
 
 def test_a_record_is_shown_whole_but_for_its_tensors(page: Page) -> None:
-    shown = json.loads(page.pres[3])
+    shown = json.loads(page.pres[-2])
     assert shown.pop("tensors") == "1, in log_3.json"
     assert shown == {name: value for name, value in RECORDS[3].to_dict().items() if name != "tensors"}
 
 
 def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
-    captions = [caption for caption in page.tables if caption.startswith(CLAIMS)]
-    for column, against in (("here", None), ("published", verify.PUBLISHED)):
-        found = verify.findings(written.parent.parent, against, None)
-        told = {
-            name: verdict
-            for caption in captions
-            for name, verdict in zip(page.column(caption, "claim"), page.column(caption, column), strict=True)
-        }
-        assert told == {finding.claim.id: finding.verdict for finding in found}
+    found = verify.findings(written.parent.parent, None, None)
+    published = {each.claim.id: each for each in verify.findings(written.parent.parent, verify.PUBLISHED, None)}
+    rows = [row for caption, rows in page.tables.items() if caption.startswith(CLAIMS) for row in rows[1:]]
+    assert len(rows) == len(found)
+    for finding in found:
+        (row,) = [row for row in rows if f" {finding.claim.id}: " in row[0]]
+        assert row[0].startswith(finding.claim.text) and row[2].startswith(finding.seen)
+        assert row[1].startswith(published[finding.claim.id].seen) and row[3].startswith(finding.verdict)
 
 
-def test_figures_come_first_then_what_each_method_did_then_the_claims(written: Path) -> None:
+def test_the_conclusion_comes_first_then_figures_claims_how_it_was_measured_and_the_records(written: Path) -> None:
     text = written.read_text()
-    assert re.findall(r'<h2 id="(\w+)"', text)[:4] == ["figures", "summary", "claims", "doubts"]
+    assert re.findall(r'<h2 id="(\w+)"', text) == ["figures", "claims", "summary", "measured", "all"]
+    before = text.partition('<h2 id="figures"')[0]
+    assert all(sentence in html.unescape(before) for sentence in report.gather(written.parent.parent)["conclusion"])
+
+
+def test_the_conclusion_says_what_was_measured_where_and_which_claims_hold() -> None:
+    first, pipelines = (next(each for each in claims.load() if each.id == name) for name in ("6a.order", PIPELINES))
+    found = [Finding(first, "PASS"), *(Finding(pipelines, verdict) for verdict in ("FAIL", "XFAIL", "N/A"))]
+    clock = "by the clock sim (a CPU whose device memory and link are simulated)"
+    slow = '"On commodity networks other pipelines take up to 26 % longer"'
+    assert conclusion.sentences(RECORDS, found, ["Some CPU, 2 cores"]) == [
+        f"On Some CPU, 2 cores, {clock}, 3 of 5 runs of 3 methods trained as the reference does, 1 failed the gate,"
+        " and 1 ran out of host memory.",
+        'Of 4 claims of the papers 3 could be tested: 1 holds ("STRONGHOLD trains the largest model, then L2L, then'
+        f' both ZeRO methods, then Megatron-LM"), and 2 do not hold ({slow}; {slow}).',
+    ]
+    measured, judged = conclusion.sentences([LOG], [Finding(first, "NOT TESTED")], [])
+    assert measured == "In imported logs, 1 of 1 run of 1 method trained as the reference does."
+    assert judged == "None of 1 claim of the papers could be tested by them."
+
+
+def test_a_figure_has_a_caption_on_the_page(written: Path) -> None:
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", written.read_text(), flags=re.DOTALL)
+    assert captions and captions[0].startswith("Measured: profile demo; Some CPU")
 
 
 def test_a_figures_data_lies_beside_the_page(page: Page, written: Path) -> None:
@@ -204,17 +229,34 @@ def test_of_many_sizes_those_are_shown_that_leave_no_methods_row_empty() -> None
 
 
 def test_a_method_has_a_row_and_a_size_a_column(page: Page) -> None:
-    head, *rows = next(rows for caption, rows in page.tables.items() if caption.startswith("Samples/s, peak"))
+    head, *rows = next(rows for caption, rows in page.tables.items() if caption.startswith("Samples/s, verdict"))
     assert [row[0] for row in rows] == ["l2l", "stronghold", "gone"] and len(head) == 1 + 5
     assert "4/s" in rows[0][3] or any("4/s" in cell for cell in rows[0])
     assert any("FAILED THE GATE" in cell and "/s" not in cell for cell in rows[1])
 
 
-def test_claims_of_a_case_are_folded_by_verdict(page: Page) -> None:
-    captions = [caption for caption in page.tables if caption.startswith(CLAIMS)]
-    assert len(captions) > len({caption.partition(":")[0] for caption in captions})
-    for caption in captions:
-        assert set(page.column(caption, "here")) == {caption.partition(": ")[2]}
+def test_claims_that_the_records_decide_are_shown_the_others_are_folded(page: Page, written: Path) -> None:
+    told = claims.load()
+    verdicts = ["N/A", "NOT TESTED", "FAIL", "NOT DISTINGUISHABLE", "PASS", "XFAIL"]
+    found = [Finding(claim, verdict) for claim, verdict in zip(told[:6], verdicts, strict=True)]
+    made = tables.claims_shown(found, [Finding(claim, "PASS") for claim in told], [])
+    assert [[cell.text for cell in group["verdict"]] for group in made] == [
+        ["PASS", "FAIL", "XFAIL", "NOT DISTINGUISHABLE"], ["NOT TESTED"], ["N/A"],
+    ]  # fmt: skip
+    assert [list(group) for group in made] == [["sentence", "published", "here", "verdict"]] * 3
+    folded = re.findall(r"<summary>\d+ claims: (claims [\w ]+)</summary>", written.read_text())
+    assert folded == [caption.lower() for caption in page.tables if caption.startswith(CLAIMS)]  # none is decided
+
+
+def test_each_peak_says_of_which_memory_it_is_and_each_clock_has_a_row() -> None:
+    """The same cell by two clocks was shown once, without the clock."""
+    job = DEMO.probe("l2l", 2)
+    both = [measured(job, "a"), measured(dataclasses.replace(job, device="cpu"), "b", clock="cpu")]
+    entries = [tables.Entry(number, Path("log.json"), each) for number, each in enumerate(both, start=1)]
+    told = tables.summary(entries)
+    assert [cell.text for cell in told["clock"]] == ["sim", "cpu"]
+    assert [cell.more for cell in told.iloc[:, -1]] == ["exact, device 1.0 MiB, host 2.0 MiB"] * 2
+    assert "clock" not in tables.summary(entries[:1])
 
 
 def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_break(written: Path) -> None:
@@ -274,16 +316,16 @@ def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
     told = Page(page.read_text())
     assert [tables.LOG in text for text in told.column(ALL, "method")] == [False] * 5 + [True]
     assert "6 records: 5 measured here, 1 read from logs</h1>" in page.read_text()
-    assert "<b>1</b> imported: trained and passed the gate" in page.read_text()
+    assert "<li>1 imported: trained and passed the gate</li>" in page.read_text()
     assert "5 of them measured here" in review.read_text() and "1 read from logs" in review.read_text()
 
 
 def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
     page, review = report.write(write(tmp_path, LOG))
     log = dataclasses.replace(LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda")
-    assert "imported logs" not in Page(page.read_text()).head(CLAIMS + "1:")  # of a size that nothing is said of
+    assert "imported logs" not in Page(page.read_text()).head(CLAIMS)  # of a size that nothing is said of
     page, review = report.write(write(tmp_path, log))
-    assert "imported logs" in Page(page.read_text()).head(CLAIMS + "1:") and "By imported logs:" in review.read_text()
+    assert "imported logs" in Page(page.read_text()).head(CLAIMS) and "By imported logs:" in review.read_text()
 
 
 def test_what_was_foretold_stands_beside_what_was_measured(page: Page, tmp_path: Path) -> None:
@@ -311,6 +353,7 @@ def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path, chromi
     header = f"[...{table}.tHead.rows[0].cells].find((c) => c.textContent.trim() === '%s')"
     layers = f"[...{table}.tBodies[0].rows].map((row) => row.cells[3].textContent)"
     chromium.open(written)
+    chromium.click("document.querySelector('#records > summary')")
     assert chromium.value(layers) == ["2", "10", "11", "9", "3"]
     chromium.click(f"{header % 'layers'}.querySelector('button')")
     assert chromium.value(layers) == ["2", "3", "9", "10", "11"]  # as numbers
@@ -322,7 +365,13 @@ def test_in_a_browser_it_is_silent_sorts_and_opens_records(written: Path, chromi
     assert chromium.value(layers)[:3] == ["10", "3", "2"]  # what has no throughput comes last
     assert chromium.value(f"{header % 'layers'}.ariaSort") == "none"
     chromium.click(f"{table}.tBodies[0].rows[0].querySelector('a')")
-    assert chromium.value("[...document.querySelectorAll('details[open] .number')].map((e) => e.textContent)") == ["#2"]
+    opened = "[...document.querySelectorAll('details[open] > summary > .number')].map((e) => e.textContent)"
+    assert chromium.value(opened) == ["#2"]
+    chromium.click("document.querySelector('[data-filter]')")
+    chromium.write("L2L oom-host")
+    assert chromium.value("document.querySelector('[role=status]').textContent") == "1 of 5 records"
+    seen = "[...document.querySelectorAll('#records tbody tr, details[data-record]')].filter((e) => !e.hidden).length"
+    assert chromium.value(seen) == 2  # its row, and what it says
     assert chromium.complaints == []
     assert {url.partition(":")[0] for url in chromium.requests} == {"file", "data"}
 

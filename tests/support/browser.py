@@ -97,6 +97,10 @@ class Browser:
         """Prefer light or dark."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
+    def write(self, text: str) -> None:
+        """Type where the focus is."""
+        self._call("Input.insertText", text=text)
+
     def press_enter(self) -> None:
         key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
         for kind in ("keyDown", "keyUp"):
