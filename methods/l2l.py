@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_kernel
-from methods.shared.memory_needs import describe
+from methods.shared.data_parallel import rank_part
+from methods.shared.memory_needs import describe, shared_numel
 from methods.streaming.placement import placed_plan
 
 
@@ -26,11 +27,11 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class L2L(Method):
+    world_size: int = 1  # ranks
+
     label = "L2L"
     color = "#E7D6EF"
     paper = "Pudipeddi et al. 2020, arXiv:2002.05645"
-    bit_exact = True
-    bit_exact_in_half = True
     can_rehearse = True
     takes_config = True
     accumulates = True
@@ -38,10 +39,19 @@ class L2L(Method):
     to_build = staticmethod(adamw_kernel.to_build)
     build = staticmethod(adamw_kernel.build)
 
+    @property
+    def bit_exact(self) -> bool:  # type: ignore[override]
+        """False with several ranks: their gradients are summed in another order."""
+        return self.world_size == 1
+
+    bit_exact_in_half = bit_exact  # type: ignore[assignment]
+
     def plan(self, workload: Workload, room: Room) -> Plan:
-        plan = placed_plan(workload, "W" * workload.num_layers, window_size=1)
+        workload = rank_part(workload, self.world_size)
+        plan = placed_plan(workload, "W" * workload.num_layers, window_size=1, num_ranks=self.world_size)
         # Unlike a window's, the top layer's weights are fetched again at the turn.
-        return replace(plan, moved_bytes=plan.moved_bytes + workload.weight_bytes * workload.layer_params)
+        again = workload.weight_bytes * shared_numel(workload.layer_params, self.world_size) // self.world_size
+        return replace(plan, moved_bytes=plan.moved_bytes + again)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(workload, "this project", adamw_kernel.describe(workload.dtype))
@@ -56,7 +66,7 @@ class L2L(Method):
         from methods.streaming.slot import GradientRoom, Slot
         from methods.streaming.update_rules import update_at_once
 
-        with Device(device, num_workers=num_update_threads(device)) as gpu:
+        with Device(device, num_update_threads(device), self.world_size) as gpu:
             ends, depth = ResidentEnds(gpu, workload), range(workload.num_layers)
             layers = [LayerState.of_model(gpu, workload, i, host=True) for i in depth]
             draw(layers, workload)
@@ -80,4 +90,5 @@ class L2L(Method):
                 is_skipped = update_at_once(clip, ends.state, layers, settings)
                 yield scale.step(loss, clip.total, is_skipped=is_skipped)
             gpu.synchronize()
-            return Trained((tensor for state in (ends.state, *layers) for tensor in state.tensors()), gpu.moved_bytes)
+            tensors = (tensor for state in (ends.state, *layers) for tensor in state.tensors())
+            return Trained(gpu.ranks.until_read(tensors), gpu.moved_bytes)

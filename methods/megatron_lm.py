@@ -85,7 +85,7 @@ class MegatronLM(Method):
         import torch.distributed as dist
 
         try:
-            from harness.devices.streams import join_alone, join_others
+            from harness.devices.exchange import join_alone, join_others
             from methods.engines.megatron import cuda_questions_answered, finalize_model_grads, parallel_state
         except ImportError as error:
             raise Unavailable(NEEDS_MEGATRON) from error

@@ -39,18 +39,25 @@ class Stronghold(Method):
     placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
     clipping: str | None = None  # deferred, which is the default where gradients are clipped, or speculate
     disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
+    world_size: int = 1  # ranks
 
     label = "STRONGHOLD"
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
-    bit_exact = True
-    bit_exact_in_half = True
+    hides = ("copies", "updates")  # of a plan without rows of its own: of several ranks
     can_rehearse = True
     takes_config = True
     accumulates = True
     scales_loss = True
     to_build = staticmethod(adamw_kernel.to_build)
     build = staticmethod(adamw_kernel.build)
+
+    @property
+    def bit_exact(self) -> bool:  # type: ignore[override]
+        """False with several ranks: their gradients are summed in another order."""
+        return self.world_size == 1
+
+    bit_exact_in_half = bit_exact  # type: ignore[assignment]
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         return PlacementChoice(workload, room, **asdict(self)).plan()
@@ -87,7 +94,7 @@ class Stronghold(Method):
 
         assert self.placement and self.window_size
         kinds = parse(self.placement, workload.num_layers)
-        with Device(device, num_workers=num_update_threads(device)) as gpu:
+        with Device(device, num_update_threads(device), self.world_size) as gpu:
             ends, source = ResidentEnds(gpu, workload), model_layers(workload)
             speculates = self.clipping == "speculate"
             layers = new_layers(gpu, source, kinds, self.window_size, self.disk, speculates=speculates)
@@ -116,4 +123,5 @@ class Stronghold(Method):
                 window.settle()
             states = [ends.state, *(layer.state for layer in layers)]
             gpu.synchronize(*(state.updated for state in states))
-            return Trained((tensor for state in states for tensor in state.tensors()), gpu.moved_bytes)
+            tensors = (tensor for state in states for tensor in state.tensors())
+            return Trained(gpu.ranks.until_read(tensors), gpu.moved_bytes)

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from harness.core.method import Unavailable
+from harness.devices.exchange import Ranks
 from harness.devices.update_threads import Workers
 
 PART_BYTES = 32 * 2**20  # host memory that one core takes at once
@@ -118,13 +118,15 @@ STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": SimStreams(), "cuda": Cud
 
 
 class Device:
-    """One device's three streams, the threads that queue inbound copies, and the host's update threads."""
+    """One device's three streams, the threads that queue inbound copies, and the host's update threads; with several
+    ranks the way to those of the others."""
 
-    def __init__(self, name: str, num_workers: int = 1) -> None:
+    def __init__(self, name: str, num_workers: int = 1, num_ranks: int = 1) -> None:
         self.name = torch.device(name)
         self.streams = STREAMS[self.name.type]
         if self.name.type == "cuda" and self.name.index is not None:
             torch.cuda.set_device(self.name)  # streams and events belong to the current device
+        self.ranks = Ranks(name, num_ranks)
         self.compute = self.streams.current()
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
         # Parked layers return in a thread of their own, because it waits for updates and travelling layers must not.
@@ -141,6 +143,8 @@ class Device:
     def __exit__(self, *exc: object) -> None:
         for pool in reversed(self._threads):
             pool.shutdown(cancel_futures=exc[0] is not None)  # finish pending writes, unless the run failed
+        if exc[0] is not None:
+            self.ranks.leave()
         if self._page_locked:
             torch.cuda.synchronize()
         for memory in self._page_locked:
@@ -207,22 +211,10 @@ def pages(numel: int, dtype: torch.dtype) -> Tensor:
 
 def num_update_threads(device: str) -> int:
     """Return the number of threads for the host's Adam. Beside a GPU two cores are left for launches. On a CPU device
-    all cores update: one busy core alone would make all others wait for its share of each product."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores - 2) if device.startswith("cuda") else cores
-
-
-def join_alone(device: str) -> None:
-    """Start torch.distributed for a single rank; on sim it passes no messages."""
-    if device == "sim":
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401 registers the backend
-    backend = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}[device]
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def join_others(device: str) -> None:
-    """Start torch.distributed for the ranks that torchrun's variables name; sim passes no messages."""
-    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    all cores update: one busy core alone would make all others wait for its share of each product. The ranks that
+    torchrun starts on one machine share its cores."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, cores - 2 if device.startswith("cuda") else cores)
 
 
 def require_device(device: str, engine: str) -> None:

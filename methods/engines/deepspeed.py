@@ -75,7 +75,7 @@ def train(
     import torch
     import torch.distributed as dist
 
-    from harness.devices.streams import join_alone, join_others
+    from harness.devices.exchange import join_alone, join_others
 
     join_alone(device) if num_ranks == 1 else join_others(device)
     needed.callback(dist.destroy_process_group)

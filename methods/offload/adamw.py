@@ -21,9 +21,9 @@ from torch import Tensor
 
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from methods.offload import adamw_cuda, adamw_kernel, torch_ops  # noqa: F401  registers the kernel
+from methods.shared.memory_needs import VECTOR
 
 Factor = Tensor | float | None  # scale of a gradient; None is 1
-VECTOR = 16  # elements: cuts at multiples of it keep the bits of torch's kernel
 
 
 class State(NamedTuple):

@@ -79,7 +79,8 @@ class Clip:
     def finish(self) -> None:
         """Compute norm and factor of all added gradients, in the order of the model."""
         norms = [*chain.from_iterable(reversed(self.norms))]
-        self.total = global_norm([norms[place] for place in self.order] if self.order else norms)
+        norm = global_norm([norms[place] for place in self.order] if self.order else norms)
+        self.total = self.device.ranks.norm(norm)
         if self.unclipped is not None:
             self.total = self.total * self.unclipped  # powers of two, so no bit is lost
         if self.max_norm:

@@ -54,6 +54,12 @@ class Layout:
         return [self.view(slab, name) for name in self.places]
 
 
+def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
+    """Return what lies in the elements [start, stop) of a slab, by its place in them."""
+    inside = (piece for piece in pieces if piece.start < stop and piece.stop > start)
+    return [Piece(max(a, start) - start, min(b, stop) - start, group) for a, b, group in inside]
+
+
 def layout_of(module: nn.Module) -> Layout:
     return Layout((name, parameter.shape, None) for name, parameter in module.named_parameters())
 

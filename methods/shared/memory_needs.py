@@ -13,12 +13,19 @@ from harness.forecast.resources import OPTIMIZER_BYTES
 CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
 BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in mixed precision
 
+VECTOR = 16  # elements: cuts at multiples of it keep the bits of torch's AdamW kernel
 ALIGNMENT = 64  # bytes: every tensor of a slab starts where an allocation would
 NUM_BUFFERS = 3  # buffers on the host for states on the disk: one read, one updated, one written
 
 
 def aligned(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
+
+
+def shared_numel(numel: int, num_ranks: int) -> int:
+    """Elements of a slab that ranks share: as many for each, cut where an update by parts has the bits of a whole
+    one."""
+    return numel if num_ranks == 1 else aligned(numel, VECTOR * num_ranks)
 
 
 def stored_numel(numel: int) -> int:

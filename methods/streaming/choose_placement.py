@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
+from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import writable
-from methods.streaming.placement import CLIPPINGS, Sizes, UserSizes, parse, placed_plan, text_of
+from methods.streaming.placement import BY_RANKS, CLIPPINGS, Sizes, UserSizes, parse, placed_plan, text_of
 from methods.streaming.planner import Counts, arranged, choose, with_forecast
 
 DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more gain little, resident layers more
@@ -28,6 +29,7 @@ class PlacementChoice:
     placement: str | None = None
     clipping: str | None = None
     disk: str | None = None
+    world_size: int = 1
 
     def plan(self) -> Plan:
         """The widest window, up to the default one, with which both memories suffice, and in it the fastest placement,
@@ -38,11 +40,30 @@ class PlacementChoice:
             writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
             raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
+        if self.world_size > 1:
+            return self._of_a_rank()
         plan = self._fastest() or self._most_resident()
         if isinstance(self.workload, UserSizes):
             return plan
         counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
         return with_forecast(plan, self.workload, self.room, counts, plan.options.get("clipping"))
+
+    def _of_a_rank(self) -> Plan:
+        """Return the plan of one of several ranks, which places no other kinds than R and W. No seconds: no rates tell
+        what ranks exchange. Raises ValueError for what ranks do not share."""
+        assert isinstance(self.workload, Workload)
+        ranks = f"with --ranks {self.world_size}"
+        if self.clipping == "speculate":
+            raise ValueError(f"clipping: expected deferred {ranks}, got speculate; try --option clipping=deferred")
+        if self.disk:
+            raise ValueError(f"disk: expected none {ranks}, got {self.disk}; try without --disk")
+        kinds = parse(self.placement, self.workload.num_layers) if self.placement else ""
+        if others := sorted(set(kinds) - set(BY_RANKS)):
+            tried = text_of("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
+            raise ValueError(f"placement: expected R and W {ranks}, got {', '.join(others)}; try --placement {tried}")
+        part = replace(self, workload=rank_part(self.workload, self.world_size), room=replace(self.room, rates=None))
+        plan = part._most_resident()
+        return replace(plan, options={**plan.options, "world_size": self.world_size})
 
     def _windows(self) -> Iterator[int]:
         """Return the window sizes to try, the widest first."""
@@ -105,7 +126,7 @@ class PlacementChoice:
             yield window, given or self._filled(window, "W")
         if given is None and resident is None and self.room.device_bytes is None and self.room.host_bytes:
             yield window, "R" * num_layers
-        if given is None and not self.workload.waits_for_norm:
+        if given is None and not self.workload.waits_for_norm and self.world_size == 1:
             yield window, self._filled(window, "S")
 
     def _filled(self, window: int, letter: str) -> str:
@@ -151,4 +172,4 @@ class PlacementChoice:
     def _needs(self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
-        return placed_plan(workload, kinds, window, waits)
+        return placed_plan(workload, kinds, window, waits, self.world_size)

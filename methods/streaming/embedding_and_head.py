@@ -1,7 +1,7 @@
 """Both ends of the model, resident on the device: embedding, and head with loss.
 
-Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes whole and goes on as a list of its micro-batches,
-each a tuple of one tensor.
+Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes whole; this rank's part of it goes on as a list of
+its micro-batches, each a tuple of one tensor.
 """
 
 from __future__ import annotations
@@ -24,31 +24,37 @@ class ResidentEnds:
         self.state = LayerState(device, self.module, prefix, Terms.of(workload), host=False)
         draw([self.state], workload)
         self.state.bind(self.state.current.weights)
-        self.num_parts = workload.micro_batches
+        self.ranks, self.num_parts = device.ranks, workload.micro_batches
 
     def embed(self, inputs: Tensor) -> list[Passed]:
         """Embed token ids to (B, T, D); keep only the small graph of the look-up, for backward()."""
         with self.device.span("compute", "forward", self.state.prefix):
-            self.embedded = [self.module.embed(part) for part in inputs.chunk(self.num_parts)]
+            self.embedded = [self.module.embed(part) for part in self._micro_batches(inputs)]
         return [(x.detach().requires_grad_(),) for x in self.embedded]
 
     def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
-        """Return the mean loss, detached, and the gradients of the last layer's outputs, times the loss scale."""
+        """Return the mean loss of the whole batch, detached, and the gradients of the last layer's outputs, times the
+        loss scale."""
         with self.device.span("compute", "loss", self.state.prefix):
             self.state.collect_gradients(self.state.grads)
             total, dxs = torch.zeros((), device=xs[0][0].device), list[Passed]()
-            for (x,), part in zip(xs, targets.chunk(self.num_parts), strict=True):
+            for (x,), part in zip(xs, self._micro_batches(targets), strict=True):
                 x = x.detach().requires_grad_()
-                loss = self.module.loss(x, part, scale) / self.num_parts
+                loss = self.module.loss(x, part, scale) / (self.num_parts * self.ranks.num_ranks)
                 loss.backward()
                 total += loss.detach()
                 assert x.grad is not None
                 dxs.append((x.grad,))
+            self.ranks.sum(total)
         return total, dxs
 
     def backward(self, dxs: list[Passed]) -> None:
-        """Add the look-up's share to the gradients."""
+        """Add the look-up's share to the gradients, which are then those of the whole batch."""
         with self.device.span("compute", "backward", self.state.prefix):
             for x, (dx,) in zip(self.embedded, dxs, strict=True):
                 x.backward(dx)
         del self.embedded
+        self.state.sum_gradients()
+
+    def _micro_batches(self, batch: Tensor) -> tuple[Tensor, ...]:
+        return self.ranks.part(batch).chunk(self.num_parts)

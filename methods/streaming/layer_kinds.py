@@ -49,7 +49,9 @@ class ResidentLayer:
         return self.state.forward(xs)
 
     def backward(self, dxs: list[Passed]) -> list[Passed]:
-        return self.state.backward(dxs, self.state.grads)
+        dxs = self.state.backward(dxs, self.state.grads)
+        self.state.sum_gradients()
+        return dxs
 
     def update(self, settings: Settings, clip: Clip) -> None:
         self.state.update(settings, clip.factor)

@@ -7,7 +7,7 @@ layers: of the harness's GPT one, (B, T, D), of B samples, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.gpt import DTYPES, initialize
+from harness.core.gpt import DTYPES, drawn_blocks, initialize
 from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.core.model import new_layer
@@ -23,14 +23,15 @@ from harness.devices.streams import Device, num_update_threads
 from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Factor, Settings, State, chunks, joined, keep_, update
 from methods.offload.clip import Clip, norms_of
-from methods.offload.layout import install, kept_dtypes, layout_of
-from methods.shared.memory_needs import BLOCK, CHUNK
+from methods.offload.layout import cut, install, kept_dtypes, layout_of
+from methods.shared.memory_needs import BLOCK, CHUNK, shared_numel
 from methods.shared.terms import Terms
 
 if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
 
 
+DRAWN = 2**14  # elements drawn at once for a part of a layer: the host is full by then
 Passed = tuple[Any, ...]  # tensors between layers, of one micro-batch; of gradients, None is zero
 
 
@@ -51,6 +52,9 @@ class LayerState:
     their gradient never comes home. With a `shelf` all of the state but the weights is on the disk. `groups`: of the
     settings of AdamW, by the parameter's name; None: as published_settings() has them. A `bare` one is never updated:
     it has no optimizer's state, and on the host no gradient.
+
+    With several ranks a layer on the host is shared: this home is the rank's part of it, the elements from `first` on
+    of a slab on the device of `whole_numel`. A resident layer is whole on every rank, and all update it alike.
     """
 
     def __init__(
@@ -61,7 +65,12 @@ class LayerState:
         self.updater = "update" if host else "compute"  # track of update() in a trace
         self.terms, self.adds = terms, False  # adds: the next backward pass adds to the gradient at home
         self.deadline = device.next_place()
-        dtype, numel = DTYPES[terms.dtype], self.layout.numel
+        ranks, dtype, numel = device.ranks, DTYPES[terms.dtype], self.layout.numel
+        self.is_shared, self.whole_numel = host and ranks.num_ranks > 1, shared_numel(numel, ranks.num_ranks)
+        if self.is_shared:
+            numel = self.whole_numel // ranks.num_ranks
+        self.first = numel * ranks.rank if self.is_shared else 0
+        self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)  # of this home
         kept = kept_dtypes(terms.dtype, host=host)
         has_kept = shelf is None and not bare
         self.shelf, self.current = shelf, _room_for_state(device, numel, dtype, kept if has_kept else [], host=host)
@@ -72,7 +81,7 @@ class LayerState:
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
         # The compiled kernel takes a whole layer at once, and has threads of its own.
         by_call = numel if adamw_kernel.load() else CHUNK
-        self.chunks = chunks(self.layout.pieces(groups), BLOCK if streamed or not host else by_call)
+        self.chunks = chunks(self.pieces, BLOCK if streamed or not host else by_call)
         self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
@@ -102,11 +111,24 @@ class LayerState:
     def keep_drawn(self, state: State) -> Future:
         """Store the drawn values as the state's master and weights."""
         drawn = state.exp_avg if state.is_split else joined(state)
-        for start in range(0, self.layout.numel, CHUNK):
+        for start in range(0, len(drawn), CHUNK):
             keep_(state.cut(start, start + CHUNK), drawn[start : start + CHUNK])
         if state.is_split:
             drawn.zero_()
         return self.updated
+
+    def draw_part(self, workload: Workload) -> None:
+        """Draw the starting values of a shared home: those of the whole tensors, of which a block is there at once."""
+        part = self.current.exp_avg if self.current.is_split else joined(self.current)
+        for name, place in self.layout.places.items():
+            if place.start >= self.first + len(part) or place.stop <= self.first:
+                continue
+            for start, drawn in drawn_blocks(self.prefix + name, place.shape, workload, DRAWN):
+                begin = place.start + start - self.first
+                end = min(begin + len(drawn), len(part))
+                if end > max(begin, 0):
+                    part[max(begin, 0) : end].copy_(drawn[max(-begin, 0) : end - begin])
+        self.keep_drawn(self.current)
 
     def bind(self, weights: Tensor) -> None:
         """Make the module's parameters views of a slab on the device."""
@@ -156,14 +178,29 @@ class LayerState:
         """Make the next backward passes leave the sum of their gradients in a slab on the device. Each parameter's
         first gradient is copied there, so nothing need be cleared, unless it `adds` to one that is there; the next ones
         are added."""
+        self.collected = grads
         self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
         for name in self.layout.names:
             self.module.get_parameter(name).grad = self._rooms[name] if self.adds else None
 
     def norms(self) -> list[Tensor]:
-        """Return the norm of each parameter's gradient of the last backward pass, fp32, on the device."""
+        """Return the norm of each parameter's gradient of the last backward pass, fp32, on the device. Of a shared
+        layer those of this rank's part; of one that all ranks have alike zero, but for the first rank's."""
         with self.device.span("compute", "norm", self.prefix):
-            return norms_of([*self._rooms.values()], in_blocks=self.terms.norms_in_blocks)
+            grads = [*self._rooms.values()]
+            if self.is_shared:
+                part = self.device.ranks.part(self.collected[: self.whole_numel])
+                grads = [part[start:stop] for start, stop, _ in self.pieces]
+            elif self.device.ranks.rank:
+                return [self.collected.new_zeros((), dtype=torch.float32)]
+            return norms_of(grads, in_blocks=self.terms.norms_in_blocks)
+
+    def sum_gradients(self) -> None:
+        """Sum the gradient of the last backward pass over all ranks: of a shared layer this rank's part."""
+        ranks = self.device.ranks
+        if ranks.num_ranks > 1:
+            with self.device.span("compute", "sum", self.prefix):
+                (ranks.sum_part if self.is_shared else ranks.sum)(self.collected[: self.whole_numel])
 
     def update(self, settings: Settings, factor: Factor) -> None:
         """Update in place by the gradient at home, scaled by the clip factor."""
@@ -253,7 +290,10 @@ class LayerState:
 
     def tensors(self) -> Iterator[TensorState]:
         state = self.current if self.shelf is None else self.state_of(self.shelf.read())
-        columns = map(self.layout.views, (master_of(state), state.exp_avg, state.exp_avg_sq))
+        columns: Iterable[Any] = (master_of(state), state.exp_avg, state.exp_avg_sq)
+        if self.is_shared:
+            columns = map(self.device.ranks.gathered, columns)
+        columns = map(self.layout.views, columns)
         for name, *tensors in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, *tensors)
 
@@ -271,7 +311,11 @@ def master_of(state: State) -> Tensor:
 def draw(states: Sequence[LayerState], workload: Workload) -> None:
     """Draw the layers' starting values, for all tensors at once: a machine may have as many cores as a layer has
     tensors."""
-    fill(states, partial(initialize, workload=workload))
+    if not any(state.is_shared for state in states):
+        fill(states, partial(initialize, workload=workload))
+        return
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(partial(LayerState.draw_part, workload=workload), states))
 
 
 def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:

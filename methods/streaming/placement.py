@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import pairwise
 from typing import NamedTuple
 
 from harness.core.job import Plan, Workload
-from methods.shared.memory_needs import BLOCK, CHUNK, NUM_BUFFERS, state_bytes, stored_numel
+from methods.shared.memory_needs import BLOCK, CHUNK, NUM_BUFFERS, VECTOR, shared_numel, state_bytes, stored_numel
 
 KINDS = {
     "R": "resident, all of it on the device",
@@ -18,6 +19,7 @@ KINDS = {
 }
 ON_DEVICE = "RP"  # kinds whose weights stay on the device
 BY_HOST = "PWD"  # kinds that the host updates
+BY_RANKS = "RW"  # kinds that several ranks can have
 CLIPPINGS = ("deferred", "speculate")
 
 
@@ -137,31 +139,43 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}  # a search asks for a million layers
 
 
-def placed_plan(workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred") -> Plan:
-    """Both ends on the device, each layer as placed; `clipping` None updates without waiting for the norm.
+def placed_plan(
+    workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1
+) -> Plan:
+    """Both ends on the device, each layer as placed; `clipping` None updates without waiting for the norm. Of several
+    ranks each keeps its part of every layer that is not resident; the workload is that of one. Raises ValueError if
+    some rank's part would be padding alone.
 
     A travelling layer's weights come in twice a step, but for those that stay where they are when the forward pass
     turns into the backward pass; its gradient goes home once, for S only where its update may have to wait.
     """
     size, layer = workload.weight_bytes, workload.layer_params
+    if num_ranks > 1 and layer < VECTOR * num_ranks**2:
+        raise ValueError(
+            f"--ranks: expected at most {math.isqrt(layer // VECTOR)} for layers of {layer} parameters, got"
+            f" {num_ranks}; try a larger -h"
+        )
     count, params = {kind: kinds.count(kind) for kind in KINDS}, params_of(workload, kinds)
     here, at_home = (state_bytes(workload, host=host) for host in (False, True))  # type: ignore[arg-type]  # of a dtype
     states = at_home["weights"] + at_home["optimizer"]  # the part that an update changes
     num_windowed = count["W"] + count["D"]
     windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
-    hosted = len(kinds) - count["R"]
+    hosted, home = len(kinds) - count["R"], shared_numel(layer, num_ranks) // num_ranks
 
     device = {kind: each * (workload.end_params + params["R"]) for kind, each in here.items()}
     device["weights"] += size * params["P"]
     slots = size * (windowed_slots + num_gradients(kinds, window_size))
     slots += (states + (size if clipping else 0)) * streamed_slots
-    device["buffers"] = slots * layer
+    device["buffers"] = slots * home * num_ranks
     boundary, small, device["activations"] = _activations(workload)
 
-    host = {kind: each * (sum(params.values()) - params["R"]) for kind, each in at_home.items()}
+    at_home_numel = sum(params.values()) - params["R"] if num_ranks == 1 else hosted * home
+    host = {kind: each * at_home_numel for kind, each in at_home.items()}
     on_disk = at_home["optimizer"] * stored_numel(layer)
     host["optimizer"] -= at_home["optimizer"] * params["D"]
     host["gradients"] -= 0 if clipping else at_home["gradients"] * params["S"]
+    if num_ranks > 1:  # gloo gathers and sums in copies of a slab, in two threads; NCCL makes none
+        host["buffers"] = 2 * size * home * num_ranks
     if count["D"]:
         host["buffers"] = min(NUM_BUFFERS, count["D"]) * on_disk
     if clipping == "speculate":
@@ -179,7 +193,7 @@ def placed_plan(workload: Sizes, kinds: str, window_size: int, clipping: str | N
         if updated + kept + small > device["activations"]:
             device["gradients"] += updated
             device["activations"] = kept + small
-        host["gradients"] += each * min(CHUNK, layer) if hosted - count["S"] else 0
+        host["gradients"] += each * min(CHUNK, home) if hosted - count["S"] else 0
 
     if hosted:
         host["optimizer"] += 512 + 4 * hosted  # numbers of steps, and the clip factor: the last bytes of a host
@@ -187,7 +201,7 @@ def placed_plan(workload: Sizes, kinds: str, window_size: int, clipping: str | N
     moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
     disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}
-    return Plan(device=device, host=host, disk=disk, moved_bytes=moved * layer)
+    return Plan(device=device, host=host, disk=disk, moved_bytes=moved * home)
 
 
 def _activations(workload: Sizes) -> tuple[int, int, int]:

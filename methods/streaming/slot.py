@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.devices.streams import Device
 from methods.offload.adamw import AdamStep, Factor, State
 from methods.offload.transfer import Pair, copy, copy_all, num_bytes, queue
+from methods.shared.memory_needs import shared_numel
 from methods.streaming.layer_state import LayerState, Passed
 
 
@@ -29,14 +29,15 @@ class Slot:
         self.completed: Future | None = None  # the copy of the rest of the state
         self.sent: Any = None  # event: the updated state has left
         weights, *rest = layer.current
-        rooms = [None if slab is None or not whole else _room(layer.device, slab, numel) for slab in rest]
-        self.state = State(_room(layer.device, weights, numel), *rooms)  # type: ignore[arg-type]
-        self.grads = _room(layer.device, layer.grads, numel) if whole and len(layer.grads) else layer.grads
+        rooms = [None if slab is None or not whole else _room(layer, slab, numel) for slab in rest]
+        self.state = State(_room(layer, weights, numel), *rooms)  # type: ignore[arg-type]
+        self.grads = _room(layer, layer.grads, numel) if whole and len(layer.grads) else layer.grads
 
     def prefetch(self, layer: LayerState) -> None:
         """Queue the copy of the layer's weights into this slot, after the layer's update and the slot's last use."""
         layer.bind(self.state.weights)
-        self.loaded = self._fetch(layer, "weights", lambda: self._pairs(layer)[:1])
+        slab, ranks = self.state.weights[: layer.whole_numel], self.device.ranks
+        self.loaded = self._fetch(layer, "weights", lambda: self._pairs(layer)[:1], lambda: ranks.gather(slab))
 
     def prefetch_state(self, layer: LayerState, *, with_gradient: bool = False) -> None:
         """Queue the copy of the rest of the layer's state, and of the gradient that waits for its update."""
@@ -66,20 +67,28 @@ class Slot:
         self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], home)
 
     def _pairs(self, layer: LayerState, home: State | None = None) -> list[Pair]:
-        """Return this slot's slabs with those of the layer's home, weights first."""
-        here = self.state.cut(0, layer.layout.numel)
+        """Return this slot's slabs, or this rank's part of them, with those of the layer's home, weights first."""
+        here = self.state.cut(layer.first, layer.first + len(layer.current.weights))
         pairs = zip(here, home or layer.current, strict=True)
         return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
-    def _fetch(self, layer: LayerState, what: str, pairs: Callable[[], list[Pair]]) -> Future:
-        """Queue copies from home. The end of the layer's update decides which of its two states is in force."""
+    def _fetch(
+        self, layer: LayerState, what: str, pairs: Callable[[], list[Pair]], complete: Callable[[], None] | None = None
+    ) -> Future:
+        """Queue copies from home, then complete(). The end of the layer's update decides which of its two states is in
+        force."""
         device, updated = self.device, layer.updated
         # Wait for the slot's last use and for the last copies home, out of this slot and of this layer's gradient.
         before = (device.compute.record_event(), self.sent, layer.landed)
 
+        def bring() -> None:
+            copy_all(pairs())
+            if complete is not None:
+                complete()
+
         def work() -> Any:
             updated.result()
-            return queue(device, "inbound", what, layer.prefix, before, lambda: copy_all(pairs()))[1]
+            return queue(device, "inbound", what, layer.prefix, before, bring)[1]
 
         device.moved_bytes += num_bytes(pairs())
         return self.copier.submit(work)
@@ -90,7 +99,7 @@ class GradientRoom:
     one."""
 
     def __init__(self, layer: LayerState, numel: int | None = None) -> None:
-        self.device, self.slab = layer.device, _room(layer.device, layer.current.weights, numel)
+        self.device, self.slab = layer.device, _room(layer, layer.current.weights, numel)
         self.drained: Any = None  # event: the last gradient has left
 
     def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
@@ -102,13 +111,18 @@ class GradientRoom:
             # It came home before this room's last gradient left, for which compute waits.
             free, pairs = self.device.compute.record_event(), [(self.slab[: len(layer.grads)], layer.grads)]
             self.device.compute.wait_event(copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs))
-        return layer.backward(dys, self.slab)
+        dxs = layer.backward(dys, self.slab)
+        layer.sum_gradients()
+        return dxs
 
     def send_home(self, layer: LayerState) -> None:
         """Queue the copy of the gradient home."""
-        done, pairs = self.device.compute.record_event(), [(layer.grads, self.slab[: len(layer.grads)])]
+        part = self.slab[layer.first : layer.first + len(layer.grads)]
+        done, pairs = self.device.compute.record_event(), [(layer.grads, part)]
         self.drained = layer.landed = copy(self.device, "outbound", "gradient", layer.prefix, [done], pairs)
 
 
-def _room(device: Device, slab: Tensor, numel: int | None) -> Tensor:
-    return device.room(numel or slab.numel(), slab.dtype, host=False)
+def _room(layer: LayerState, slab: Tensor, numel: int | None) -> Tensor:
+    """Return room on the device for a slab of the layer, or of the largest one, whole even where home is a part."""
+    whole = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
+    return layer.device.room(whole, slab.dtype, host=False)

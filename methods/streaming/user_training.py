@@ -7,6 +7,7 @@ goes through all layers once, bottom first; so does each backward pass, top firs
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, Self
@@ -105,6 +106,8 @@ class UserTraining:
         self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
         device: str | None, *, accumulates: bool,
     ) -> None:  # fmt: skip
+        if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ValueError(f"expected one process, got {num_ranks} by torchrun; try the script without it")
         name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.user = UserModel(model, layers, optimizer)
         self.terms = Terms(self.user.dtype, float(max_norm or 0.0), accumulates=accumulates)

@@ -494,6 +494,11 @@ def test_a_step_needs_a_backward_pass_and_settings_that_stay() -> None:
             trainer.step()
 
 
+def test_a_script_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused("expected one process, got 2 by torchrun; try the script without it")
+
+
 def test_a_step_of_the_optimizer_itself_is_refused() -> None:
     [[batch]] = batches(1)
     trainer, model, optimizer = begun("llama", "fp32", "l2l")
