@@ -22,7 +22,7 @@ OF_RESULTS = ("report", "bundle", "compare", "fairness", "verify")
 # Taken by the door, and not run here: they build, install, serve, wait for machines, train or measure for minutes, or
 # need files that the reader has; each has tests of its own.
 ONLY_READ = ("setup", "demo", "notebook", "image", "varuna launch", "varuna profile", "varuna configure",
-             "check-method", "import", "doctor --calibrate", "rates", "verify --cases")  # fmt: skip
+             "check-method", "import", "add", "doctor --calibrate", "rates", "verify --cases")  # fmt: skip
 OF_PLACES = {"--on", "--slurm", "--image", "--trace", "--repeats"}  # what a plan does not have, each with a value
 
 

@@ -112,6 +112,18 @@ PROMISES = {
         "places/test_docker.py::test_what_is_no_record_of_the_job_is_refused_by_its_kind",
     ],
     "While the job runs, its log belongs to user 1000": [],
+    "**Results of others.** `add` reads all of an archive into memory": [
+        "base/test_foreign_archive.py::test_an_entry_is_refused_that_is",
+        "base/test_foreign_archive.py::test_what_comes_out_is_limited_whatever_it_was_packed_as",
+        "base/test_foreign_archive.py::test_the_number_of_files_is_limited",
+        "report/test_add.py::test_an_archive_with_code_in_it_leaves_nothing",
+        "report/test_add.py::test_a_link_among_the_records_leaves_nothing",
+    ],
+    "It takes over records and logs of runs": ["report/test_add.py::test_code_in_a_folder_stays_there"],
+    "Each verdict is judged anew": [
+        "report/test_add.py::test_a_verdict_is_what_the_records_give_not_what_they_say",
+        "report/test_add.py::test_of_copies_and_others_the_others_are_added",
+    ],
     "**Bundles.** Names of hosts, users": [
         "report/test_bundle.py::test_no_name_is_in_any_text_of_it",
         "report/test_bundle.py::test_what_names_others_or_opens_doors_is_taken_out",

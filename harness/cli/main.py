@@ -1,7 +1,7 @@
 """The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
 Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py, image in
+report, bundle, add, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py, image in
 harness/places/shared/docker_image.py, and those that methods bring (Method.verbs).
 """
 
@@ -42,7 +42,7 @@ What people do first:
 GROUPS = {  # verbs by purpose, in the order of --help; others follow as those that methods bring
     "Before a run": ("advise", "plan", "doctor", "rates", "setup"),
     "Train": ("run", "sweep", "search", "demo"),
-    "Results": ("compare", "report", "fairness", "bundle"),
+    "Results": ("compare", "report", "fairness", "bundle", "add"),
     "The papers' figures and claims": ("case", "verify", "import", "notebook"),
     "Around it": ("check-method", "image", "completion"),
 }

@@ -1,5 +1,5 @@
-"""The verbs that read results (fairness, verify, compare, report, bundle, notebook), and import, which adds records of
-logs."""
+"""The verbs that read results (fairness, verify, compare, report, bundle, notebook), and those that take in what others
+measured: import (logs) and add (records)."""
 
 from __future__ import annotations
 
@@ -126,6 +126,22 @@ def bundle(results: Path, out: Path | None) -> None:
 
 
 @click.command()
+@click.argument("source", type=click.Path(path_type=Path, exists=True), metavar="FILE|FOLDER")
+@options.results
+@options.added
+def add(source: Path, results: Path) -> None:
+    """Put results that others send beside one's own: checked, and judged again from their records.
+
+    FILE is an archive of bundle, FOLDER a folder of results. Exit code 2: something in it is wrong, or nothing is new;
+    nothing was written.
+    """
+    from harness.report.add import add as taken
+
+    for line in taken(source, results):
+        print(line)
+
+
+@click.command()
 @click.option("--no-browser", is_flag=True, help="Serve it and print the address, for a machine without a screen.")
 @click.option("--ip", default="localhost", help="Address that it listens on; 0.0.0.0 in a container.")
 def notebook(no_browser: bool, ip: str) -> None:
@@ -137,4 +153,4 @@ def notebook(no_browser: bool, ip: str) -> None:
     os.execv(jupyter, [str(jupyter), str(ROOT / "notebooks/ae.ipynb"), *words])
 
 
-VERBS = (fairness, import_, verify, compare, report, bundle, notebook)
+VERBS = (fairness, import_, verify, compare, report, bundle, add, notebook)

@@ -31,6 +31,7 @@ DEVICES = ("cpu", "cuda", "sim")
 LATEST = 253_402_300_800.0  # Unix time of the year 10000
 PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
+ADDED = "added"  # in a folder of results: folders of records that others sent in
 if TYPE_CHECKING:
     Values = list[float]
     Evidence: TypeAlias = dict[str, Any]
@@ -270,7 +271,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
     for path, record in sorted(records.items(), key=lambda item: (_age(item[1], now), item[0].name)):
         if _age(record, now) != record.started:
             complaints.append(f"{path}: written by a clock that is ahead, so it counts as the oldest")
-        same = [first.setdefault(mark, path) for mark in _marks(record)]
+        same = [first.setdefault(mark, path) for mark in marks(record)]
         if other := next((each for each in same if each != path), None):
             complaints.append(f"{path}: the same measurement as {other.name}, which counts once")
         else:
@@ -278,7 +279,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
     return ordered, complaints
 
 
-def _marks(record: Record) -> list[Any]:
+def marks(record: Record) -> list[Any]:
     """Return what no two measurements share: a run's start, and the nanoseconds of its steps."""
     if record.origin != "run":  # the start of a log is that of its name, in whole seconds
         return [(record.key, record.started, *record.losses, *record.step_seconds)]
@@ -293,6 +294,11 @@ def records_of(folder: Path) -> list[Record]:
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
     return list(found.values())
+
+
+def added_folders(results: Path) -> list[Path]:
+    """Return the folders of the results that others sent in, one for each machine and archive."""
+    return [path for path in sorted((results / ADDED).glob("[!.]*")) if path.is_dir() and not path.is_symlink()]
 
 
 def _age(record: Record, now: float) -> float:

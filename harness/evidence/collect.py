@@ -7,6 +7,7 @@ rough: a run's and its reference's, from the bytes and operations of the plan.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,10 +22,11 @@ from cases import overlap
 from harness.base.console import print_table
 from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, gib
-from harness.core.record import Record, records_of
+from harness.core.record import Record, added_folders, records_of
 from harness.devices import machine
 from harness.evidence import claims
 from harness.figures import any_runs, case, case_files, measurements
+from harness.figures.point import machine_of
 from harness.figures.profile import CaseProfile
 from harness.forecast.fit import resolve
 from harness.forecast.run_time import PROCESS_SECONDS, run_seconds
@@ -226,6 +228,8 @@ def main(
         _write(
             each, used if is_of_profile else None, records, results, out, only, is_one=len(numbers) == 1, where=where
         )
+        if is_of_profile:
+            _write_added(each, used, results, out, only)
     return []
 
 
@@ -241,6 +245,7 @@ def make(
     records = records_of(results)
     for each in numbers:
         _write(each, used, records, results, out, None, is_one=len(numbers) == 1)
+        _write_added(each, used, results, out, None)
     return finished
 
 
@@ -277,3 +282,15 @@ def _write(
     if only == "extract" and is_one:
         print(path.read_text(), end="")
     print(f"case {number}: {', '.join(map(str, [path, *made]))}", file=sys.stderr if only == "extract" else sys.stdout)
+
+
+def _write_added(number: int, used: CaseProfile, results: Path, out: Path, only: str | None) -> None:
+    """Write the table and the figure of what others sent in, for each machine into a folder of its own: one figure has
+    one machine."""
+    for folder in added_folders(results):
+        records = records_of(folder)
+        with contextlib.suppress(ValueError):  # it has no record of this case
+            path = case_files.extract(number, used, records, out / folder.name, folder)
+            made = [] if only == "extract" else case_files.draw(number, path)
+            told = f"case {number}, sent in, on {machine_of(records[-1])}: {', '.join(map(str, [path, *made]))}"
+            print(told, file=sys.stderr if only == "extract" else sys.stdout)

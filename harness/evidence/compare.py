@@ -15,9 +15,9 @@ import pandas as pd
 
 from harness.base.checkout import ROOT
 from harness.core.job import gib
-from harness.core.record import Record, records_of
+from harness.core.record import Record, added_folders, records_of
 from harness.figures import frame
-from harness.figures.point import RatioInterval, ratio, row_of
+from harness.figures.point import RatioInterval, machine_of, ratio, row_of
 from harness.jobs.command import command
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
@@ -55,8 +55,9 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
     found, complaints = pairs(select(a, results, read), select(b, results, read))
     made = [compare(*pair) for pair in found]
     folders = folder_of(a, results), folder_of(b, results)
+    has_several = len({machine_of(repeats[-1]) for pair in found for repeats in pair}) > 1
     for one in made:
-        show(one, as_json, folders)
+        show(one, as_json, folders, has_several)
     for complaint in complaints:
         print(json.dumps({"verdict": NONE, "why": complaint}) if as_json else f"{NONE}: {complaint}")
     return not complaints and all(one.ratio is not None for one in made)
@@ -74,7 +75,8 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
     path = Path(text)
     if path.is_file():
         return _repeats(frame.of([Record.read(path)]))
-    found = frame.of(read(path if path.is_dir() else results))
+    folders = [path] if path.is_dir() else [results, *added_folders(results)]
+    found = frame.of([record for folder in folders for record in read(folder)])
     if path.is_dir():
         if found.empty:
             raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
@@ -202,19 +204,21 @@ def side(repeats: list[Record]) -> dict[str, Any]:
     return {
         "method": made.method, "options": newest.job.options, "num_layers": made.num_layers,
         "hidden_size": made.hidden_size, "device": newest.job.device, "budget": dataclasses.asdict(newest.job.budget),
-        "num_runs": len(repeats), "status": made.status, "gate": newest.gate.verdict,
+        "machine": made.machine, "num_runs": len(repeats), "status": made.status, "gate": newest.gate.verdict,
         "gate_text": newest.gate.text, "samples_per_second": shown and shown.value, "low": shown and shown.low,
         "high": shown and shown.high, "keys": list(made.keys),
     }  # fmt: skip
 
 
-def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path]) -> None:
+def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], names_machines: bool = False) -> None:
     """`folders`: of A's records and of B's, for the calls that measure again."""
     data = comparison.to_dict()
     if as_json:
         print(json.dumps(data))
         return
-    print(f"A: {_side_text(data['a'])}\nB: {_side_text(data['b'])}")
+    for letter, one in (("A", data["a"]), ("B", data["b"])):
+        where = f", on {one['machine'] or 'an unnamed machine'}" if names_machines else ""
+        print(f"{letter}{where}: {_side_text(one)}")
     if comparison.ratio is None:
         print(f"{comparison.verdict}: {comparison.why}")
     elif comparison.verdict == ALIKE:

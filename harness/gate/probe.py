@@ -38,6 +38,7 @@ ROUNDINGS = (
     ("plain-attention",),
     ("single-samples", "samples-reversed", "split-products", "ulp-of-norms", "head-in-blocks"),
 )
+ROUNDED = "rounded"  # the method that trains the reference by other roundings
 FOLDER = "probes"  # in the folder of results
 METHODS = ROOT / "methods" / "probe"  # methods for the probe alone
 # The largest sizes of a probe; at these bench/gate_power.py sees all planted faults. A head keeps at least 8 columns,
@@ -171,7 +172,7 @@ def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
 
 def rounding(reference: Job, names: Sequence[str]) -> Job:
     """Return the job that trains the reference by these other roundings."""
-    return dataclasses.replace(reference, method="rounded", options={"names": ",".join(names)})
+    return dataclasses.replace(reference, method=ROUNDED, options={"names": ",".join(names)})
 
 
 def workload(load: Workload, dtype: str) -> Workload:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import overlap
+from harness.base.foreign_archive import LISTABLE
 from harness.base.foreign_file import read_text
 from harness.base.whole_file import check_replaceable, write_whole
 from harness.core import method
@@ -28,12 +29,12 @@ from harness.evidence import verify
 from harness.figures import case, case_files
 from harness.figures import profile as scaled
 from harness.figures.point import machine_of
+from harness.gate import probe
 from harness.report import page, redact
 from harness.report.redact import Names
 from harness.run import timeline
 
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
-LISTABLE = re.compile(r"[\w .,+=@~-]+")  # names of files that a manifest can list
 NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # of archived files
 TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
@@ -86,6 +87,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     records = [Record.from_dict(names.value(found[path].to_dict())) for path in paths]
     for path, record in zip(paths, records, strict=True):
         record.write(stage / names.text(path.name))
+    _fill_probes(stage / probe.FOLDER, results / probe.FOLDER, names)
     for path in _listable(sorted(results.glob("log_*.txt"))):
         _put_text(path, stage / names.text(path.name), names)
     traces = results / "traces"
@@ -108,6 +110,17 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
             overlap.draw(shown, profile, stage / "figures" / part)
         page.write(stage, stage / "report" / part / page.PAGE, None, name if part else None)
     (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
+
+
+def _fill_probes(stage: Path, probes: Path, names: Names) -> None:
+    """Write the trainings of the gate's probes, so that whoever gets the archive can judge by them."""
+    if probes.is_symlink():
+        print(f"left out: {probes}: expected a folder, got a symbolic link", file=sys.stderr)
+        return
+    for path, record in read_all(probes)[0].items():
+        for kept in _listable([path]):
+            stage.mkdir(exist_ok=True)
+            Record.from_dict(names.value(record.to_dict())).write(stage / names.text(kept.name))
 
 
 def _listable(paths: Iterable[Path]) -> Iterator[Path]:

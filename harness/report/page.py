@@ -20,13 +20,13 @@ from pandas import DataFrame
 from cases import overlap
 from harness.base.whole_file import own_folder, write_whole
 from harness.core import method
-from harness.core.record import Record, read_all
+from harness.core.record import Record, added_folders, read_all
 from harness.devices import named_machines
 from harness.evidence import fairness, verify
 from harness.evidence.judge import Finding
 from harness.figures import case, plot
 from harness.figures import profile as scaled
-from harness.figures.point import FEWEST_FOR_INTERVAL, FigureRow
+from harness.figures.point import FEWEST_FOR_INTERVAL, FigureRow, machine_of
 from harness.figures.profile import CaseProfile
 from harness.forecast import advise
 from harness.jobs.command import command
@@ -49,11 +49,26 @@ class PageSection:
     svg: str
     notes: list[str]  # the caption's sentences
     table: DataFrame
+    sender: str = ""  # the folder of its records, if others sent them in
+
+    @property
+    def id(self) -> str:
+        return f"case{self.case}-{self.profile}" + (f"-{self.sender}" if self.sender else "")
 
     @property
     def csv(self) -> str:
         """Return the name of its data file, beside the page."""
-        return f"case{self.case}-{self.profile}.csv"
+        return f"{self.id}.csv"
+
+
+@dataclass(frozen=True)
+class SentIn:
+    """The results of one machine that others sent in, with their figures."""
+
+    machine: str
+    entries: list[Entry]
+    sections: list[PageSection]
+    records: DataFrame
 
 
 def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
@@ -67,7 +82,7 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     if out is None:
         own_folder(page.parent)
     page.parent.mkdir(parents=True, exist_ok=True)
-    for section in told["sections"]:
+    for section in (*told["sections"], *(each for sent in told["sent_in"] for each in sent.sections)):
         data = pages.texts(section.table).to_csv(index=False, lineterminator="\n")
         write_whole(page.parent / section.csv, data)
     for path, text in made.items():
@@ -78,6 +93,8 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
 def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
     """Return records by their files, and complaints about other files. Raises ValueError if there is no record."""
     found, complaints = read_all(results)
+    if not found and (sent := added_folders(results)):
+        raise ValueError(f"no record of your own in {results}: try --results {sent[0]}, which others sent in")
     if not found:
         raise ValueError(f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder")
     return found, complaints
@@ -105,6 +122,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     return {
         "conclusion": conclusion.sentences(records, here, machines),
         "sections": sections,
+        "sent_in": list(sent_in(results, machine, len(entries))),
         "claims": pages.claim_table(here, there, entries),
         "claims_shown": pages.claims_shown(here, there, entries),
         "summary": pages.summary(entries),
@@ -133,6 +151,20 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "num_runs": len(runs),
         "days": _each(entry.when[:10] for entry in entries if entry.record.origin == "run"),
     }
+
+
+def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]:
+    """Yield the results that others sent in, machine by machine; their records are numbered after `number` others."""
+    for folder in added_folders(results):
+        found = read_all(folder)[0].items()
+        asked = [(path, each) for path, each in found if (machine or "").lower() in machine_of(each).lower()]
+        entries = [Entry(number + place, path, each) for place, (path, each) in enumerate(asked, start=1)]
+        if not entries:
+            continue
+        number += len(entries)
+        sections = [dataclasses.replace(each, sender=folder.name) for each in figures(entries, None, folder)]
+        name = pages.machine(entries[-1].record)
+        yield SentIn(name, entries, sections, pages.table(f"Records of {name}", map(pages.record_row, entries)))
 
 
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:

@@ -1,0 +1,86 @@
+"""Reads an archive that anybody may have made into memory: regular files alone, of limited number and size, each listed
+in a manifest by its hash. Nothing is unpacked onto the disk."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import re
+import tarfile
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from harness.base.foreign_file import MOST_BYTES, read_bytes
+
+LISTABLE = re.compile(r"[\w .,+=@~-]+")  # names of files that a manifest can list
+MOST_UNPACKED = 4 * MOST_BYTES
+MOST_FILES = 20_000
+
+
+def read_archive(path: Path, folder: str, manifest: str, endings: Collection[str]) -> dict[str, bytes]:
+    """Return the files of a gzipped tar by their paths within its only folder.
+
+    Raises ValueError, one line, for anything but a whole archive whose files have these endings and are those that the
+    manifest lists.
+    """
+    try:
+        files = _members(path, folder, endings)
+    except (OSError, EOFError, zlib.error, tarfile.TarError, RecursionError) as error:
+        told = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: expected a whole archive of ./run.sh bundle: {told}") from error
+    if manifest not in files:
+        raise ValueError(f"{path}: expected an archive of ./run.sh bundle, got one without {folder}/{manifest}")
+    listed = files.pop(manifest).decode(errors="replace").splitlines()
+    told = {hashlib.sha256(data).hexdigest() + f"  {name}" for name, data in files.items()}
+    if wrong := sorted(told.symmetric_difference(listed)):
+        name = wrong[0].partition("  ")[2]
+        raise ValueError(f"{path}: {name!r:.200} is not as {manifest} lists it; ask for the archive again")
+    return files
+
+
+def _members(path: Path, folder: str, endings: Collection[str]) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    unpacked = _Limited(gzip.GzipFile(fileobj=io.BytesIO(read_bytes(path))))
+    with tarfile.open(fileobj=unpacked, mode="r|") as tar:  # type: ignore[call-overload]
+        for number, member in enumerate(tar, start=1):
+            top, _, name = member.name.partition("/")
+            if number > MOST_FILES:
+                raise ValueError(f"{path}: expected at most {MOST_FILES} files")
+            if member.isdir() and not member.issparse() and _is_inside(member.name):
+                continue
+            if not member.isreg() or member.issparse():
+                raise ValueError(f"{path}: expected regular files, got another kind at {member.name!r:.200}")
+            if top != folder or not _is_inside(name) or name in files:
+                raise ValueError(f"{path}: expected each file once and inside {folder}/, got {member.name!r:.200}")
+            if not name.endswith((*endings, ".sha256")):
+                kinds = " ".join(endings)
+                raise ValueError(f"{path}: expected data alone ({kinds}), got {member.name!r:.200}")
+            if member.size > MOST_BYTES:
+                raise ValueError(f"{path}: expected files of at most {MOST_BYTES} bytes, got {member.size}")
+            content = tar.extractfile(member)
+            assert content is not None
+            files[name] = content.read()
+            if len(files[name]) != member.size:
+                raise EOFError(f"{name} is cut short")
+    return files
+
+
+def _is_inside(name: str) -> bool:
+    return all(LISTABLE.fullmatch(part) and part not in (".", "..") for part in name.split("/"))
+
+
+class _Limited:
+    """A stream that ends with ValueError when more comes out of it than an archive holds: headers count, too."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.left = stream, MOST_UNPACKED
+
+    def read(self, size: int) -> bytes:
+        data = bytes(self.stream.read(size))
+        self.left -= len(data)
+        if self.left < 0:
+            raise ValueError(f"expected an archive of at most {MOST_UNPACKED} bytes, unpacked")
+        return data

@@ -1,0 +1,127 @@
+"""Judges a record again by other records alone: of results that others send in, no run can be made.
+
+Reference, twin and probe are looked for among the records that came with it. What a record says of its own verdict is
+taken over nowhere; it only tells which twin and which probe were meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from harness.core import method
+from harness.core.record import Gate, Record
+from harness.gate import evidence
+from harness.gate.probe import LEARNING_RATE, ROUNDED, Probe
+from harness.gate.trial import Trial
+from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
+
+
+class Beside(NamedTuple):
+    """The records that came together: runs, and the trainings of the gate's probes."""
+
+    runs: Sequence[Record]
+    probes: Sequence[Record]
+
+
+def judge_anew(record: Record, beside: Beside) -> Gate:
+    """Return the verdict that these records give. Raises ValueError if the record's values do not go together."""
+    if record.status != "ok":
+        return Gate()
+    try:
+        return unasked(record) or together([_verdict(record, n, beside) for n in range(1 + len(record.others))])
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # from fields that may hold any JSON
+        raise ValueError(f"expected a record that can be judged, got {type(error).__name__}: {error}") from error
+
+
+def _verdict(whole: Record, number: int, beside: Beside) -> Gate:
+    record = whole.models()[number]
+    if record.job.method == method.reference() and record.job.device != "sim":
+        return judge(record, record)
+    reference = _reference(record, beside.runs)
+    if reference is None:
+        verdict = _by_twin(record, beside)
+    elif record.job.workload.dropout and not _drops_alike(record.job.method):
+        undropped = _reference(_with(record, dropout=0.0), beside.runs)
+        if undropped is None:
+            return Gate("untested", "no-reference", "no record of the reference without dropout came with it")
+        verdict = judge(record, reference, undropped=undropped)
+    else:
+        verdict = judge(record, reference)
+    if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
+        return verdict
+    trials = tuple(_trials(whole, number, beside.probes))
+    return with_probe(verdict, record, Probe(trials, "" if trials else "no probe came with it"))
+
+
+def _reference(record: Record, among: Sequence[Record]) -> Record | None:
+    """Return the reference's newest training of the same: sim computes with the CPU's kernels."""
+    job, device = record.job, evidence.kernels(record)[0]
+    wanted = (method.reference(), job.workload, job.steps, device)
+    return _newest(
+        other for other in among
+        if (other.job.method, other.job.workload, other.job.steps, other.job.device) == wanted
+    )  # fmt: skip
+
+
+def _newest(records: Iterator[Record]) -> Record | None:
+    """Return the newest record of a training that ended; the others show nothing."""
+    return max((each for each in records if each.status == "ok"), key=lambda each: each.started, default=None)
+
+
+def _with(record: Record, **changes: float | str) -> Record:
+    workload = dataclasses.replace(record.job.workload, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(record, job=dataclasses.replace(record.job, workload=workload))
+
+
+def _drops_alike(name: str) -> bool:
+    return name in method.names() and method.load(name).drops_alike
+
+
+def _by_twin(record: Record, beside: Beside) -> Gate:
+    key = record.gate.evidence.get("twin")
+    own = (each for each in beside.runs if each.key == key and each.job.method == record.job.method)
+    twin = _newest(own)
+    reference = twin and _reference(twin, beside.runs)
+    if twin is None or reference is None:
+        return Gate("untested", "no-reference", "no record of the reference came with it")
+    same = ("workload", "steps", "device")
+    peers = [
+        other for other in beside.runs
+        if other.job.method != record.job.method and other.status == "ok" and other.gate.passed
+        and all(getattr(other.job, name) == getattr(record.job, name) for name in same)
+    ]  # fmt: skip
+    return judge(record, twins=(twin, reference), peers=peers)
+
+
+def _trials(whole: Record, number: int, probes: Sequence[Record]) -> Iterator[Trial]:
+    """Yield the trials of the method's own source, with every training that they are compared with; fp32 first."""
+    named = whole.gate.evidence.get("probe")
+    for dtype, key in sorted(named.items(), key=lambda pair: pair[0] != "fp32") if isinstance(named, dict) else ():
+        trained = _newest(each for each in probes if each.key == key and _is_probe_of(whole, each, dtype))
+        if trained is None:
+            continue
+        record = trained.models()[min(number, len(trained.others))]
+        reference = _reference(record, probes)
+        if reference is None:
+            continue
+        if evidence.is_same(record, reference):
+            yield Trial(record, reference)
+            continue
+        wide = _reference(_with(record, dtype="fp32"), probes) if dtype != "fp32" else None
+        others = tuple(
+            model for each in probes
+            if each.job.method == ROUNDED and (each.job.workload, each.job.steps, each.job.device)
+            == (reference.job.workload, reference.job.steps, reference.job.device)
+            for model in each.models()
+        )  # fmt: skip
+        if others and (wide or dtype == "fp32"):
+            yield Trial(record, reference, others, (wide,) if wide else ())
+
+
+def _is_probe_of(whole: Record, probe: Record, dtype: str) -> bool:
+    source = whole.software.get("source")
+    return (probe.job.method, probe.job.workload.dtype, probe.job.workload.learning_rate) == (
+        whole.job.method, dtype, LEARNING_RATE,
+    ) and (source is not None and probe.software.get("source") == source)  # fmt: skip

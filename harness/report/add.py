@@ -1,0 +1,132 @@
+"""Takes in results that others send: an archive of `bundle`, or a folder of results, as a folder beside one's own.
+
+Records, logs of runs and trainings of probes are taken over, nothing else; figures and reports are made anew. All is
+read and checked before anything is written. Each verdict is judged again from the records that came together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.base.foreign_archive import LISTABLE, MOST_FILES, read_archive
+from harness.base.foreign_file import parsed_json, read_bytes
+from harness.base.whole_file import own_folder
+from harness.core.job import params_text
+from harness.core.record import ADDED, Record, added_folders, marks, read_all
+from harness.figures.point import machine_of
+from harness.gate import probe
+from harness.gate.judge_anew import Beside, judge_anew
+from harness.report.bundle import FOLDER, MANIFEST
+
+ENDINGS = (".json", ".txt", ".csv", ".pdf", ".png", ".html", ".md")  # of files in an archive
+TAKEN = re.compile(rf"(?:{probe.FOLDER}/)?log_[\w .,+=@~-]+\.json|log_[\w .,+=@~-]+\.txt")
+
+
+def add(source: Path, results: Path) -> Iterator[str]:
+    """Write the new records of an archive or folder beside those of `results`; yield a line for each record, and each
+    folder made.
+
+    Raises ValueError, before anything is written, if any of it is not as this project writes it, or none of it is new.
+    """
+    files = _of_folder(source) if source.is_dir() else read_archive(source, FOLDER, MANIFEST, ENDINGS)
+    taken = {name: data for name, data in files.items() if TAKEN.fullmatch(name)}
+    there = {name: _record(source, name, data) for name, data in taken.items() if name.endswith(".json")}
+    probes = {name: record for name, record in there.items() if name.startswith(f"{probe.FOLDER}/")}
+    runs = {name: record for name, record in there.items() if name not in probes and record.origin == "run"}
+    new = _new(runs, results)
+    if not new:
+        told = f"each of its {len(runs)} runs is there already" if runs else "it holds no record of a run"
+        raise ValueError(f"{source}: {told}; nothing was added")
+    beside = Beside(list(runs.values()), list(probes.values()))
+    judged = {name: _judged(source, name, record, beside) for name, record in new.items()}
+    if len(new) < len(runs):
+        yield f"{len(runs) - len(new)} of {len(runs)} runs are there already: left out"
+    if logs := len(there) - len(runs) - len(probes):
+        yield f"{logs} imported logs are left out: ask for the logs, which ./run.sh import reads"
+    for machine in sorted({machine_of(record) for record in new.values()}):
+        own = {name: record for name, record in judged.items() if machine_of(record) == machine}
+        beside_it = {name: record for name, record in probes.items() if machine_of(record) == machine}
+        texts = {name: taken[name] for name in (f"{each.removesuffix('.json')}.txt" for each in own) if name in taken}
+        for name, record in own.items():
+            yield _line(record, new[name])
+        yield str(_write(results, machine, {**own, **beside_it}, texts))
+
+
+def _of_folder(folder: Path) -> dict[str, bytes]:
+    """Return the records and logs of a folder of results; links and devices among them are refused."""
+    found = [*folder.glob("log_*.json"), *folder.glob("log_*.txt"), *(folder / probe.FOLDER).glob("log_*.json")]
+    if len(found) > MOST_FILES:
+        raise ValueError(f"{folder}: expected at most {MOST_FILES} records and logs, got {len(found)}")
+    if (folder / probe.FOLDER).is_symlink():
+        raise ValueError(f"{folder / probe.FOLDER}: expected a folder, got a symbolic link")
+    files = {}
+    for path in found:
+        if not LISTABLE.fullmatch(path.name):
+            raise ValueError(f"{path}: expected a name of letters, digits, blanks and . , + = @ ~ -")
+        try:
+            files[path.relative_to(folder).as_posix()] = read_bytes(path)
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}; nothing was added") from error
+    return files
+
+
+def _record(source: Path, name: str, data: bytes) -> Record:
+    try:
+        return Record.from_dict(parsed_json(data.decode(errors="replace")))
+    except ValueError as error:
+        raise ValueError(f"{source}: {name} is not a record: {error}; nothing was added") from error
+
+
+def _new(runs: dict[str, Record], results: Path) -> dict[str, Record]:
+    """Return the runs that are no copy of a record there, or of each other."""
+    folders = (results, *added_folders(results))
+    known = {mark for folder in folders for record in read_all(folder)[0].values() for mark in marks(record)}
+    new = {}
+    for name, record in sorted(runs.items()):
+        if not known.intersection(own := marks(record)):
+            new[name] = record
+        known.update(own)
+    return new
+
+
+def _judged(source: Path, name: str, record: Record, beside: Beside) -> Record:
+    try:
+        return dataclasses.replace(record, gate=judge_anew(record, beside))
+    except ValueError as error:
+        raise ValueError(f"{source}: {name}: {error}; nothing was added") from error
+
+
+def _write(results: Path, machine: str, records: dict[str, Record], texts: dict[str, bytes]) -> Path:
+    """Write a machine's records into a new folder, which appears whole."""
+    identity = hashlib.sha256("".join(sorted(f"{each.key}{each.started}" for each in records.values())).encode())
+    name = re.sub(r"[^A-Za-z0-9]+", "-", machine).strip("-")[:60] or "unnamed"
+    folder = own_folder(results / ADDED) / f"{name}-{identity.hexdigest()[:8]}"
+    stage = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    try:
+        (stage / probe.FOLDER).mkdir()
+        for path, record in records.items():
+            record.write(stage / path)
+        for path, text in texts.items():
+            (stage / path).write_text(text.decode(errors="replace"))
+        stage.chmod(0o755)
+        stage.rename(folder)
+    except BaseException:
+        shutil.rmtree(stage)
+        raise
+    return folder
+
+
+def _line(record: Record, sent: Record) -> str:
+    load, speed = record.job.workload, record.samples_per_second
+    size = f"{record.job.method}, {load.num_layers} layers, {params_text(load.num_params)} parameters"
+    if record.status != "ok":
+        return f"{size}: ended as {record.status}"
+    told = f"gate {record.gate.verdict}: {record.gate.text}"
+    was = f" (sent as {sent.gate.verdict})" if sent.gate.verdict != record.gate.verdict else ""
+    return f"{size}: {f'{speed:.4g} samples/s' if speed else 'no throughput'}; {told}{was}"
