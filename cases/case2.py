@@ -19,6 +19,7 @@ from harness.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
 OURS = "stronghold"
+STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: every layer streams; one clipping everywhere
 
 
 class SpeedAtLargestSizes(Case):
@@ -32,7 +33,7 @@ class SpeedAtLargestSizes(Case):
         found = {name: sizes[name] for name in BASELINES if name in sizes}
         baselines = [used.job(name, depth) for name, depth in found.items()]
         depths = sorted(set(found.values()))
-        return baselines + [used.job(OURS, depth, window_size=used.window_at(depth)) for depth in depths]
+        return baselines + [used.job(OURS, depth, window_size=used.window_at(depth), **STREAMED) for depth in depths]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """Return the baselines, then STRONGHOLD at their depths."""

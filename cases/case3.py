@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cases.case1 import LargestModel
+from cases.case2 import STREAMED
 from harness.core.job import Job
 from harness.figures.case import Case
 from harness.figures.point import FigureRow
@@ -22,8 +23,8 @@ class SpeedAtOneSize(Case):
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = used.depth(PUBLISHED_DEPTH)
-        window = {"window_size": used.window_at(depth)}
-        return [used.job(name, depth, **(window if name == WINDOWED else {})) for name in self.methods]
+        ours = {"window_size": used.window_at(depth), **STREAMED}
+        return [used.job(name, depth, **(ours if name == WINDOWED else {})) for name in self.methods]
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return the rows at the depth that most methods have; of several such depths the largest."""

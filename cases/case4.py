@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from cases.case2 import STREAMED
 from harness.core import method
 from harness.core.job import Job
 from harness.figures import plot
@@ -29,7 +30,7 @@ class StepTimeByDepth(Case):
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depths = dict.fromkeys(used.depth(published) for published in RUNS[used.kind])
         window = used.window_at(min(depths))
-        return [used.job(OURS, depth, window_size=window, resident_layers=0) for depth in depths]
+        return [used.job(OURS, depth, window_size=window, **STREAMED) for depth in depths]
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
         plot.line(axes, [(row.num_layers, row) for row in rows], method.load(OURS).label)

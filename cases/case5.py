@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cases.case2 import STREAMED
 from harness.core.job import Job
 from harness.figures import plot
 from harness.figures.case import Case
@@ -28,7 +29,7 @@ class StepTimeByWindow(Case):
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = used.depth(DEMO_DEPTH if used.kind == "demo" else PUBLISHED_DEPTH)
         windows = [window for window in RUNS[used.kind] if window <= depth]
-        return [used.job(OURS, depth, window_size=window, resident_layers=0) for window in windows]
+        return [used.job(OURS, depth, window_size=window, **STREAMED) for window in windows]
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
         plot.bars(axes, [(str(row.window_size), [[row]]) for row in rows])

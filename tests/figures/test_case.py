@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.base.checkout import ROOT
+from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Gate, Record, read_all
 from harness.devices import named_machines
@@ -173,6 +174,18 @@ def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
     mixed = dataclasses.replace(DEMO, window=3)
     with pytest.raises(ValueError, match="expected one window in case 2, got 2, 3"):
         case_files.extract(2, mixed, [*demo_records(mixed)], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["demo", "paper"])
+def test_figures_of_speed_stream_every_layer_by_one_clipping(name: str) -> None:
+    """With layers resident STRONGHOLD offloads nothing, and two ways to clip bend a line of times."""
+    used = profile.make(name, "v100-vm" if name == "paper" else None, METHODS, FACTS)
+    made = [job for number in range(2, 6) for job in case.load(number).jobs(used, DEPTHS) if job.method == "stronghold"]
+    for job in made:
+        plan = method.create(job.method, job.options).plan(job.workload, job.budget.room)
+        assert plan.options["placement"] == f"W{job.workload.num_layers}" and plan.options["clipping"] == "deferred"
+        assert plan.shortfall(job.budget.room) is None
+    assert len(made) >= 12
 
 
 def test_a_csv_holds_its_rows(tmp_path: Path) -> None:
