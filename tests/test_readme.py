@@ -77,6 +77,9 @@ def test_the_page_of_records_is_made_from_their_types() -> None:
     made = record_schema.page()
     assert PAGES[ROOT / "docs" / "records.md"] == made, "python -m harness.report.record_schema > docs/records.md"
     assert "| `grad_norms` |" in made and "| `sha256` |" in made
+    rows = [line for line in made.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row.split(" | ")[-1].strip(" |") in ("", "required")] == []  # each has a meaning
+    assert not re.search(r"\| (Not)?Required\[", made)
 
 
 def test_readme_leads_to_every_page() -> None:

@@ -53,18 +53,18 @@ class Workload:
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    num_layers: int = 16
-    hidden_size: int = 2048
-    num_heads: int = 16
-    seq_len: int = 1024
-    batch_size: int = 4
+    num_layers: int = 16  # how many transformer layers
+    hidden_size: int = 2048  # width of a layer
+    num_heads: int = 16  # of attention, in each layer
+    seq_len: int = 1024  # tokens of a sample
+    batch_size: int = 4  # samples of a step
     micro_batches: int = 1  # equal parts of a batch, one after the other, whose gradients are summed
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
     dtype: str = "fp32"  # dtype of weights and gradients: fp32, bf16 or fp16; master weights and moments are fp32
     dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
     clip_norm: float = 1.0  # limit of the global gradient norm; 0: no clipping
-    learning_rate: float = 1.5e-4
-    seed: int = 1234
+    learning_rate: float = 1.5e-4  # the highest, after warm-up and before it decays (learning_rate_at)
+    seed: int = 1234  # of weights, data and dropout
     corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
     model: str | None = None  # name of the model in `config`, for people
     config: str | None = None  # a model's config.json (harness/core/hub_config.py); None: the published GPT
@@ -227,12 +227,12 @@ class Budget:
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    disk_bytes: int | None = None
-    seconds: float | None = None
+    device_bytes: int | None = None  # of the device's memory
+    host_bytes: int | None = None  # of the host's memory, for all processes of the run
+    disk_bytes: int | None = None  # of the disk
+    seconds: float | None = None  # of time, for the whole run
     link_bytes_per_second: float | None = None  # each direction between device and host; simulated, on sim only
-    rates: Rates | None = field(default=None, compare=False)
+    rates: Rates | None = field(default=None, compare=False)  # what plans assume of the machine
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
@@ -337,13 +337,13 @@ class Job:
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    method: str
-    workload: Workload
-    options: dict[str, Any] = field(default_factory=dict)
-    budget: Budget = Budget()
+    method: str  # its name
+    workload: Workload  # what it trains
+    options: dict[str, Any] = field(default_factory=dict)  # the method's, by name
+    budget: Budget = Budget()  # what it may use
     device: str = "cpu"  # or "cuda", or "sim": a CPU with a second memory (harness/devices/sim.py)
-    steps: int = 20
-    warmup: int = 5
+    steps: int = 20  # how many, warm-up included
+    warmup: int = 5  # how many of them are not timed
     trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; no part of identity
 
     def __post_init__(self) -> None:

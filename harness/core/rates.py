@@ -40,18 +40,18 @@ class Rates:
     forward_share: float = 0.25  # the forward pass's share of compute time, with every layer recomputed
     device_bytes_per_second: float = math.inf  # the device's Adam, bytes read and written
     inbound_bytes_per_second: float = math.inf  # host to device, page-locked memory
-    outbound_bytes_per_second: float = math.inf
+    outbound_bytes_per_second: float = math.inf  # device to host, page-locked memory
     duplex_share: float = 1.0  # rate of both directions at once, as a share of the sum of both alone
     host_bytes_per_second: float = math.inf  # the host's memory, Adam and copies together
     host_adam_params_per_second: float = math.inf  # limit of the cores alone, without that of memory
     ahead_cost: float = 1.0  # time of an update from one state into another, relative to one in place
     streamed_cost: float = 1.0  # time of a streamed layer's update on the device, relative to a resident one's
-    disk_read_bytes_per_second: float = math.inf
-    disk_write_bytes_per_second: float = math.inf
+    disk_read_bytes_per_second: float = math.inf  # of the states' files
+    disk_write_bytes_per_second: float = math.inf  # of the states' files
     disk_duplex_share: float = 1.0  # rate of reading and writing at once, as a share of the sum of both alone
     # Rates of the head, which computes its loss and gradients at once after the forward pass. If they are known, the
     # first two rates are the layers' alone; else they cover all compute.
-    head_flops_per_second: float | None = None
+    head_flops_per_second: float | None = None  # compute of the head
     is_host: bool = False  # True: the device computes on the host's cores, so updates and compute take turns
 
     def __post_init__(self) -> None:

@@ -50,10 +50,10 @@ class Gate:
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    verdict: str = "untested"
-    reason: str = ""
-    text: str = "not compared with the reference"
-    evidence: Evidence = field(default_factory=dict)
+    verdict: str = "untested"  # exact, tolerance, twin, failed or untested
+    reason: str = ""  # a word for programs
+    text: str = "not compared with the reference"  # a sentence for people
+    evidence: Evidence = field(default_factory=dict)  # what the verdict rests on
 
     @property
     def passed(self) -> bool:
@@ -67,40 +67,40 @@ class Record:
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    job: Job
+    job: Job  # what was run
     key: str  # the job's identity in its context: equal keys measure the same thing
-    status: str
+    status: str  # ok, or how it ended, as in RESULTS and STATUSES
     phase: str = ""  # where it ended: start, import, data, build, step N, drain, inspect, done
     reason: str = ""  # one line for people where status is not ok
-    evidence: Evidence = field(default_factory=dict)
+    evidence: Evidence = field(default_factory=dict)  # of its end, or of the log that it was read from
     origin: str = "run"  # or imported: read from a log that another harness, or this one, printed
     interval_steps: int = 1  # what one value of losses and step_seconds is the mean of
-    clock: str = "cpu"
+    clock: str = "cpu"  # whose seconds they are: cpu, cuda or sim; of a log its own
     is_timed: bool = True  # False where another untimed run was on the device meanwhile: its seconds do not count
-    machine: MachineFacts = field(default_factory=dict)
-    software: SoftwareFacts = field(default_factory=dict)
+    machine: MachineFacts = field(default_factory=dict)  # where it ran
+    software: SoftwareFacts = field(default_factory=dict)  # what it ran
     started: float = 0.0  # Unix time
-    losses: Values = field(default_factory=list)
-    grad_norms: Values = field(default_factory=list)
+    losses: Values = field(default_factory=list)  # the loss of each step, before its update
+    grad_norms: Values = field(default_factory=list)  # the global norm of each step's gradient, before clipping
     loss_scales: list[float] = field(default_factory=list)  # in fp16
     skipped_steps: list[int] = field(default_factory=list)  # by number, from 1: a gradient was not finite
-    step_seconds: Values = field(default_factory=list)
-    phase_seconds: dict[str, float] = field(default_factory=dict)
-    # device_allocated, device_reserved, host_anonymous, host_shared
-    peaks: dict[str, int] = field(default_factory=dict)
+    step_seconds: Values = field(default_factory=list)  # how long each step took
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # each phase's: start, import, data, build, ...
+    # Bytes: device_allocated, device_reserved, host_anonymous, host_shared
+    peaks: dict[str, int] = field(default_factory=dict)  # the most that was taken of each memory, in bytes
     num_alloc_retries: int = 0  # torch's allocator on CUDA had to empty its cache, which waits for the device
-    predicted: dict[str, Any] = field(default_factory=dict)  # the plan
+    predicted: dict[str, Any] = field(default_factory=dict)  # the plan: bytes by memory and kind, least step_seconds
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
-    moved_bytes: int = 0
+    moved_bytes: int = 0  # between device and host in all steps, both directions together
     schedule: ScheduleFacts = field(default_factory=dict)  # of several models: num_models, makespan, bound, use
-    data_sha256: str = ""
+    data_sha256: str = ""  # hash of the samples that it trained on
     kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # what the method promises on CPU in this dtype
     is_exact: bool = True  # False where the method says that it trains otherwise by design
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name
     others: list[Other] = field(default_factory=list)  # of several models all but the first, for models()
-    gate: Gate = Gate()
+    gate: Gate = Gate()  # whether it trained as the reference does
 
     @property
     def is_result(self) -> bool:

@@ -65,15 +65,22 @@ def _table(kind: Any) -> str:
         "",
         textwrap.fill(_plain(inspect.getdoc(kind) or ""), 118),
         "",
-        "| field | type | |",
+        "| field | type | meaning |",
         "|---|---|---|",
     ]
     for name, declared, remark in FIELD.findall(inspect.getsource(kind)):
         type_text, _, default = declared.partition(" = ")
-        is_required = name in vars(kind).get("__required_keys__", [] if default else [name])
+        type_text, mark = _mark(type_text.strip())
+        is_required = mark == "Required" or not (mark or default or getattr(kind, "__total__", True) is False)
         note = "; ".join(part for part in ("required" if is_required else "", _plain(remark)) if part)
-        rows.append(f"| `{name}` | {_plain(type_text.strip()).replace(' / ', ' or ')} | {note} |")
+        rows.append(f"| `{name}` | {_plain(type_text).replace(' / ', ' or ')} | {note} |")
     return "\n".join([*rows, ""])
+
+
+def _mark(type_text: str) -> tuple[str, str]:
+    """Return the type without the mark Required or NotRequired of a dictionary's key, and the mark."""
+    found = re.fullmatch(r"(Required|NotRequired)\[(.*)\]", type_text)
+    return (found[2], found[1]) if found else (type_text, "")
 
 
 def _plain(text: str) -> str:
