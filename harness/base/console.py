@@ -52,6 +52,12 @@ def terminal() -> Any:
     return getattr(sys.stdout, "stream", sys.stdout)
 
 
+def is_notebook() -> bool:
+    """True in a notebook's kernel and in what its cells start: `!./run.sh` has a terminal of its own there, but each
+    bar that it redraws stays in the cell's output."""
+    return "JPY_PARENT_PID" in os.environ
+
+
 def print_table(
     columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
     widths: Mapping[str, int] | None = None, has_lines: bool = False,

@@ -1,4 +1,4 @@
-"""Progress of a sweep: a bar on a terminal, plain lines elsewhere, or JSON lines for programs."""
+"""Progress of a sweep: a bar on a terminal, plain lines elsewhere and in notebooks, or JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from harness.base.console import print_table, readable, terminal
+from harness.base.console import is_notebook, print_table, readable, terminal
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
@@ -26,7 +26,7 @@ UNEXPLAINED = ("crash", "killed", "timeout")  # ends whose log tells more than t
 def reporter(as_json: bool) -> Iterator[Report]:
     if as_json:
         yield _print_json
-    elif sys.stdout.isatty():
+    elif sys.stdout.isatty() and not is_notebook():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -52,7 +52,13 @@ def _title(event: dict[str, Any]) -> str:
     sizes = f"{load.layers_text} x {load.hidden_size}, batch {load.batch_size}"
     cut = f" in {load.micro_batches} parts" if load.micro_batches > 1 else ""
     dtype = f", {load.dtype}" if load.dtype != "fp32" else ""
-    return f"{place}{job.method}, {sizes}{cut}, learning rate {load.learning_rate:g}{dtype}"
+    return f"{place}{job.method}, {sizes}{cut}, learning rate {_rates_text(job)}{dtype}"
+
+
+def _rates_text(job: Job) -> str:
+    """Return the rates of the first and the last step: a short run is all warm-up, far below the peak."""
+    first, last = (f"{job.workload.learning_rate_at(step):.3g}" for step in (1, job.steps))
+    return f"{first} to {last} (peak {job.workload.learning_rate:g})"
 
 
 class _Lines:

@@ -274,7 +274,11 @@ def test_two_references_of_one_call_do_not_print_alike(change: dict) -> None:
     for job in (first, second):
         _Lines(lines.append).report({"event": "start", "job": job, "plan": Plan({}), "role": "reference"})
     titles = [line.partition(":")[0] for line in lines]
-    assert titles[0] == "(reference) resident, 2 layers x 32, batch 2, learning rate 0.00015" != titles[1]
+    assert (
+        titles[0]
+        == "(reference) resident, 2 layers x 32, batch 2, learning rate 4.69e-08 to 1.87e-07 (peak 0.00015)"
+        != titles[1]
+    )
 
 
 def test_several_jobs_end_in_a_table_with_a_column_for_what_differs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,6 +43,28 @@ def test_a_source_becomes_cells_with_their_text_and_tags() -> None:
     assert [cell["cell_type"] for cell in cells] == ["markdown", "code"]
     assert ["".join(cell["source"]) for cell in cells] == ["# A\n\nb", "x = 1\n\ny = 2"]
     assert cells[1]["metadata"] == {"tags": ["t"]} and cells[1]["outputs"] == []
+
+
+PROGRESS = """
+from harness.core.job import Job, Plan, Workload
+from harness.jobs.progress import reporter
+
+with reporter(as_json=False) as report:
+    job = Job("resident", Workload(), steps=20)
+    report({"event": "start", "job": job, "plan": Plan({}), "role": "reference"})
+    for step in range(1, 21):
+        report({"event": "step", "step": step, "loss": 1.0, "seconds": 0.1, "samples_per_second": 1.0})
+"""
+
+
+def test_progress_of_a_cells_call_is_lines_and_no_bar_that_is_redrawn(tmp_path: Path) -> None:
+    """The call has a terminal: eight times a second its bar was added to the cell's output."""
+    (tmp_path / "call.py").write_text(PROGRESS)
+    call = f"!'{sys.executable}' '{tmp_path / 'call.py'}'"
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(call)])
+    nbclient.NotebookClient(made, timeout=120).execute()
+    lines = "".join(output.text for output in made.cells[0].outputs).splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["step", f"{step}/20"] for step in range(2, 21, 2)]
 
 
 def test_each_case_is_foretold_in_a_line(tmp_path: Path, capsys) -> None:
