@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from harness.core.record import Record
 
-OK, CHECK_FAILED, USAGE, CRASH, MEMORY, GATE_FAILED, TIMEOUT, UNAVAILABLE, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 7, 130
+if TYPE_CHECKING:
+    from harness.evidence.baseline import Held
+
+OK, CHECK_FAILED, USAGE, CRASH, MEMORY, GATE_FAILED, TIMEOUT, UNAVAILABLE, SLOWER = range(9)
+INTERRUPTED = 130
 BY_STATUS = {
     "crash": CRASH, "killed": CRASH, "oom-device": MEMORY, "oom-host": MEMORY, "does-not-fit": MEMORY,
     "timeout": TIMEOUT, "unavailable": UNAVAILABLE, "interrupted": INTERRUPTED,
@@ -24,3 +29,13 @@ def of_records(records: Sequence[Record], is_sweep: bool) -> int:
             reference = BY_STATUS.get(record.gate.evidence.get("reference_ended", ""))
             codes.add(CRASH if reference == CRASH else GATE_FAILED)
     return min((codes & SERIOUS if several else codes) - {OK}, default=OK)
+
+
+def of_baseline(held: Sequence[Held], missing: Sequence[str]) -> int:
+    """Return the code of `compare --baseline`: another training comes first, then one that is missing or could not be
+    compared, then a slower one."""
+    if any(one.trains_otherwise for one in held):
+        return GATE_FAILED
+    if missing or not held or not all(one.is_compared for one in held):
+        return CHECK_FAILED
+    return SLOWER if any(one.is_slower for one in held) else OK

@@ -14,7 +14,7 @@ import click
 
 from harness.base.checkout import ROOT
 from harness.cli import options
-from harness.cli.exit_codes import CHECK_FAILED
+from harness.cli.exit_codes import CHECK_FAILED, of_baseline
 from harness.cli.options import FILE, check_writable
 from harness.core.record import records_of
 
@@ -85,19 +85,28 @@ def verify(results: Path, against: str | None, machine: str | None, as_json: boo
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("words", nargs=-1, metavar="A B")
 @options.results
 @options.added
+@click.option("--baseline", metavar="BASE", help="Hold A (default: --results) against this: does it train the same?")
 @options.as_json
-def compare(a: str, b: str, results: Path, as_json: bool) -> None:
-    """Compare the throughput of A and B: each a record, a folder of results, or METHOD[:option=value,...].
+def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json: bool) -> None:
+    """Compare the throughput of A and B: each a record, a folder of results, a commit, or METHOD[:option=value,...].
 
-    Exit code 1: they cannot be compared.
+    Exit code 1: they cannot be compared. With --baseline also 5: A trains otherwise; 8: it trains the same, but slower.
     """
+    from harness.evidence import baseline as held_against
     from harness.evidence.compare import run
 
-    sys.exit(0 if run(a, b, results, as_json) else CHECK_FAILED)
+    if baseline is None:
+        if len(words) != 2:
+            raise ValueError(f"expected two to compare, A and B, got {len(words)}; or name one with --baseline")
+        a, b = words
+        sys.exit(0 if run(a, b, results, as_json) else CHECK_FAILED)
+    if len(words) > 1:
+        raise ValueError(f"expected one to hold against --baseline, got {len(words)}")
+    new = words[0] if words else str(results)
+    sys.exit(of_baseline(*held_against.run(baseline, new, results, as_json)))
 
 
 @click.command()

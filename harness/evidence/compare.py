@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not co
 RESULTS = ROOT / "results"
 SIMULATED = ("sim", "virtual")  # devices whose clock is simulated
 METRIC = "samples_per_second"
+COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # + for a checkout whose files differ from it
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
 # Two runs should agree in all of these and in the workload; if none agree in all, the first field is dropped first.
 SETTING = ["machine", "budget", "device"]
@@ -70,8 +72,8 @@ def folder_of(text: str, results: Path) -> Path:
 
 
 def select(text: str, results: Path, read: Callable[[Path], list[Record]] = records_of) -> pd.DataFrame:
-    """Return the repeats that a file, a folder or METHOD[:name=value,...] names among the results. Raises ValueError if
-    there are none."""
+    """Return the repeats that a file, a folder, a commit or METHOD[:name=value,...] names among the results. Raises
+    ValueError if there are none."""
     path = Path(text)
     if path.is_file():
         return _repeats(frame.of([Record.read(path)]))
@@ -81,6 +83,8 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
         if found.empty:
             raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
         return _repeats(found)
+    if COMMIT.fullmatch(text) and text not in set(found["method"]):
+        return _of_commit(text, found, results)
     name, _, wanted = text.partition(":")
     own = found[found["method"] == name]
     if own.empty:
@@ -101,6 +105,23 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
         there = "; ".join(sorted({_options_text(record) or "no options" for record in own[frame.RECORD]}))
         raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
     return _repeats(chosen)
+
+
+def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
+    """Return the runs of a checkout at this commit, without changes; with a + at its end, of one with changes."""
+    commits = found["commit"].fillna("").astype(str)
+    wanted = commits.map(lambda commit: _is_commit(text, commit))
+    if commits[wanted].nunique() != 1:
+        there = ", ".join(dict.fromkeys(each for each in commits if each)) or "none"
+        raise ValueError(f"expected the start of one commit recorded in {results} ({there}), got {text!r}")
+    return _repeats(found[wanted])
+
+
+def _is_commit(text: str, recorded: str) -> bool:
+    """True if both begin alike, of a checkout with changes (+) or both of one without: records hold 12 digits."""
+    asked, there = text.removesuffix("+"), recorded.removesuffix("+")
+    alike = bool(there) and (there.startswith(asked) or asked.startswith(there))
+    return alike and text.endswith("+") == recorded.endswith("+")
 
 
 def _repeats(found: pd.DataFrame) -> pd.DataFrame:
@@ -218,7 +239,7 @@ def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], name
         return
     for letter, one in (("A", data["a"]), ("B", data["b"])):
         where = f", on {one['machine'] or 'an unnamed machine'}" if names_machines else ""
-        print(f"{letter}{where}: {_side_text(one)}")
+        print(f"{letter}{where}: {side_text(one)}")
     if comparison.ratio is None:
         print(f"{comparison.verdict}: {comparison.why}")
     elif comparison.verdict == ALIKE:
@@ -233,7 +254,7 @@ def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], name
         print(f"  differs: {name}: {_shown(ours)} | {_shown(theirs)}")
 
 
-def _side_text(one: dict[str, Any]) -> str:
+def side_text(one: dict[str, Any]) -> str:
     options = "".join(f" {name}={value}" for name, value in one["options"].items())
     budget, link = one["budget"], one["budget"]["link_bytes_per_second"]
     sizes = {name: budget[f"{name}_bytes"] for name in ("device", "host", "disk")}

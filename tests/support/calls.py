@@ -22,7 +22,7 @@ CODE = ("harness", "methods", "cases", "bench")
 # What stands for something of the reader's, and in the texts of the code for a value.
 PLACEHOLDERS = {
     "DIR": str(ROOT), "LOGS": str(ROOT / "README.md"), "FILE": str(ROOT / "machines.yaml"), "N": "1", "METHOD": "l2l",
-    "FOLDER": str(ROOT), "B": "4", "VERB": "plan",
+    "FOLDER": str(ROOT), "A": "stronghold", "B": "4", "BASE": "stronghold", "VERB": "plan",
 }  # fmt: skip
 OF_OPTIONS = {"--gpu": "rtx4090", "--machine": "rtx4090", "--model": "gpt2"}  # whose placeholder is NAME
 VALUES = {
