@@ -11,7 +11,7 @@ import math
 import statistics
 from typing import NamedTuple
 
-from harness.core.job import BETAS
+from harness.core.job import BETAS, WEIGHT_DECAY
 from harness.core.record import Record
 from harness.gate import evidence
 from harness.gate.evidence import COMPARED, LEAST, comparable_steps, differences
@@ -117,6 +117,8 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
     if is_held_to_bits:
         return named or Departure("weights", "its bits are not the reference's, which it promises")
     found = departure(record, reference, rounding.times(ALLOWED).of_rounded_betas())
+    if found and named and (told := without_decay(record, reference)):
+        return named._replace(seen=f"{told}; {named.seen}", cause="")
     return found and named
 
 
@@ -232,6 +234,20 @@ def _grown_keys(record: Record) -> Departure | None:
                 told = f"{name}: the keys' part is {keys:.1e} large, where AdamW cannot make it more than {allowed:.1e}"
                 return Departure("weights", told)
     return None
+
+
+def without_decay(record: Record, reference: Record) -> str:
+    """Describe tensors that end as without weight decay: matrices larger by what it takes off them, biases and norms
+    as in the reference; empty otherwise. The first loss or norm that is off names no cause then: decay shows late."""
+    load = record.job.workload
+    taken = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
+    grown: dict[bool, list[float]] = {True: [], False: []}
+    for name, ratio in evidence.ratios(record, reference, "size").items():
+        grown[name.endswith("bias") or ".ln" in name or "norm" in name].append(ratio - 1)
+    vectors, matrices = median_of([0.0, *map(abs, grown[True])]), median_of([0.0, *grown[False]])
+    if not taken / 2 <= matrices <= 2 * taken or vectors > taken / 10:
+        return ""
+    return f"matrices end {matrices:.1e} larger than the reference's, where biases and norms agree: as without decay"
 
 
 def outstanding(record: Record, reference: Record) -> str:

@@ -320,6 +320,7 @@ def test_forgotten_decay_fails_by_the_probe_alone(tmp_path: Path, in_process: No
     verdict = Sweep(tmp_path, PLANTED).run([forgotten])[0].gate
     assert (verdict.verdict, verdict.reason) == ("failed", "update"), verdict.text
     assert "is 2 times what rounding does here" in verdict.text
+    assert "larger than the reference's, where biases and norms agree: as without decay; " in verdict.text
 
 
 @pytest.mark.probe

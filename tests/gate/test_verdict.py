@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.job import Job, Workload
+from harness.core.job import WEIGHT_DECAY, Job, Workload
 from harness.core.record import Gate, Record
+from harness.gate import departures
 from harness.gate.verdict import judge, together
 from harness.run import worker
 from tests.support.planting import planted
@@ -93,6 +94,26 @@ def test_the_same_method_loaded_afresh_passes_exactly() -> None:
 def test_bf16_passes() -> None:
     verdict = judge(trained("stronghold", {"window_size": 2}, dtype="bf16"), reference(dtype="bf16"))
     assert verdict.passed
+
+
+@pytest.mark.parametrize(
+    ("matrices", "vectors", "is_told"), [(1, 0, True), (0, 0, False), (5, 0, False), (-1, 0, False), (1, 1, False)]
+)
+def test_matrices_that_end_larger_by_what_decay_takes_are_told_as_without_decay(
+    matrices: float, vectors: float, is_told: bool
+) -> None:
+    """Decay takes its rate times the learning rate off a matrix in each step, and nothing off biases and norms."""
+    job = Job("planted", WORKLOAD, steps=STEPS)
+    taken = WEIGHT_DECAY * sum(WORKLOAD.learning_rate_at(step) for step in range(1, STEPS + 1))
+    ends = {"layers.0.qkv.weight": matrices, "layers.0.qkv.bias": vectors, "layers.0.ln1.weight": vectors}
+    ours, theirs = (
+        Record(job, "", "ok", tensors={
+            name: {"changed": 1.0, "moved": 1.0, "size": 1 + times * share * taken} for name, share in ends.items()
+        })
+        for times in (1, 0)
+    )  # fmt: skip
+    told = departures.without_decay(ours, theirs)
+    assert told.endswith("as without decay") == is_told and bool(told) == is_told
 
 
 def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far() -> None:
