@@ -22,6 +22,7 @@ from typing import Any
 from harness.base import fork_server
 from harness.base.rank_agent import GRACE_SECONDS, Rendezvous
 from harness.core.failures import LOST_RANK
+from methods.pipeline.checkpoint_folders import complete_steps
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.machines import MachineLine, Remote, is_here, read_list
@@ -368,6 +369,7 @@ class Launcher:
     def _after_end(self, running: Round) -> int | None:
         self._end(running)
         if running.is_stopping:
+            self._tell_unsaved()
             return None
         if not self.furthest:
             return self._crashed(
@@ -430,9 +432,18 @@ class Launcher:
                     self._take(0.1)
                     self._advance(running, Pace(running.spread.num_stages))
                 self._end(running)
+                self._tell_unsaved()
         self._event("interrupted")
         self.say("interrupted: the same call goes on from the newest checkpoint")
         return INTERRUPTED
+
+    def _tell_unsaved(self) -> None:
+        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step: their script saves by itself."""
+        saved = max(complete_steps(self.folder.checkpoints), default=0)
+        if saved < self.furthest:
+            lost = f"the steps after {saved} are trained again"
+            remedy = "let the script's handler call model.checkpoint().result()"
+            self.say(f"no checkpoint of step {self.furthest} was written at SIGUSR1: {lost}; {remedy}")
 
     def _event(self, event: str, **facts: Any) -> None:
         self.folder.note(event, pid=os.getpid(), **facts)

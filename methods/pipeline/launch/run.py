@@ -57,6 +57,7 @@ def launch(
     if held.state["end"] == "done":
         print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one")
         sys.exit(OK)
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # to the launcher as to ranks: save a checkpoint, end
     sys.exit(Launcher(job, held, lambda line: print(line, flush=True)).run())
 
 

@@ -9,6 +9,8 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -303,8 +305,15 @@ def launch(
     call = [sys.executable, "-m", "harness", "varuna", "launch", "--machine-list", str(folder / "list"), "--folder",
             str(folder / "job"), "--batch-size", "4", "--nstages", "1", "--chunk-size", "1"]  # fmt: skip
     call += [*words, "script.py", *script_words]
-    done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=limit, env=child_environment())
-    return done.returncode, done.stdout + done.stderr
+    process = subprocess.Popen(
+        call, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment()
+    )
+    (folder / "pid").write_text(str(process.pid))
+    try:
+        out, err = process.communicate(timeout=limit)
+    finally:
+        process.kill()
+    return process.returncode, out + err
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
@@ -351,6 +360,36 @@ def test_three_kills_in_a_row_end_the_job(tmp_path: Path) -> None:
 def test_a_script_that_is_silent_ends(tmp_path: Path) -> None:
     code, told = launch(tmp_path, "import time\ntime.sleep(60)", "--stall-minutes", "0.05")
     assert code == 6 and "error: no progress for 3 s: rank 0" in told
+    assert not left_of(tmp_path)
+
+
+EXAMPLE = f"""
+import signal, sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import own_gpt
+"""
+SAVES_NOTHING = """
+take = signal.signal
+signal.signal = lambda number, handler: take(number, lambda *_: sys.exit())
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("handler", ["", SAVES_NOTHING])
+def test_a_signal_to_the_launcher_reaches_the_script_whose_handler_must_save(handler: str, tmp_path: Path) -> None:
+    words = ("--steps=100000", "--blocks=2", "--width=32", "--tokens=16")
+    steps = tmp_path / "job" / "steps.jsonl"
+
+    def interrupt() -> None:
+        while not (steps.exists() and steps.read_text().count("\n") > 3):
+            time.sleep(0.1)
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGUSR1)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    script = f"{EXAMPLE}{handler}own_gpt.main()"
+    code, told = launch(tmp_path, script, "--checkpoint-every", "0", script_words=words)
+    is_warned = "was written at SIGUSR1: the steps after 0 are trained again" in told
+    assert (code, is_warned, "no checkpoint" in told) == (130, bool(handler), bool(handler))
     assert not left_of(tmp_path)
 
 
