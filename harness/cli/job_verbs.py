@@ -27,7 +27,7 @@ PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of `
 EXAMPLES = """\b
 Examples:
   ./run.sh demo
-  ./run.sh -m stronghold -l 4 -h 256 -b 2
+  ./run.sh -m stronghold -l 4 -h 256 -b 2 --seq 256
   ./run.sh -m all -l 4 -h 256 -b 2
   ./run.sh sweep -m resident,stronghold -l 2:8:2 -w 1,2,4
   ./run.sh plan -m all -l 32 --machine v100-vm

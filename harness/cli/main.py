@@ -32,7 +32,7 @@ from harness.places.shared.docker_image import image
 FIRST_CALLS = """\
 What people do first:
   ./run.sh demo --quick                              see it work: two methods, three figures, a report, in a minute
-  ./run.sh -m stronghold -l 4 -h 256 -b 2            train by one method, and judge the run
+  ./run.sh -m stronghold -l 4 -h 256 -b 2 --seq 256  train by one method, and judge the run
   ./run.sh sweep -m all -l 2,4 -h 256 -b 2                      compare methods and sizes in one table
   ./run.sh advise                                    which method suits this machine, and what fits
   ./run.sh case 3 --profile demo                     make a figure of the paper

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +33,20 @@ class Error(NamedTuple):
     text: str
 
 
-def error_of(name: str, here: Accuracy | None, folders: tuple[Path, ...] = ()) -> Error:
-    """Return the error of a method's forecasts: by its runs in the results, else by runs elsewhere, else by those of
-    other methods."""
+def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()) -> Error:
+    """Return the error of a method's forecasts for a machine: by its own runs there, else by those of other methods
+    there, else by runs elsewhere, its own before others'."""
 
     def told(worst: float) -> str:
         return f"took up to {abs(worst):.0%} {'more' if worst > 0 else 'less'} time than foretold"
 
-    if here:
-        return Error(here.worst, f"its {here.num_runs} runs here {told(here.worst)}")
-    if own := method.load(name, folders).forecast_test:
-        return Error(own.worst, f"{own.num_runs} runs elsewhere {told(own.worst)} ({own.source})")
+    if own := there.get(name):
+        return Error(own.worst, f"its {own.num_runs} run{'s' * (own.num_runs > 1)} there {told(own.worst)}")
+    if there:
+        worst = max((each.worst for each in there.values()), key=abs)
+        return Error(worst, f"no run of {name} has tested that; runs of {' and '.join(there)} there {told(worst)}")
+    if test := method.load(name, folders).forecast_test:
+        return Error(test.worst, f"{test.num_runs} runs elsewhere {told(test.worst)} ({test.source})")
     tested = {other: cls.forecast_test for other, cls in method.loadable(folders).items() if cls.forecast_test}
     worst = max((each.worst for each in tested.values()), key=abs)
     return Error(worst, f"no run of {name} has tested that; runs of {' and '.join(tested)} elsewhere {told(worst)}")

@@ -104,13 +104,14 @@ class Advice:
         return (then.tokens_per_second or 0.0) > WORTH * chosen["tokens_per_second"]
 
     def _decide(self, names: list[str], workload: Workload) -> Decision:
-        off = accuracy(self.records, self.folders)
+        is_there = is_here if self.place.name is None else lambda record: entry_of(record) == self.place.name
+        off = accuracy(filter(is_there, self.records), self.folders)
         rows = []
         for name in names:
             here = off.get(name)
             told = {
                 "accuracy": here and here._asdict(),
-                "error_of_forecast": error_of(name, here, self.folders)._asdict(),
+                "error_of_forecast": error_of(name, off, self.folders)._asdict(),
             }
             rows += [row | told for row in self._rows(name, workload)]
         rows.sort(key=_rank)

@@ -48,15 +48,17 @@ def seconds_of(resource: str, amount: float, rates: Rates) -> float:
 def compute_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
     """Return the seconds of a step's forward pass with the head, and of its backward pass with the recompute. The head
     has a rate of its own, if that is known."""
-    flops, head_flops, head = workload.flops_per_step, workload.head_flops_per_step, rates.head_flops_per_second
-    apart = head_flops / head if head else 0.0
-    rest = pass_seconds(flops - head_flops if head else flops, rates)
-    return rates.forward_share * rest + apart, (1 - rates.forward_share) * rest
+    head_flops = workload.head_flops_per_step if rates.head_flops_per_second else 0.0
+    layers = pass_seconds(workload.flops_per_step - head_flops, 0.0, rates)
+    head = pass_seconds(0.0, head_flops, rates)
+    return rates.forward_share * layers + head, (1 - rates.forward_share) * layers
 
 
-def pass_seconds(flops: float, rates: Rates, num_sharing: int = 1) -> float:
-    """Return the seconds of passes. `num_sharing`: ranks whose passes the device computes at once."""
-    return flops / (rates.device_flops_per_second / num_sharing)
+def pass_seconds(layer_flops: float, head_flops: float, rates: Rates, num_sharing: int = 1) -> float:
+    """Return the seconds of passes of layers and of the head, which has a rate of its own, if that is known.
+    `num_sharing`: ranks whose passes the device computes at once."""
+    layers = rates.device_flops_per_second
+    return num_sharing * (layer_flops / layers + head_flops / (rates.head_flops_per_second or layers))
 
 
 def device_update_seconds(num_params: float, workload: Workload, rates: Rates) -> float:

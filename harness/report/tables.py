@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from pandas import DataFrame
 
 from harness.core import method
-from harness.core.job import gib, params_text
+from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.evidence import examine, judge, verify
 from harness.evidence.examine import value_text
@@ -83,7 +84,7 @@ class Entry:
         told = {
             "ended": _joined(f"{record.status}, in phase {record.phase or 'unknown'}", record.reason),
             "gate": _joined(gate.verdict, gate.reason, gate.text),
-            "run again": command(job) if record.origin == "run" else "",
+            "run again": _run_again(job) if record.origin == "run" else "",
             "origin": f"{record.origin}, {self.when}, clock {record.clock}",
             "options": frame.options(record),
             "peaks": ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items()),
@@ -107,6 +108,13 @@ class Entry:
         told = fields.pop(TENSORS)
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
         return "{\n" + ",\n".join([*lines, f' "{TENSORS}": "{len(told)}, in {self.path.name}"']) + "\n}"
+
+
+def _run_again(job: Job) -> str:
+    """Return the call that measures a job once more, with the folder that its method lies in, if not the project's."""
+    file = method.REGISTRY.files().get(job.method)
+    added = [] if file is None or file.parent == method.REGISTRY.own else ["--methods", str(file.parent)]
+    return f"{command(job)} {shlex.join([*added, '--rerun'])}"
 
 
 def _joined(*parts: str) -> str:

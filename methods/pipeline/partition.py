@@ -71,17 +71,24 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
 
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
     """FLOPs of each pass of one sample. The head's gradients are computed with its loss."""
-    one = replace(workload, batch_size=1, micro_batches=1)
-    layer = one.layer_flops * stage.num_layers
-    return {"F": layer + one.head_flops_per_step * stage.is_last, "R": layer, "B": 2 * layer}
+    layer = replace(workload, batch_size=1, micro_batches=1).layer_flops * stage.num_layers
+    return {"F": layer + _head_flops(workload, stage), "R": layer, "B": 2 * layer}
+
+
+def _head_flops(workload: Workload, stage: GptStage) -> float:
+    """FLOPs of the stage's head in the forward pass of one sample, which computes its gradients, too."""
+    return replace(workload, batch_size=1, micro_batches=1).head_flops_per_step * stage.is_last
 
 
 def passes_of(
     workload: Workload, stage: GptStage, chunk_size: int, rates: Rates, num_sharing: int = 1
 ) -> dict[str, float]:
     """Seconds of each pass of a micro-batch. `num_sharing`: ranks that share the device."""
-    flops = pass_flops(workload, stage)
-    return {kind: pass_seconds(chunk_size * each, rates, num_sharing) for kind, each in flops.items()}
+    heads = {"F": _head_flops(workload, stage), "R": 0.0, "B": 0.0}
+    return {
+        kind: pass_seconds(chunk_size * (each - heads[kind]), chunk_size * heads[kind], rates, num_sharing)
+        for kind, each in pass_flops(workload, stage).items()
+    }
 
 
 def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:

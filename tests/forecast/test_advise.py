@@ -15,7 +15,7 @@ from harness.core.method import create
 from harness.core.rates import Rates
 from harness.core.record import Gate, Record
 from harness.devices import machine, named_machines
-from harness.forecast.accuracy import accuracy
+from harness.forecast.accuracy import Accuracy, accuracy, error_of
 from harness.forecast.advise import SEARCHED, WORTH, Advice, Decision
 from harness.forecast.best_settings import NEAR
 from harness.forecast.fit import resolve
@@ -261,6 +261,23 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
     assert found == pytest.approx((3, 0.1, 0.5))
     (row,) = Advice(this_place(Budget()), workload, records=records).decision(["zero-offload"]).rows
     assert row["measured_step_seconds"] == pytest.approx([1.1 * seconds, 1.1 * seconds, 1.5 * seconds])
+
+
+def test_an_error_is_that_of_the_machine_asked_about_of_other_methods_before_other_machines() -> None:
+    there = {"l2l": Accuracy(1, -0.3, -0.3), "resident": Accuracy(2, 2.0, 5.3)}
+    assert error_of("l2l", there) == (-0.3, "its 1 run there took up to 30% less time than foretold")
+    assert error_of("zero-offload", there).worst == 5.3 and error_of("zero-offload", {}).worst == 0.013
+
+
+def test_runs_of_this_machine_say_nothing_of_forecasts_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
+    workload = Workload(num_layers=2)
+    facts = {name: machine.checked()[name] for name in ("cpu", "cores", "gpu")}
+    run = Record(Job("l2l", workload, steps=4, warmup=1), "key", "ok", machine=facts, step_seconds=[9.0] * 4,
+                 gate=Gate("exact"))  # fmt: skip
+    places = this_place(Budget()), named_place("rtx4090", Budget())
+    (here,), (elsewhere,) = (Advice(each, workload, records=(run,)).decision(["l2l"]).rows for each in places)
+    assert here["accuracy"]["num_runs"] == 1 and elsewhere["accuracy"] is None
 
 
 def test_the_door_decides_first_and_then_shows_all() -> None:

@@ -10,7 +10,7 @@ import pytest
 from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
-from methods.pipeline.partition import gpt_stages, stage_bytes
+from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
 from methods.pipeline.simulate import simulate
 from tests.support.ranks import on_ranks
 from tests.support.training import small_bytes
@@ -105,3 +105,15 @@ def test_the_plan_chooses_the_fastest_stages_and_micro_batches_that_fit(schedule
     chosen = create("varuna", {"world_size": 4, "schedule": schedule}).plan(CHOSEN, Room(device_bytes, rates=rates))
     assert (chosen.options["num_stages"], chosen.options["chunk_size"]) == fastest
     assert (fastest[0] == 1) == (room == 1.0)
+
+
+def test_the_head_s_passes_take_the_head_s_own_rate() -> None:
+    """By hand: four samples' FLOPs of the layers at one rate, those of the head at another."""
+    load = Workload(num_layers=2, hidden_size=64, num_heads=4, seq_len=32, vocab_size=512)
+    one = dataclasses.replace(load, batch_size=1)
+    rates = Rates(1e9, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9, host_adam_params_per_second=1e8,
+                  head_flops_per_second=1e8)  # fmt: skip
+    (stage,) = gpt_stages(load, 1)
+    found = passes_of(load, stage, 4, rates)
+    assert found["F"] == pytest.approx(4 * (2 * one.layer_flops / 1e9 + one.head_flops_per_step / 1e8))
+    assert found["R"] == pytest.approx(4 * 2 * one.layer_flops / 1e9) and found["B"] == pytest.approx(2 * found["R"])
