@@ -212,9 +212,10 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
 
 
 def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
-    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence."""
+    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence. Of a
+    tensor that the model lacks they are 0: the gate names it."""
     anatomy = anatomy_of(workload)
-    mean, std = anatomy.starts[anatomy.within(name)]
+    mean, std = anatomy.starts.get(anatomy.within(name), (0.0, 0.0))
     if not std:
         return lambda tensor: tensor.fill_(mean)
     seed = hashlib.sha256(f"{workload.seed} {name}".encode()).digest()[:8]

@@ -91,4 +91,6 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def options(record: Record) -> str:
-    return ", ".join(f"{name}={value}" for name, value in record.job.options.items())
+    """Return the options as text; a single rank, which every method has, is no news."""
+    told = {name: value for name, value in record.job.options.items() if (name, value) != ("world_size", 1)}
+    return ", ".join(f"{name}={value}" for name, value in told.items())
