@@ -84,6 +84,7 @@ def test_a_second_call_starts_at_once(copy: Path) -> None:
 
 
 def test_packages_are_compiled_before_they_are_imported(copy: Path) -> None:
+    call(copy)
     """Where Python may write no bytecode, each import would compile them again."""
     assert any((copy / ".venv").rglob("click/__pycache__/shell_completion*.pyc"))
 
@@ -106,6 +107,7 @@ def test_an_extra_is_added_and_stays(copy: Path) -> None:
 
 
 def test_two_calls_at_once_set_up_once(copy: Path) -> None:
+    call(copy)
     change_pins(copy)
     words = [str(copy / "run.sh"), "--help"]
     both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
