@@ -51,6 +51,9 @@ PROMISES = {
         "test_security.py::test_a_pickle_is_run_by_no_entry_point",
         "methods/pipeline/test_checkpoint.py::test_nothing_in_a_checkpoint_is_run",
     ],
+    "Code that a model's config.json names": [
+        "core/test_hub_model.py::test_code_that_a_configuration_names_is_not_run"
+    ],
     "**Methods.** The gate finds mistakes.": ["bench/test_gate_power.py::test_a_planted_fault_is_seen_and_named"],
     "A method's file runs as you": [],
     "Read what you run.": [],

@@ -216,7 +216,9 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
     transformers = library()
     try:
         own = transformers.AutoConfig.for_model(**config)
-        return transformers.AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", dtype=dtype)
+        return transformers.AutoModelForCausalLM.from_config(
+            own, attn_implementation="sdpa", dtype=dtype, trust_remote_code=False
+        )
     except (ImportError, KeyError, TypeError, ValueError) as error:
         told = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
         raise Unlike(f"transformers {transformers.__version__} does not make it: {told:.200}") from error
@@ -224,7 +226,7 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 def library() -> Any:
     """Return transformers. Raises Unavailable with the command that installs it."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a configuration is a file here: nothing is looked up
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a configuration is a file here: nothing is looked up
     try:
         import transformers
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -124,6 +125,16 @@ def test_what_is_not_of_the_kind_is_one_line(change: dict[str, Any], told: str, 
     ended = cli.run("plan", "-m", "resident", "--model", str(tmp_path), "--seq", "16")
     assert ended.returncode == 2 and len(ended.stderr.strip().splitlines()) == 1
     assert re.search(told, ended.stderr), ended.stderr
+
+
+@pytest.mark.parametrize("named", ["evil.Evil", "{folder}--evil.Evil"])
+def test_code_that_a_configuration_names_is_not_run(named: str, tmp_path: Path) -> None:
+    """As a record from elsewhere may hold it; on the command line such a field is left out."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w')")
+    named = named.format(folder=tmp_path)
+    planted = {"auto_map": {"AutoConfig": named, "AutoModelForCausalLM": named}, "_name_or_path": str(tmp_path)}
+    workload = dataclasses.replace(configured("llama"), config=json.dumps({**config_of("llama"), **planted}))
+    assert build(workload) is not None and not (tmp_path / "touched").exists()
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
