@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,8 @@ from torch import Tensor, nn
 
 from methods.pipeline.partition import BUCKET_BYTES
 from methods.pipeline.rank_map import RankMap
+from methods.pipeline.shared_weights import Shared
 from methods.pipeline.transport import LostPeer
-
-
-class Shared(NamedTuple):
-    """A weight of two stages, or of one stage under two names: a name for each. The first one is counted."""
-
-    name: str
-    other: str
-    stage: int
-    other_stage: int
 
 
 class Groups:

@@ -35,10 +35,12 @@ from methods.pipeline.batches import Inputs, cast, micro_batch_sizes, moved, res
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.cut import LOSS_SCALE, CutPoint, Part, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.engine import Engine, order_of
-from methods.pipeline.gradients import Gradients, Groups, Shared, all_reduce
+from methods.pipeline.gradients import Gradients, Groups, all_reduce
 from methods.pipeline.link import done, link, num_updates
 from methods.pipeline.masters import Masters
+from methods.pipeline.meta import give_memory
 from methods.pipeline.rank_map import RankMap
+from methods.pipeline.shared_weights import Shared, find_shared
 from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport, place
 from methods.shared.loss_scale import ChosenLossScale, LossScale
@@ -98,7 +100,7 @@ class Varuna(nn.Module):
         pairs = list(shared_weights or [])
         self.weight_shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
         parts = self._cut(model, sample, cuts)
-        shared = _shared(model, parts, pairs)
+        shared = find_shared(model, parts, pairs)
         self.stage_of = {name: number for number, part in reversed([*enumerate(parts)])
                          for name, _ in part.module.named_parameters()}  # fmt: skip
         self._other_names = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
@@ -106,7 +108,7 @@ class Varuna(nn.Module):
         if self.dtype:
             model.to(self.dtype)
         returned = self._probe(parts, sample, chunk_size)
-        _give_memory(model, starts)
+        give_memory(model, starts)
         # One part for each mode, because a trace fixes a module's use of self.training.
         self.modes = {is_training: self._part(model, sample, is_training) for is_training in (False, True)}
         mine = self.part.to(self.device)
@@ -434,61 +436,6 @@ class Varuna(nn.Module):
             for name, weight in self._masters.weights.items():
                 self._masters.by_name[name].copy_(weight)
         return found
-
-
-def _shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
-    """The pairs, with their stages. Raises ValueError for one that does not exist, and for a parameter on both sides of
-    a cut that is in no pair."""
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    stages: dict[str, list[int]] = {}
-    for number, part in enumerate(parts):
-        for name, _ in part.module.named_parameters(remove_duplicate=False):
-            stages.setdefault(name, []).append(number)
-    found = []
-    for name, other in pairs:
-        for each in (name, other):
-            if each not in whole:
-                raise ValueError(f"shared_weights: the model has no parameter {each}")
-            if each not in stages:
-                raise ValueError(f"shared_weights: no stage uses {each}")
-        if whole[name].shape != whole[other].shape:
-            raise ValueError(
-                f"shared_weights: {name} has shape {tuple(whole[name].shape)}, {other} {tuple(whole[other].shape)}"
-            )
-        shared = Shared(name, other, stages[name][0], stages[other][-1])
-        if shared.stage != shared.other_stage or whole[name] is not whole[other]:
-            found.append(shared)
-    told = {frozenset((id(whole[name]), id(whole[other]))) for name, other in pairs}
-    for name, weight in whole.items():
-        for other, another in whole.items():
-            if another is not weight or name > other or not stages.get(name) or not stages.get(other):
-                continue
-            places = sorted({*stages[name], *stages[other]})
-            if len(places) > 1 and frozenset((id(weight), id(another))) not in told:
-                raise ValueError(
-                    f"parameter {name} is used by stages {' and '.join(map(str, places))}, on both sides of a cut; try"
-                    f" shared_weights=[({name!r}, {other!r})]"
-                )
-            if len(places) > 2:
-                raise ValueError(f"parameter {name} is used by {len(places)} stages; two at most can share one")
-    return found
-
-
-def _give_memory(model: nn.Module, made: Mapping[str, Tensor]) -> None:
-    """Put the values that were made, rounded to the model's dtypes, in place of its tensors without memory."""
-    places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # of each tensor: all modules that have it
-    for prefix, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for leaf, tensor in table.items():
-                if tensor is not None and tensor.is_meta:
-                    places.setdefault(id(tensor), []).append((table, leaf, f"{prefix}.{leaf}".lstrip(".")))
-    for found in places.values():
-        for value in [made[name] for _, _, name in found if name in made][:1]:
-            old = found[0][0][found[0][1]]
-            value = value.to(old.dtype)
-            new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-            for table, leaf, _ in found:
-                table[leaf] = new
 
 
 def chosen_device(device: int | str, local_rank: int) -> torch.device:

@@ -51,7 +51,6 @@ def test_a_configuration_has_the_parameters_of_its_checkpoint(name: str) -> None
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "meta-llama/Llama-3-8B", "Qwen/Qwen2.5-7B"])
 def test_a_sketch_counts_the_parameters_of_the_checkpoint(name: str) -> None:
-    pytest.importorskip("transformers")
     assert Workload(**named_models.load(name).sizes).num_params == PUBLISHED[name.rpartition("/")[2]]
 
 
@@ -120,7 +119,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("change", "told"), REFUSED, ids=[str(*change) for change, _ in REFUSED])
 def test_what_is_not_of_the_kind_is_one_line(change: dict[str, Any], told: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(config_of("mistral", **change)))
     ended = cli.run("plan", "-m", "resident", "--model", str(tmp_path), "--seq", "16")
     assert ended.returncode == 2 and len(ended.stderr.strip().splitlines()) == 1

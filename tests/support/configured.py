@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -37,7 +36,6 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 def configured(family: str, **changes: Any) -> Workload:
     """A model of a family at a learning rate that makes a stale weight show."""
-    pytest.importorskip("transformers")
     config = config_of(family)
     sizes = {**hub_config.sizes_of(config), "seq_len": 16, "batch_size": 2, "learning_rate": 1.0}
     return Workload(**{**sizes, "model": family, "config": hub_config.text_of(config), **changes})

@@ -20,8 +20,9 @@ from harness.base.checkout import ROOT
 from methods.pipeline.batches import micro_batch_sizes, split
 from methods.pipeline.checkpoint import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
-from methods.pipeline.pipeline import Varuna, _shared
+from methods.pipeline.pipeline import Varuna
 from methods.pipeline.rank_map import RankMap
+from methods.pipeline.shared_weights import find_shared
 from methods.pipeline.stage import Stage
 from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
 from tests.methods.pipeline import user_model
@@ -243,7 +244,7 @@ def test_a_model_that_cannot_be_cut_is_one_line(kind: str, told: str) -> None:
     with pytest.raises(ValueError, match=told) as error:
         parts = parts_of(model)
         specs_of(next(probe(parts, INPUTS))[0], 0)
-        _shared(model, parts, [])
+        find_shared(model, parts, [])
     assert "\n" not in str(error.value)
 
 
@@ -254,7 +255,7 @@ def test_a_model_that_cannot_be_cut_is_one_line(kind: str, told: str) -> None:
 def test_a_pair_that_cannot_be_shared_is_named(pair: tuple[str, str], told: str) -> None:
     model = Two()
     with pytest.raises(ValueError, match=told):
-        _shared(model, parts_of(model), [pair])
+        find_shared(model, parts_of(model), [pair])
 
 
 def test_cuts_balance_time_and_spare_the_last_stage_its_recompute() -> None:

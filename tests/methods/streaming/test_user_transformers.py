@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from harness.base.checkout import ROOT
 from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
-
-transformers = pytest.importorskip("transformers")
 
 LAYERS, WORDS, TOKENS, STEPS = 4, 97, 24, 10
 LLAMA: dict[str, Any] = {

@@ -243,3 +243,12 @@ def streamed(
         if dtype != "fp32":
             weights = {key: state["master"] for key, state in trainer.named_states()}
         return Course(losses, norms, {key: weight.detach().cpu().clone() for key, weight in weights.items()})
+
+
+def begun(
+    make: Callable[..., Any], name: str = "llama", dtype: str = "fp32"
+) -> tuple[Any, nn.Module, torch.optim.AdamW]:
+    """A trainer before its first step, with the model and the optimizer that it was given."""
+    model = made(name, dtype)
+    optimizer = optimizer_of(list(model.parameters()))
+    return make(model, layers_of(model), optimizer, max_norm=1.0, device="cpu"), model, optimizer

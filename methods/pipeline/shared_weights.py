@@ -1,0 +1,57 @@
+"""Finds the parameters that two stages share, or one stage has under two names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from methods.pipeline.cut import Part
+
+
+class Shared(NamedTuple):
+    """A weight of two stages, or of one stage under two names: a name for each. The first one is counted."""
+
+    name: str
+    other: str
+    stage: int
+    other_stage: int
+
+
+def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
+    """The pairs, with their stages. Raises ValueError for one that does not exist, and for a parameter on both sides of
+    a cut that is in no pair."""
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    stages: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        for name, _ in part.module.named_parameters(remove_duplicate=False):
+            stages.setdefault(name, []).append(number)
+    found = []
+    for name, other in pairs:
+        for each in (name, other):
+            if each not in whole:
+                raise ValueError(f"shared_weights: the model has no parameter {each}")
+            if each not in stages:
+                raise ValueError(f"shared_weights: no stage uses {each}")
+        if whole[name].shape != whole[other].shape:
+            raise ValueError(
+                f"shared_weights: {name} has shape {tuple(whole[name].shape)}, {other} {tuple(whole[other].shape)}"
+            )
+        shared = Shared(name, other, stages[name][0], stages[other][-1])
+        if shared.stage != shared.other_stage or whole[name] is not whole[other]:
+            found.append(shared)
+    told = {frozenset((id(whole[name]), id(whole[other]))) for name, other in pairs}
+    for name, weight in whole.items():
+        for other, another in whole.items():
+            if another is not weight or name > other or not stages.get(name) or not stages.get(other):
+                continue
+            places = sorted({*stages[name], *stages[other]})
+            if len(places) > 1 and frozenset((id(weight), id(another))) not in told:
+                raise ValueError(
+                    f"parameter {name} is used by stages {' and '.join(map(str, places))}, on both sides of a cut; try"
+                    f" shared_weights=[({name!r}, {other!r})]"
+                )
+            if len(places) > 2:
+                raise ValueError(f"parameter {name} is used by {len(places)} stages; two at most can share one")
+    return found
