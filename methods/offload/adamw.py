@@ -1,14 +1,13 @@
 """AdamW on slabs: the very bits of torch.optim.AdamW(fused=True), in fp32 and in mixed precision, on either memory.
 
-On the host the fp32 master of a bf16 weight is split: the weight is its high half, so 12 bytes a parameter hold weight,
-master and moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits
-are stored beside it. At a tie these two match two masters, one rounded up and one rounded down; a 17th bit tells which:
-the sign of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its
-master, which is stored whole: 14 bytes a parameter.
+The fp32 master of a bf16 weight is split: the weight is its high half, so 12 bytes a parameter hold weight, master and
+moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits are stored
+beside it. At a tie these two match two masters, one rounded up and one rounded down; a 17th bit tells which: the sign
+of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its master,
+whose exponent may be beyond fp16's: that is stored whole, 14 bytes a parameter.
 
-A kernel of ours (adamw_kernel.py; a GPU's, adamw_cuda.py) updates a layer in one pass. Without a compiler, and where a
-bf16 weight lies beside a whole master, torch's fused kernel updates one block after another, so that temporary fp32
-copies are small and stay in the cache.
+A kernel of ours (adamw_kernel.py; a GPU's, adamw_cuda.py) updates a layer in one pass. Without a compiler torch's fused
+kernel updates one block after another, so that temporary fp32 copies are small and stay in the cache.
 """
 
 from __future__ import annotations
@@ -101,10 +100,13 @@ def joined(state: State) -> Tensor:
     """Return the fp32 master: a slab of the state, or a copy joined from both halves."""
     if state.master is None or not state.is_split:
         return state.weights if state.master is None else state.master
-    bits = state.weights.view(torch.int16).int().bitwise_left_shift_(16)
-    bits.add_(state.master.int())  # converted here: torch's kernel makes copies that no memory account sees
-    bits.add_((state.exp_avg_sq.view(torch.int32) < 0).int(), alpha=1 << 16)
-    return bits.view(torch.float32)
+    master = torch.empty_like(state.exp_avg)
+    low, high = _halves(master)
+    low.copy_(state.master)
+    high.copy_(state.weights.view(torch.int16))
+    high.add_(state.master.bitwise_right_shift(15))  # less 1 where the low half, as a signed number, is negative
+    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))  # and 1 more where it is marked
+    return master
 
 
 def keep_(state: State, values: Tensor) -> None:
@@ -115,12 +117,18 @@ def keep_(state: State, values: Tensor) -> None:
         if state.master is not None and state.master is not values:
             state.master.copy_(values)
         return
-    bits = values.view(torch.int32)
-    state.master.copy_(bits)
-    rest = state.weights.view(torch.int16).int().bitwise_left_shift_(16)
-    rest.add_(state.master.int()).neg_().add_(bits)
-    marks = (rest == 1 << 16).int().bitwise_left_shift_(31)
-    state.exp_avg_sq.abs_().view(torch.int32).bitwise_or_(marks)
+    low, high = _halves(values)
+    state.master.copy_(low)
+    rest = state.master.bitwise_right_shift(15)  # as joined() has it, less what it ought to have
+    rest.add_(state.weights.view(torch.int16)).sub_(high)
+    _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(rest.eq_(-1).bitwise_left_shift_(15))
+
+
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the low and the high 16 bits of fp32 values, as views of int16: no copy is made, and none that torch's
+    kernels would make of numbers of two widths."""
+    halves = values.view(torch.int16)
+    return halves[::2], halves[1::2]
 
 
 def update(
@@ -170,8 +178,7 @@ def takes_one_pass(grads: Tensor, state: State) -> bool:
     others."""
     if grads.device.type == "cuda":
         return state.is_split and adamw_cuda.load() is not None
-    is_whole = grads.dtype == torch.bfloat16 and not state.is_split
-    return not is_whole and adamw_kernel.load() is not None
+    return adamw_kernel.load() is not None
 
 
 def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:

@@ -70,8 +70,8 @@ def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
-def kept_dtypes(dtype: str, *, host: bool) -> list[torch.dtype]:
+def kept_dtypes(dtype: str) -> list[torch.dtype]:
     """Return the dtypes of AdamW's state besides the weights: the master (none in fp32, half of it in bf16), two
     moments."""
-    master = [] if dtype == "fp32" else [torch.int16 if host and dtype == "bf16" else torch.float32]
+    master = {"fp32": [], "bf16": [torch.int16], "fp16": [torch.float32]}[dtype]
     return [*master, torch.float32, torch.float32]

@@ -24,7 +24,7 @@ from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Factor, Settings, State, chunks, joined, keep_, update
 from methods.offload.clip import Clip, norms_of
 from methods.offload.layout import cut, install, kept_dtypes, layout_of
-from methods.shared.memory_needs import BLOCK, CHUNK, shared_numel
+from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
 from methods.shared.terms import Terms
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class LayerState:
             numel = self.whole_numel // ranks.num_ranks
         self.first = numel * ranks.rank if self.is_shared else 0
         self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)  # of this home
-        kept = kept_dtypes(terms.dtype, host=host)
+        kept = kept_dtypes(terms.dtype)
         has_kept = shelf is None and not bare
         self.shelf, self.current = shelf, _room_for_state(device, numel, dtype, kept if has_kept else [], host=host)
         self.spare = _room_for_state(device, numel, dtype, kept, host=host) if spare else None
@@ -81,7 +81,7 @@ class LayerState:
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
         # The compiled kernel takes a whole layer at once, and has threads of its own.
         by_call = numel if adamw_kernel.load() else CHUNK
-        self.chunks = chunks(self.pieces, BLOCK if streamed or not host else by_call)
+        self.chunks = chunks(self.pieces, block_numel(terms.dtype) if streamed or not host else by_call)
         self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
@@ -280,7 +280,10 @@ class LayerState:
                 for slab, moment in zip((part.exp_avg, part.exp_avg_sq), moments, strict=True):
                     if moment is not None:
                         slab.copy_(moment.flatten())
-                keep_(part, weight.flatten().to(slab.device, torch.float32))
+                flat = weight.flatten()
+                for start in range(0, len(flat), CHUNK):  # a device may have no room for a copy of them all
+                    some = flat[start : start + CHUNK].to(slab.device, torch.float32)
+                    keep_(part.cut(start, start + CHUNK), some)
             return done
 
         if self.shelf is None:
@@ -299,10 +302,11 @@ class LayerState:
 
 
 def master_of(state: State) -> Tensor:
-    """Return the whole fp32 master; a split one is joined in blocks, which stay in the cache."""
+    """Return the whole fp32 master; a split one is joined in blocks, which stay in the cache, on the host: a device may
+    have no room for it."""
     if not state.is_split:
         return joined(state)
-    master = torch.empty_like(state.exp_avg)
+    master = torch.empty(len(state.exp_avg))
     for start in range(0, len(master), CHUNK):
         master[start : start + CHUNK] = joined(state.cut(start, start + CHUNK))
     return master

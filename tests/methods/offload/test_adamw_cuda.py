@@ -142,7 +142,7 @@ def test_where_torch_cannot_compile_it_torchs_kernels_update_and_the_record_says
     adamw_cuda._load.cache_clear()
     monkeypatch.setattr(adamw_cuda, "_failed", set())
     stronghold, workload = create("stronghold", {}), tiny(dtype="bf16")
-    assert stronghold.describe(workload, "cuda")["optimizer"].endswith("in halves: in one pass")
+    assert stronghold.describe(workload, "cuda")["optimizer"].endswith("of masters in halves: in one pass")
     with pytest.warns(UserWarning, match="by torch's kernels"):
         assert adamw_cuda._load(0) is None
     assert stronghold.describe(workload, "cuda")["optimizer"].endswith("since NVRTC compiled no kernel")

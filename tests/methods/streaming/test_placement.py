@@ -19,7 +19,7 @@ from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
 from tests.support.training import answers_within, small_bytes, tiny, train, train_resident
 
-MIXTURES = ["P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
+MIXTURES = ["R5", "P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
 SMALL = {"num_layers": 5, "hidden_size": 32, "num_heads": 2}
 STEPS = 6
 SOMETIMES = 2.7  # a limit that the norm is within at some of these steps, and beyond at others
@@ -170,7 +170,7 @@ UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), (
 
 
 @pytest.mark.parametrize(("dtype", "clipping"), UPDATES)
-@pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
+@pytest.mark.parametrize("placement", ["R4", "P4", "S4", "D4", "S1P1W1R1"])
 @pytest.mark.cover(1)
 def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memories(
     placement: str, dtype: str, clipping: str | None, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +185,8 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
     # A rehearsal commits no update ahead of the norm, which meets two boundaries more.
     more = small_bytes(workload) + (2 * workload.boundary_bytes if clipping == "speculate" else 0)
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + more
-    assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.1)
+    drawn = 2**20  # starting values of resident layers on their way through the host
+    assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.1, abs=drawn)
 
 
 def test_bytes_by_kind_are_those_of_the_hand() -> None:
@@ -203,6 +204,15 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
         "gradients": 12 * layer,
         "optimizer": (3 * 8 + 3 * 12) * layer + numbers,
     }
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("fp32", 16), ("bf16", 14), ("fp16", 16)])
+def test_a_resident_layer_takes_its_weight_once_in_bf16(dtype: str, each: int) -> None:
+    """Bytes a parameter: gradient, master and moments, and the weight where it is no half of the master."""
+    workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype)
+    predicted = [predict(create("stronghold", {"placement": f"R{n}"}), workload.at_depth(n)) for n in (4, 6)]
+    more = predicted[1].device_bytes - predicted[0].device_bytes
+    assert more == pytest.approx(2 * (each * workload.layer_params + workload.boundary_bytes), rel=0.01)
 
 
 def test_a_streamed_layer_whose_update_need_not_wait_takes_12_bytes_a_parameter_of_the_host() -> None:
