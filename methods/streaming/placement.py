@@ -135,9 +135,10 @@ def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
     return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
 
 
-def num_gradients(kinds: str, window_size: int) -> int:
-    """Rooms for gradients on their way home: one being computed, one leaving."""
-    return min(window_size, 2, len(kinds) - kinds.count("R"))
+def num_gradients(kinds: str, window_size: int, *, waits: bool) -> int:
+    """Rooms for gradients that pass: one being computed, one on its way home. A resident layer's pass where no update
+    `waits` for the norm."""
+    return max(min(window_size, 2, len(kinds) - kinds.count("R")), int("R" in kinds and not waits))
 
 
 def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
@@ -173,7 +174,8 @@ def placed_plan(
 
     device = {kind: each * (workload.end_params + params["R"]) for kind, each in at_home.items()}
     device["weights"] += size * params["P"]
-    slots = size * (windowed_slots + num_gradients(kinds, window_size))
+    device["gradients"] -= 0 if clipping else size * params["R"]
+    slots = size * (windowed_slots + num_gradients(kinds, window_size, waits=clipping is not None))
     slots += (states + (size if clipping else 0)) * streamed_slots
     device["buffers"] = slots * home * num_ranks
     boundary, small, device["activations"] = _activations(workload)
@@ -193,8 +195,8 @@ def placed_plan(
         # An update's fp32 copies beside boundaries, if no compiled kernel makes it.
         each, block = UPDATE_COPIES[workload.dtype], block_numel(workload.dtype)
         updates = [(each * min(block, max(workload.end_params, layer if count["R"] else 0)), boundary)]
-        if count["S"]:  # in the forward pass, or, ahead of the norm, in the backward pass
-            below = kinds.rindex("S")
+        below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
+        if below >= 0:  # in the forward pass, or, ahead of the norm or without it, in the backward pass
             kept = min(boundary * (below + (1 if clipping == "deferred" else 3)), device["activations"])
             updates.append((each * min(block, layer), kept))
         updated, kept = max(updates, key=sum)
