@@ -1,11 +1,5 @@
 """AdamW on slabs: the very bits of torch.optim.AdamW(fused=True), in fp32 and in mixed precision, on either memory.
 
-The fp32 master of a bf16 weight is split: the weight is its high half, so 12 bytes a parameter hold weight, master and
-moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits are stored
-beside it. At a tie these two match two masters, one rounded up and one rounded down; a 17th bit tells which: the sign
-of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its master,
-whose exponent may be beyond fp16's: that is stored whole, 14 bytes a parameter.
-
 A kernel of ours (adamw_kernel.py; a GPU's, adamw_cuda.py) updates a layer in one pass. Without a compiler torch's fused
 kernel updates one block after another, so that temporary fp32 copies are small and stay in the cache.
 """
@@ -20,29 +14,10 @@ from torch import Tensor
 
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from methods.offload import adamw_cuda, adamw_kernel, torch_ops  # noqa: F401  registers the kernel
+from methods.offload.state import State, joined, keep_
 from methods.shared.memory_needs import VECTOR
 
 Factor = Tensor | float | None  # scale of a gradient; None is 1
-
-
-class State(NamedTuple):
-    """Flat slabs of equal length: weights in the workload's dtype, moments in fp32, and the master.
-
-    The master is None for fp32 weights; fp32; or int16, the low half that bf16 weights lack.
-    """
-
-    weights: Tensor
-    master: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-    @property
-    def is_split(self) -> bool:
-        return self.master is not None and self.master.dtype == torch.int16
-
-    def cut(self, start: int, stop: int) -> State:
-        """Return the elements [start, stop) of each slab."""
-        return State(*(None if slab is None else slab[start:stop] for slab in self))  # type: ignore[arg-type]
 
 
 class AdamSettings(NamedTuple):
@@ -94,41 +69,6 @@ def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
             room -= -(-(end - start) // VECTOR) * VECTOR
             start = end
     return found
-
-
-def joined(state: State) -> Tensor:
-    """Return the fp32 master: a slab of the state, or a copy joined from both halves."""
-    if state.master is None or not state.is_split:
-        return state.weights if state.master is None else state.master
-    master = torch.empty_like(state.exp_avg)
-    low, high = _halves(master)
-    low.copy_(state.master)
-    high.copy_(state.weights.view(torch.int16))
-    high.add_(state.master.bitwise_right_shift(15))  # less 1 where the low half, as a signed number, is negative
-    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))  # and 1 more where it is marked
-    return master
-
-
-def keep_(state: State, values: Tensor) -> None:
-    """Store these values as the fp32 master, and renew the marks in a split state's second moment."""
-    if values is not state.weights:
-        state.weights.copy_(values)
-    if state.master is None or not state.is_split:
-        if state.master is not None and state.master is not values:
-            state.master.copy_(values)
-        return
-    low, high = _halves(values)
-    state.master.copy_(low)
-    rest = state.master.bitwise_right_shift(15)  # as joined() has it, less what it ought to have
-    rest.add_(state.weights.view(torch.int16)).sub_(high)
-    _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(rest.eq_(-1).bitwise_left_shift_(15))
-
-
-def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the low and the high 16 bits of fp32 values, as views of int16: no copy is made, and none that torch's
-    kernels would make of numbers of two widths."""
-    halves = values.view(torch.int16)
-    return halves[::2], halves[1::2]
 
 
 def update(

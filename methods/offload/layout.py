@@ -68,10 +68,3 @@ def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Make the tensor the module's parameter of that name, which may have dots."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
-
-
-def kept_dtypes(dtype: str) -> list[torch.dtype]:
-    """Return the dtypes of AdamW's state besides the weights: the master (none in fp32, half of it in bf16), two
-    moments."""
-    master = {"fp32": [], "bf16": [torch.int16], "fp16": [torch.float32]}[dtype]
-    return [*master, torch.float32, torch.float32]

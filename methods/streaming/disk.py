@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.devices.streams import Device, pages
 from methods.offload import torch_ops  # noqa: F401  registers reading and writing
-from methods.offload.layout import kept_dtypes
+from methods.offload.state import kept_dtypes
 from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
 

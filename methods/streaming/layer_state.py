@@ -21,9 +21,10 @@ from harness.core.method import TensorState
 from harness.core.model import new_layer
 from harness.devices.streams import Device, num_update_threads
 from methods.offload import adamw_kernel
-from methods.offload.adamw import AdamStep, Factor, Settings, State, chunks, joined, keep_, update
+from methods.offload.adamw import AdamStep, Factor, Settings, chunks, update
 from methods.offload.clip import Clip, norms_of
-from methods.offload.layout import cut, install, kept_dtypes, layout_of
+from methods.offload.layout import cut, install, layout_of
+from methods.offload.state import State, joined, keep_, kept_dtypes, master_of
 from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
 from methods.shared.terms import Terms
 
@@ -301,17 +302,6 @@ class LayerState:
         columns = map(self.layout.views, columns)
         for name, *tensors in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, *tensors)
-
-
-def master_of(state: State) -> Tensor:
-    """Return the whole fp32 master; a split one is joined in blocks, which stay in the cache, on the host: a device may
-    have no room for it."""
-    if not state.is_split:
-        return joined(state)
-    master = torch.empty(len(state.exp_avg))
-    for start in range(0, len(master), CHUNK):
-        master[start : start + CHUNK] = joined(state.cut(start, start + CHUNK))
-    return master
 
 
 def draw(states: Sequence[LayerState], workload: Workload) -> None:

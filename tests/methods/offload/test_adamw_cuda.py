@@ -16,7 +16,8 @@ from torch.utils import cpp_extension
 from harness.core import native_build
 from harness.core.method import create
 from methods.offload import adamw_cuda
-from methods.offload.adamw import joined, keep_, published_settings
+from methods.offload.adamw import published_settings
+from methods.offload.state import joined, keep_
 from tests.methods.offload.test_adamw_kernel import NUM_STEPS, NUMEL, by_torch, empty_state, pieces, random
 from tests.support.training import tiny
 

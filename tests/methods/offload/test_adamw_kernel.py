@@ -20,7 +20,8 @@ from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, watching
 from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel
-from methods.offload.adamw import AdamStep, Piece, State, chunks, joined, keep_, published_settings, update
+from methods.offload.adamw import AdamStep, Piece, chunks, published_settings, update
+from methods.offload.state import State, joined, keep_
 from tests.support.races import VectorClock, finish
 from tests.support.training import settled, tiny
 
