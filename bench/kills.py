@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,15 +36,15 @@ END_SECONDS = 90.0  # time in which an orphan has written its record, or was end
 
 
 class Call:
-    """A call in a session of its own that waits for the call's last step."""
+    """A call in a session of its own that hears its first step, and its last."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, words: Sequence[str] = WORDS) -> None:
         environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "HARNESS_LOCKS": str(folder), "KILLS": str(folder)}
-        words = [sys.executable, "-m", "harness", *WORDS, "--results", str(folder / "results")]
+        call = [sys.executable, "-m", "harness", *words, "--results", str(folder / "results")]
         hears = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup's call would inherit that it is ignored
-        self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        self.process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                                         env=environment, start_new_session=True, preexec_fn=hears)  # fmt: skip
-        self.has_trained = threading.Event()
+        self.has_begun, self.has_trained = threading.Event(), threading.Event()
         self.listener = threading.Thread(target=self._listen)
         self.listener.start()
 
@@ -51,8 +52,11 @@ class Call:
         assert self.process.stdout
         for line in self.process.stdout:
             with contextlib.suppress(ValueError):
-                if json.loads(line).get("step") == 40:
-                    self.has_trained.set()
+                if step := json.loads(line).get("step"):
+                    self.has_begun.set()
+                    if step == 40:
+                        self.has_trained.set()
+        self.has_begun.set()
         self.has_trained.set()
 
     def kill(self, whom: str, number: signal.Signals) -> None:
