@@ -70,7 +70,7 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
         for job in [] if is_quick else jobs(used, names):
             probed = None if method.create(job.method, job.options).bit_exact else NONE
             finished += Sweep(results, report=tell, probe=probed).run([job])
-    numbers = QUICK_CASES if is_quick else case.numbers()
+    numbers = QUICK_CASES if is_quick else case.numbers_of_all()
     finished += collect.make(numbers, used, results, results / "figures", as_json, methods=names, probe=NONE)
     index, review = page.write(results)
     minutes = (time.monotonic() - started) / 60

@@ -157,7 +157,8 @@ def largest(**words: Any) -> None:
 def case(**words: Any) -> None:
     """Make a figure of the papers, or all: run what is missing, write the table, draw it.
 
-    overlap is a figure of this project: which copies hide behind compute in one step.
+    Two figures are this project's, and not in all: 8, which scales over ranks, and overlap, which shows the copies
+    that hide behind compute in one step.
     """
     from harness.evidence import collect
 

@@ -208,7 +208,7 @@ def main(
     Raises ValueError for an unknown case, profile or machine."""
     there = [*map(str, case.numbers()), overlap.NAME]
     if number not in ("all", *there):
-        raise ValueError(f"expected a case of {', '.join(there)}, or all of those with a number, got {number!r}")
+        raise ValueError(f"expected a case of {', '.join(there)}, or all, got {number!r}")
     records = records_of(results)
     used = case.profile_of(profile, machine, records[-1].machine if only and records else None)
     out = out or results / "figures"
@@ -219,7 +219,7 @@ def main(
     if number == overlap.NAME:  # it makes its own runs
         with reporter(as_json) as report:
             return overlap.main(used, results, out, only, report)
-    numbers = case.numbers() if number == "all" else [int(number)]
+    numbers = case.numbers_of_all() if number == "all" else [int(number)]
     used = dataclasses.replace(used, repeats=repeats or used.repeats)
     if not only:
         return make(numbers, used, results, out, as_json, math.inf if seconds is None else seconds, probe=probe)

@@ -43,6 +43,7 @@ class Case(ABC):
     look: ClassVar[Mapping[str, Any]] = {}  # options of plot.figure
     mixes_metrics: ClassVar[bool] = False  # True: its rows have other metrics, too
     picks: ClassVar[bool] = False  # True: its figure may use any runs, chosen by pick()
+    in_all: ClassVar[bool] = True  # False: `case all`, demo and notebook leave it out, and no claim is about it
 
     def __init_subclass__(cls) -> None:
         """Set the class's title, and report failures of its functions in one line with the file."""
@@ -111,6 +112,11 @@ REGISTRY = Cases("case", cases, _number)
 
 def numbers() -> list[int]:
     return sorted(REGISTRY.files())
+
+
+def numbers_of_all() -> list[int]:
+    """Return the numbers of the cases that `case all` makes."""
+    return [number for number in numbers() if load(number).in_all]
 
 
 def call(number: int, profile_name: str = "") -> str:

@@ -78,22 +78,21 @@ def entry_of(record: Record) -> str | None:
 
 def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
     """Predict the step of a run that trained; None for other records, and if rates are not known."""
-    rates = rates_of(record) if record.samples_per_second and record.job.world_size == 1 else None
+    rates, job = rates_of(record) if record.samples_per_second else None, record.job
     if rates is None:
         return None
-    job = record.job
     try:
         trained = method.create(job.method, job.options, folders)
-        room = dataclasses.replace(job.budget.room, rates=rates)
-        return predicted(trained, job.workload, trained.plan(job.workload, room), rates)
+        room = dataclasses.replace(job.budget.share(job.world_size).room, rates=rates)
+        return predicted(trained, job.workload, trained.plan(job.workload, room), rates, job.world_size)
     except ValueError:  # a method or an option that no longer exists
         return None
 
 
 def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[str, Accuracy]:
-    """Return the accuracy by method, over the runs that trained."""
+    """Return the accuracy by method, over the runs that trained on one device."""
     ratios: dict[str, list[float]] = {}
-    for record in records:
+    for record in (each for each in records if each.job.world_size == 1):
         foretold, measured = of_record(record, folders), record.median_step_seconds
         if foretold and measured:
             ratios.setdefault(record.job.method, []).append(measured / foretold.seconds - 1)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from harness.core import method
 from harness.core.job import GIB, MEMORIES, Budget, Job, Workload, gib
-from harness.core.rates import Rates
 from harness.core.record import Record
 from harness.devices import named_machines
 from harness.forecast.accuracy import accuracy, entry_of, error_of, is_here, measured_for
@@ -166,12 +165,10 @@ class Advice:
     def _try(self, trained: method.Method, place: TrainingPlace, options: dict[str, Any], workload: Workload) -> Try:
         method.check(trained, workload, self.folders)
         room, num_ranks = place.room_for(workload), options.get("world_size", 1)
-        if num_ranks > 1:
-            rates = room.rates and _shared(room.rates, num_ranks)
-            room = replace(room, host_bytes=room.host_bytes and room.host_bytes // num_ranks, rates=rates)
+        room = replace(room, host_bytes=room.host_bytes and room.host_bytes // num_ranks)
         plan = trained.plan(workload, room)
-        part = replace(workload, batch_size=workload.batch_size // num_ranks)
-        return Try(workload, options, plan, room, predicted(trained, part, plan, room.rates) if room.rates else None)
+        foretold = predicted(trained, workload, plan, room.rates, num_ranks) if room.rates else None
+        return Try(workload, options, plan, room, foretold)
 
     def _speeds(self, found: Try) -> dict[str, Any]:
         names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
@@ -315,10 +312,3 @@ def _rank(row: dict[str, Any]) -> tuple[int, float]:
     if row["step_seconds"] is None:
         return 2, 0.0
     return (0 if row["is_exact"] else 1), -row["tokens_per_second"]
-
-
-def _shared(rates: Rates, num_ranks: int) -> Rates:
-    """Return what each of several ranks on one host has of its rates."""
-    of_host = ("host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes")
-    names = [f"{name}_per_second" for name in of_host]
-    return replace(rates, **{name: getattr(rates, name) / num_ranks for name in names})

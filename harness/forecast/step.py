@@ -8,6 +8,8 @@ with measurements.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from harness.core.job import Plan, Workload
 from harness.core.method import Method
 from harness.core.rates import Rates
@@ -23,14 +25,18 @@ COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK = (
 )
 
 
-def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates) -> Forecast:
-    """Predict a step on one device."""
+def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num_ranks: int = 1) -> Forecast:
+    """Predict a step on one device, or of ranks on one host, whose plan is one rank's. Each has its part of the batch
+    and of the host. What they exchange takes no time, but where a plan knows its schedule."""
     if plan.step_seconds:
         return Forecast(plan.step_seconds, plan.binds)
-    at_host = _updated_on_host(workload, plan, resources.MOMENT_BYTES)
+    workload = replace(workload, batch_size=workload.batch_size // num_ranks)
+    rates = shared(rates, num_ranks)
+    updated = workload.num_params if num_ranks == 1 else _updated_by_rank(workload, plan)
+    at_host = min(updated, _updated_on_host(workload, plan, resources.MOMENT_BYTES))
     parts = {
         COMPUTE: sum(resources.compute_seconds(workload, rates)),
-        ON_DEVICE: resources.device_update_seconds(workload.num_params - at_host, workload, rates),
+        ON_DEVICE: resources.device_update_seconds(updated - at_host, workload, rates),
         COPIES: resources.copy_seconds(plan.moved_bytes, rates),
         ON_HOST: max(resources.host_update_seconds(at_host, workload, rates)),
         DISK: resources.disk_seconds(plan.disk_bytes, rates),
@@ -38,6 +44,15 @@ def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates) -> 
     hidden = sum(parts[part] for word, part in (("copies", COPIES), ("updates", ON_HOST)) if word in trained.hides)
     seconds = sum(parts.values()) - min(hidden, parts[COMPUTE] + parts[ON_DEVICE])
     return Forecast(seconds, max(parts, key=lambda part: parts[part]))
+
+
+def shared(rates: Rates, num_ranks: int) -> Rates:
+    """Return what each of several ranks on one host has of its rates: all of a device's, where each has its own."""
+    of_host = ["host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes"]
+    if rates.is_host:
+        of_host += ["device_flops", "head_flops", "device_bytes", "inbound_bytes", "outbound_bytes"]
+    named = {f"{name}_per_second": getattr(rates, f"{name}_per_second") for name in of_host}
+    return replace(rates, **{name: rate / num_ranks for name, rate in named.items() if rate})
 
 
 def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
@@ -59,3 +74,9 @@ def _updated_on_host(workload: Workload, plan: Plan, bytes_each: int) -> float:
     parameter may have."""
     states = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
     return min(workload.num_params, states / bytes_each) if plan.updates_on_host else 0.0
+
+
+def _updated_by_rank(workload: Workload, plan: Plan) -> float:
+    """Return the parameters that a rank updates: all, or its part, as its plan has their states."""
+    states = sum(memory.get("optimizer", 0) for memory in (plan.device, plan.host, plan.disk))
+    return min(workload.num_params, states / resources.MOMENT_BYTES)

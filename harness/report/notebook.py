@@ -49,7 +49,7 @@ def show_neighbors() -> None:
 def show_minutes(profile: str | None, machine: str | None, results: Path) -> None:
     """Show a line for each case: the time that its missing runs take, at a rough rate."""
     used = case.profile_of(profile, machine)
-    for number in case.numbers():
+    for number in case.numbers_of_all():
         print(f"case {number}: {collect.closing_line(collect.Campaign([number], used, results).points(), used)}")
 
 

@@ -74,12 +74,12 @@ def test_the_demo_shows_all_and_the_notebook_shows_it_again(tmp_path: Path, comp
     ended = {record.job.method: record for record in read_all(tmp_path)[0].values()}
     without = set(re.findall(r"^left out: (\S+):", done.stderr, re.MULTILINE))  # not built, when it began
     assert set(ended) == set(method.names()) - without and without <= {"superoffload", "zenflow", "zero-infinity-nvme"}
-    for number in case.numbers():
+    for number in case.numbers_of_all():
         assert (tmp_path / "figures" / f"case{number}_demo.png").exists()
     assert (tmp_path / "report/index.html").exists()
     # What is recorded needs no run: the notebook shows it all at once.
     there = set(tmp_path.glob("log_*"))
     outputs = executed(tmp_path)
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == len(case.numbers())
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == len(case.numbers_of_all())
     assert "NOT TESTED: " in "".join(output.get("text", "") for output in outputs)
     assert set(tmp_path.glob("log_*")) == there

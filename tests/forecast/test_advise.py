@@ -66,6 +66,26 @@ def test_a_step_is_the_sum_of_what_is_not_hidden() -> None:
     assert found.seconds == pytest.approx(max(compute, plan.moved_bytes / 1e9) + params / 1e8)
 
 
+@pytest.mark.parametrize("is_host", [False, True])
+def test_ranks_split_a_step_and_share_the_host(is_host: bool) -> None:
+    """By hand: each of two ranks computes half, moves half, updates half by half of the host's cores; on a CPU they
+    share its compute and its copies, too."""
+    workload, rates = Workload(num_layers=2), dataclasses.replace(RATES, is_host=is_host)
+    params, compute = workload.num_params, workload.flops_per_step / 1e12
+    trained = create("zero-offload", {"world_size": 2})
+    found = predicted(trained, workload, trained.plan(workload, Room()), rates, num_ranks=2)
+    split = (compute + 2 * 4 * params / 1e9) / (1 if is_host else 2)
+    assert found.seconds == pytest.approx(split + params / 1e8)
+
+
+def test_a_rank_updates_all_that_it_keeps_states_of() -> None:
+    """By hand: each rank of megatron-lm, which shares no states, updates all weights on its device."""
+    workload = Workload(num_layers=2)
+    trained = create("megatron-lm", {"world_size": 2})
+    found = predicted(trained, workload, trained.plan(workload, Room()), RATES, num_ranks=2)
+    assert found.seconds == pytest.approx(workload.flops_per_step / 2e12 + 28 * workload.num_params / 1e11)
+
+
 @pytest.mark.parametrize("name", DATASHEETS)
 def test_every_datasheet_has_a_source_and_rates(name: str) -> None:
     entry = named_machines.load(name)

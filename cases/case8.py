@@ -1,0 +1,76 @@
+"""Ours: what do more ranks bring? Throughput of every method that has ranks, at 1, 2 and 4 of them.
+
+Strong scaling splits one batch over the ranks; weak scaling gives each rank one sample. Each rank has a GPU of its own,
+or a part of the CPU's cores: there nothing gets faster, and the figure shows what ranks cost. Foretold by the machine's
+rates (harness/forecast/step.py), where they are known; what ranks exchange is left out, but for Varuna's pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from cases import _case8_figure
+from cases.case2 import OURS, STREAMED
+from harness.core.job import Budget, Job
+from harness.core.record import Record
+from harness.figures import measurements, plot
+from harness.figures.case import Case
+from harness.figures.point import FigureRow, row_of
+from harness.figures.profile import CaseProfile
+from harness.forecast import accuracy
+
+RANKS = (1, 2, 4)
+STRONG, WEAK = "strong", "weak"
+FORETOLD = "foretold_samples_per_second"
+
+
+class Scaling(Case):
+    metric = "samples_per_second"
+    methods = (
+        "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme", "megatron-lm", "varuna", "l2l", OURS,
+    )  # fmt: skip
+    mixes_metrics = True
+    in_all = False
+
+    def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
+        """Return a profile for each size of a batch. Without a GPU ranks are on the CPU, not on a simulated device,
+        which has one rank only."""
+        its = replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used
+        sizes = dict.fromkeys([*RANKS, its.workload.batch_size])
+        return tuple(replace(its, workload=replace(its.workload, batch_size=size)) for size in sizes)
+
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        found = [job for _, _, job in self._points(used)]
+        return [job for index, job in enumerate(found) if job not in found[:index]]
+
+    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+        """Return what was measured, and after each point what was foretold of it."""
+        found = []
+        for series, num_ranks, job in self._points(used):
+            own = [record for record in records if record.job.world_size == num_ranks]
+            if repeats := measurements.repeats(job, own):
+                row = replace(row_of(self.metric, repeats), series=series, x=float(num_ranks))
+                found.append(row)
+                if forecast := accuracy.of_record(repeats[-1]):
+                    speed = repeats[-1].samples_per_step / forecast.seconds
+                    found.append(
+                        replace(row, metric=FORETOLD, value=speed, low=None, high=None, scatter=None, keys=(),
+                                origin="simulated", clock="", num_steps=None, steps=(), load=None, values=())
+                    )  # fmt: skip
+        return found
+
+    def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
+        return _case8_figure.figure(rows, self.methods, note)
+
+    def _points(self, used: CaseProfile) -> Iterator[tuple[str, int, Job]]:
+        """Yield each point: its series, its ranks, its job."""
+        by_size = {each.workload.batch_size: each for each in self.profiles(used)}
+        whole = used.workload.batch_size
+        for name in self.methods:
+            streamed = {"window_size": used.window_at(used.common), **STREAMED} if name == OURS else {}
+            for series, sizes in ((STRONG, [whole] * len(RANKS)), (WEAK, RANKS)):
+                for num_ranks, size in zip(RANKS, sizes, strict=True):
+                    # A record of one rank may leave its number out.
+                    options = streamed | ({"world_size": num_ranks} if num_ranks > 1 else {})
+                    yield series, num_ranks, by_size[size].job(name, used.common, **options)
