@@ -50,18 +50,20 @@ class SpeedAtLargestSizes(Case):
         groups = []
         for name in BASELINES:
             own = [row for row in rows if row.method == name]
-            depths = {row.num_layers for row in own}
+            depths = sorted({row.num_layers for row in own})
             ours = [row for row in rows if row.method == OURS and row.num_layers in depths]
-            groups.append((method.load(name).label, [own, ours]))
+            size = f"\n{' and '.join(map(str, depths))} layers" if depths else ""
+            groups.append((f"{method.load(name).label}{size}", [own, ours]))
         plot.bars(axes, groups)
         plot.tilt(axes)
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return each baseline at its largest depth that trained, with a passed gate if there is one, and STRONGHOLD
-        there."""
+        there. A log's run counts with the speed that it had until it ended, as published of L2L."""
         found = []
         for name in BASELINES:
-            trained = [row for row in rows if row.method == name and plot.succeeded(row)]
+            own = [row for row in rows if row.method == name]
+            trained = [row for row in own if plot.succeeded(row) or (row.origin == "imported" and row.has_number)]
             found += sorted(trained, key=lambda row: (row.valid, row.num_layers))[-1:]
         depths = {row.num_layers for row in found}
         return found + [row for row in rows if row.method == OURS and row.num_layers in depths]

@@ -124,12 +124,15 @@ class Record:
     @property
     def timed_seconds(self) -> list[float]:
         """Seconds of the steps after warm-up, which begins after those from a checkpoint, and leaves one step; of a
-        log, the means of its intervals without warm-up. None of a run that shared its device."""
+        log, the means of its intervals without warm-up, at least the last one, as published of a run that was killed
+        after one interval. None of a run that shared its device."""
         if not self.is_timed:
             return []
         resumed = self.schedule.get("resumed_steps", 0)
         steps = max(resumed, min(resumed + self.job.warmup, self.job.steps - 1))
         warmup = -(-steps // self.interval_steps)
+        if self.origin == "imported":
+            warmup = min(warmup, len(self.step_seconds) - 1)
         return [seconds for seconds in self.step_seconds[warmup:] if seconds is not None]
 
     @property

@@ -1,7 +1,8 @@
 """A case's figure of any records in a folder: runs made by hand, of any sizes, and imported logs.
 
 A figure has one machine, device, dtype, size of a step and budget. If records differ in these, nothing is drawn: the
-error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure shows.
+error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure shows. Of several
+windows the published one is shown in cases about other options: another case tries the others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from harness.core.job import gib
 from harness.core.record import Record
 from harness.figures import case, frame, measurements
 from harness.figures.point import FigureRow
+from harness.figures.profile import PUBLISHED_WINDOW
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -62,8 +64,12 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
         raise ValueError(f"no record here of {names}{asked}; try {case.call(number)} first, or run one by hand")
     _check_alike(number, ALIKE, told)
     jobs = [record.job for record in found.drop_duplicates(frame.JOB)[frame.RECORD]]
-    picked = its.pick(measurements.rows(its.metric, jobs, list(found[frame.RECORD])))
-    if its.axis != "window_size" and its.metric != "params":
+    rows = measurements.rows(its.metric, jobs, list(found[frame.RECORD]))
+    is_of_one_window = its.axis != "window_size" and its.metric != "params"
+    if is_of_one_window and any(row.window_size == PUBLISHED_WINDOW for row in rows):
+        rows = [row for row in rows if row.window_size in (None, PUBLISHED_WINDOW)]
+    picked = its.pick(rows)
+    if is_of_one_window:
         windows = [str(row.window_size) for row in picked if row.status == "ok" and row.window_size]
         _check_alike(number, ("window_size",), {"window_size": windows})
     return picked

@@ -20,6 +20,7 @@ from methods.shared.memory_needs import state_bytes
 
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
+PUBLISHED_WINDOW = 15  # of the cases about other options
 PROBE = {"steps": 5, "warmup": 2}  # runs of a search: memory has settled by then
 ROOM = 0.9  # share of a budget that a plan with free choices may fill, because plans leave something out
 
@@ -124,7 +125,7 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     memories = _memories(on, facts, device) if is_whole else _memories(on or named_machines.PUBLISHED, {}, device)
     workload, budget = _shrunk(factor, memories, on_gpu=factor < 16)
     lengths = {"steps": 20, "warmup": 5, "repeats": 3} if name == "paper" else {"steps": 10, "warmup": 3, "repeats": 1}
-    found = CaseProfile(f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=15)
+    found = CaseProfile(f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=PUBLISHED_WINDOW)
     return _fitted(found, methods) if name == "fit" and factor == 1 else found
 
 
@@ -140,7 +141,7 @@ def _demo() -> CaseProfile:
 def _fitted(found: CaseProfile, methods: Iterable[str]) -> CaseProfile:
     """Set the depths to those planned for the profile's memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
-    at_home = sum(state_bytes(found.workload).values())  # of each parameter of a layer that is streamed
+    at_home = sum(state_bytes(found.workload, host=True).values())  # of each parameter of a layer that is streamed
     streamed = int(ROOM * (found.budget.host_bytes or 0) / (at_home * found.workload.layer_params))
     return dataclasses.replace(found, common=max(2, common), deepest=max(3, common + 1, streamed))
 

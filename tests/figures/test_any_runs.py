@@ -12,7 +12,7 @@ from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.evidence import collect
 from harness.figures import any_runs, case, case_files
-from tests.support import records
+from tests.support import logs, records
 
 SMALL = Workload(hidden_size=256, batch_size=2)
 FAILED = Gate("failed", "loss", "another loss")
@@ -44,6 +44,29 @@ BY_HAND = [
 )
 def test_each_case_shows_its_part_of_runs_made_by_hand(number: int, shown: list[tuple[str, int]]) -> None:
     assert [(row.method, row.num_layers) for row in any_runs.table(number, BY_HAND)] == shown
+
+
+WINDOWS = [run("stronghold", 4, window) for window in (2, 4, 15)]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_of_several_windows_the_published_one_is_shown_where_the_case_is_not_about_windows(number: int) -> None:
+    """The published order of runs leaves windows of case 5 beside those of the others: they were refused."""
+    others = [each for each in BY_HAND if each.job.method != "stronghold"]
+    shown = any_runs.table(number, [*others, *WINDOWS])
+    assert [(row.num_layers, row.window_size) for row in shown if row.method == "stronghold"] == [(4, 15)]
+    (chosen,) = any_runs.table(4, WINDOWS, ["window_size=2"])
+    assert chosen.window_size == 2
+
+
+def test_the_published_logs_make_the_pairs_of_the_published_panel(tmp_path: Path) -> None:
+    """L2L was killed at 78 layers, and its pair is there; it was shown at 32."""
+    for name in logs.CURVES:
+        logs.write_published(tmp_path / "logs", name)
+    found = logs.imported(tmp_path / "logs", results=tmp_path)
+    pairs = {(row.method, row.num_layers, row.window_size) for row in case.published(2)}
+    assert {(row.method, row.num_layers, row.window_size) for row in any_runs.table(2, found)} == pairs
+    assert {row.status for row in any_runs.table(2, found) if row.num_layers == 78} == {"oom-host", "ok"}
 
 
 def test_a_failed_gate_stays_one() -> None:
