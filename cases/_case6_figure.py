@@ -21,8 +21,8 @@ RULES = {
 SMALL_PRINT = (
     "one after another: the models' steps added up, each batch size timed alone, starting a model left out;"
     " by turns: all models trained at once by Hydra, a round is the same samples for each\n"
-    "simulated: schedules under a virtual clock, nothing of them was run; devices are alike, and moving a shard costs"
-    " what it cost in the unit as measured"
+    "simulated: schedules under a virtual clock, nothing was run; devices are alike, moving a shard costs what it cost"
+    " as measured; makespan: a mark is the mean, its line reaches the largest"
 )
 
 
@@ -96,7 +96,7 @@ def _turns(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
             axes.broken_barh(boxes, (height - 0.38, 0.76), facecolors=color, linewidth=0)
     axes.set_yticks(range(len(models)), models, fontsize=5.8)
     last = max((row.x or 0.0) + (row.value or 0.0) for row in rows)
-    axes.set(xlim=(0, last), ylim=(len(models) - 0.4, -0.6), xlabel="seconds")
+    axes.set(xlim=(0, last), ylim=(len(models) - 0.4, -0.6), xlabel="Seconds")
     kinds = {row.series for row in rows}
     axes.legend(
         handles=[Patch(facecolor=color, label=kind) for kind, color in UNIT_COLORS.items() if kind in kinds],
@@ -114,5 +114,5 @@ def _speed_ups(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
         text = f"{points[-1][1]:.3g}" if points[-1][1] < 100 else f"{points[-1][1]:,.0f}"
         look: Any = {"textcoords": "offset points", "fontsize": 5.8, "color": plot.EDGE}
         axes.annotate(text, points[-1], xytext=(2, -8), **look)
-    axes.set(xscale="log", yscale="log", xlabel="devices", xlim=(0.7, 3 * most))
+    axes.set(xscale="log", yscale="log", xlabel="Devices", xlim=(0.7, 3 * most))
     axes.legend(loc="upper left")

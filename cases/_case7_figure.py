@@ -15,7 +15,7 @@ TRACE = {"morphs": ("morphs to the machines that are there", "#B8860B"),
          "restarts": ("restarts from its last hourly checkpoint", "#B0413E")}  # fmt: skip
 SMALL_PRINT = (
     "schedules: 9 stages, 64 micro-batches, messages with a jitter of 0.3, mean of 3 seeds; foretold: by a profile"
-    " (stages x micro-batch)\ntrace: synthetic, seeded; 355 M parameters on up to 12 machines of one V100, batch 256\n"
+    " of the same model\ntrace: synthetic, seeded; 355 M parameters on up to 12 machines of one V100, batch 256\n"
     "a change costs {} where the job morphs, else 300 s (assumed) and the work since the checkpoint"
 )
 
@@ -49,7 +49,7 @@ def _schedules(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
             axes.plot(*zip(*points, strict=True), mark + "-", color=color, markersize=4, label=NAMES[name])
     axes.axhline(1.26, color=plot.EDGE, linewidth=0.6, linestyle=":")
     axes.text(0, 1.262, "published: up to 26 %", fontsize=5.8, color=plot.EDGE, va="bottom")
-    axes.set(xlabel="seconds of a message (forward pass: 1 s)", ylabel="Step time over Varuna's")
+    axes.set(xlabel="Seconds of a message (forward pass: 1 s)", ylabel="Step time over Varuna's")
     axes.legend(loc="center right", bbox_to_anchor=(1, 0.42))
 
 
@@ -61,9 +61,10 @@ def _foretold(axes: plot.Axes, rows: Sequence[FigureRow], note: str) -> None:
     for x, y, text in points:
         axes.plot(x, y, "o", color=LOOKS["varuna"][0], markersize=4)
         look: Any = {"textcoords": "offset points", "fontsize": 5.8, "color": plot.EDGE}
-        # Away from the diagonal.
-        axes.annotate(text, (x, y), xytext=(0, 5 if y >= x else -10), ha="center", **look)
-    axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured step (s)", ylabel="Foretold step (s)")
+        # Away from the diagonal, and towards the middle of the panel.
+        side = "left" if x < most / 2 else "right"
+        axes.annotate(text, (x, y), xytext=(0, 5 if y >= x else -10), ha=side, **look)
+    axes.set(xlim=(0, most), ylim=(0, most), xlabel="Measured step time (s)", ylabel="Foretold step time (s)")
 
 
 def _morphs(axes: plot.Axes, losses: Sequence[FigureRow], workers: Sequence[FigureRow]) -> None:
@@ -78,9 +79,9 @@ def _morphs(axes: plot.Axes, losses: Sequence[FigureRow], workers: Sequence[Figu
         color = {"undisturbed": "#C9C9C9", "morphed": "#B8860B"}[name]
         axes.plot(*zip(*points, strict=True), line, color=color, linewidth=width, label=name)
     low, high = min(row.value or 0.0 for row in losses), max(row.value or 0.0 for row in losses)
-    axes.set(xlabel="step", ylabel="Loss", ylim=(low - 0.5 * (high - low), high + 0.05 * (high - low)))
+    axes.set(xlabel="Step", ylabel="Loss", ylim=(low - 0.5 * (high - low), high + 0.05 * (high - low)))
     axes.legend(loc="upper right")
-    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in workers if row.series == "morphed"], "workers", low)
+    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in workers if row.series == "morphed"], "Workers", low)
 
 
 def _trace(
@@ -93,9 +94,9 @@ def _trace(
         if points:
             axes.step(*zip(*points, strict=True), where="post", color=color, label=f"{text}, mean {mean[name]:.0f}")
     top = max((row.value or 0.0 for row in speeds), default=1.0)
-    axes.set(xlabel="hours", ylabel=plot.LABELS["samples_per_second"], ylim=(-0.5 * top, 1.45 * top))
+    axes.set(xlabel="Hours", ylabel=plot.LABELS["samples_per_second"], ylim=(-0.5 * top, 1.45 * top))
     axes.legend(loc="upper right", fontsize=5.6)
-    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in machines], "machines", 0.0)
+    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in machines], "Machines", 0.0)
 
 
 def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str, lowest: float) -> None:

@@ -34,7 +34,7 @@ class StepTimeByDepth(Case):
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
         plot.line(axes, [(row.num_layers, row) for row in rows], method.load(OURS).label)
-        axes.set_xlabel("#Layers")
+        axes.set_xlabel("Layers")
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         return sorted(rows, key=lambda row: row.num_layers)

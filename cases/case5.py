@@ -33,8 +33,7 @@ class StepTimeByWindow(Case):
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
         plot.bars(axes, [(str(row.window_size), [[row]]) for row in rows])
-        axes.set_xlabel("window (layers)")
-        axes.set_ylabel(plot.axis_text("Iteration time", rows))
+        axes.set_xlabel("Window (layers)")
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return the rows at the depth that has most windows; of several such depths the largest."""

@@ -150,7 +150,7 @@ def _steps(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _group(num_stages: int, chunk_size: int) -> str:
-    return f"{num_stages} x {chunk_size}"
+    return f"{num_stages} stage{'' if num_stages == 1 else 's'}, micro-batches of {chunk_size}"
 
 
 def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:

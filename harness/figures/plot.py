@@ -37,9 +37,13 @@ FOOT_POINTS = 4.1
 DOTS = "timed steps"  # their group, and their name in the legend
 STYLE = Path(__file__).with_name("paper.mplstyle")
 CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
-SCALES = {"params": ((1e9, "B"), (1e6, "M")), "step_seconds": ((1e-3, "ms"),), "samples_per_second": ((1.0, ""),)}
+SCALES = {
+    "params": ((1e9, "billions"), (1e6, "millions")),
+    "step_seconds": ((1e-3, "ms"),),
+    "samples_per_second": ((1.0, ""),),
+}
 LABELS = {
-    "params": "Model Size", "step_seconds": "Iteration Time", "samples_per_second": "Throughput (samples/s)",
+    "params": "Parameters", "step_seconds": "Step time", "samples_per_second": "Throughput (samples/s)",
 }  # fmt: skip
 
 
@@ -242,8 +246,8 @@ def axis_text(name: str, rows: Sequence[FigureRow]) -> str:
 
 
 def number(value: float) -> str:
-    """Format three significant digits; all digits from 1000 on."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    """Format three significant digits, so that the numbers of a panel have equally many; all digits from 1000 on."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
 def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str) -> str:

@@ -49,7 +49,7 @@ def test_steps_are_foretold_by_the_profile_beside_the_measured_ones(tmp_path: Pa
     last backward pass; then one update."""
     rows = left_by_measuring(tmp_path)
     foretold = {row.group: (row.x, row.value) for row in rows if row.metric == "foretold_seconds"}
-    assert foretold["1 x 1"] == (2.0, 2 * 4.0 + 1.0)
+    assert foretold["1 stage, micro-batches of 1"] == (2.0, 2 * 4.0 + 1.0)
     claimed = {row.series: row.value for row in rows if row.origin == "simulated" and row.metric == PIPELINES.metric}
     assert claimed["varuna"] and 1.15 < (claimed["1f1b"] or 0.0) / claimed["varuna"] < 1.35
 
@@ -98,10 +98,22 @@ def test_the_figure_has_its_four_panels(tmp_path: Path) -> None:
     assert len(titles) == 4 and sum("simulated" in title for title in titles) == 2
 
 
+def test_the_names_of_foretold_steps_say_what_they_are_within_their_panel(tmp_path: Path) -> None:
+    """They were "1 x 1"."""
+    rows = left_by_measuring(tmp_path)
+    made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
+    made.draw_without_rendering()
+    (panel,) = [axes for axes in made.axes if "foretold" in axes.get_title(loc="left")]
+    assert [text.get_text() for text in panel.texts] == ["1 stage, micro-batches of 1", "2 stages, micro-batches of 1"]
+    frame = panel.get_window_extent()
+    assert all(text.get_window_extent().x0 >= frame.x0 and text.get_window_extent().x1 <= frame.x1
+               for text in panel.texts)  # fmt: skip
+
+
 def test_the_trace_of_machines_lies_below_all_speeds(tmp_path: Path) -> None:
     rows = left_by_measuring(tmp_path)
     made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
     (speed,) = [axes for axes in made.axes if axes.get_title(loc="left") == "simulated: synthetic trace of machines"]
-    (machines,) = [axes for axes in made.axes if axes.get_ylabel() == "machines"]
+    (machines,) = [axes for axes in made.axes if axes.get_ylabel() == "Machines"]
     most, zero = machines.transData.transform((0, 12)), speed.transData.transform((0, 0))
     assert most[1] < zero[1] and min(speed.get_yticks()) == 0

@@ -76,7 +76,7 @@ def test_every_line_of_a_panel_is_seen_whole() -> None:
 
 def test_lines_of_a_panel_have_one_unit() -> None:
     axes = drawn_lines("params", *ours(method="resident", num_layers=2, value=5e9)).axes[0]
-    assert axes.get_ylabel() == "Model Size (B)"
+    assert axes.get_ylabel() == "Parameters (billions)"
     assert max(max(each.get_ydata()) for each in axes.lines if each.get_label() == "L2L") == pytest.approx(3.2e-11)
 
 
@@ -110,14 +110,14 @@ def test_a_size_that_failed_is_a_cross_and_no_bar() -> None:
 def test_the_number_of_a_bar_stands_inside_of_it_where_a_larger_size_failed() -> None:
     failed = ours(status="oom-device", valid=False, value=1.2e6)
     texts = list(drawn(1, ours() + failed)[0].texts)
-    assert [text.get_text() for text in texts] == ["1"] and texts[0].get_position()[1] < 1
+    assert [text.get_text() for text in texts] == ["1.00"] and texts[0].get_position()[1] < 1
     (alone,) = drawn(1, failed)[0].texts
-    assert (alone.get_text(), alone.get_color()) == ("1.2", plot.CROSS) and alone.get_position()[1] > 1.2
+    assert (alone.get_text(), alone.get_color()) == ("1.20", plot.CROSS) and alone.get_position()[1] > 1.2
 
 
 def test_a_search_that_is_not_finished_is_told_on_the_bar_and_below() -> None:
     rows = ours(is_final=False)
-    assert [text.get_text() for text in drawn(1, rows)[0].texts] == ["\N{GREATER-THAN OR EQUAL TO} 1"]
+    assert [text.get_text() for text in drawn(1, rows)[0].texts] == ["\N{GREATER-THAN OR EQUAL TO} 1.00"]
     assert "L2L: search not finished" in plot.caption(rows, [], "")
     assert "search not finished" not in plot.caption(ours(), [], "")
 
@@ -138,7 +138,7 @@ def test_each_timed_step_of_a_bar_is_a_dot() -> None:
     axes = drawn(3, speeds())[0]
     (dots,) = [each for each in axes.collections if each.get_gid() == plot.DOTS]
     assert dots.get_offsets()[:, 1].tolist() == [1.0, 1.5, 2.0, 2.0, 2.5, 3.0]
-    assert axes.texts[-1].get_text() == "2" and axes.texts[-1].get_position()[1] > 3.0  # above the highest dot
+    assert axes.texts[-1].get_text() == "2.00" and axes.texts[-1].get_position()[1] > 3.0  # above the highest dot
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,18 @@ def _svg_with_small_print(made: plot.Figure) -> str:
     return plot.svg(made)
 
 
+def test_numbers_of_a_panel_have_equally_many_digits() -> None:
+    assert [plot.number(value) for value in (0.5, 0.571, 1, 12.25, 123, 999.4, 999.6, 7935.2)] == [
+        "0.500", "0.571", "1.00", "12.2", "123", "999", "1000", "7935",
+    ]  # fmt: skip
+
+
+def test_each_pair_of_case_2_says_its_layers() -> None:
+    rows = [*speeds(method="l2l", num_layers=7), *speeds(num_layers=7)]
+    names = [[text.get_text() for text in axes.get_xticklabels()] for axes in drawn(2, rows)]
+    assert names[0][1] == "L2L\n7 layers" and names[1][1] == "L2L\n78 layers"
+
+
 def test_published_bars_are_hatched_and_ours_are_not() -> None:
     left, right = drawn(1, ours())
     assert {bar.get_hatch() for bar in left.patches} == {None}
@@ -220,11 +232,11 @@ def test_the_small_line_tells_machine_clock_profile_window_and_what_error_bars_a
     assert "gate not passed: L2L: loss differs" in plot.caption(ours(valid=False, reason="loss differs"), [], "")
 
 
-def test_the_axes_are_the_published_ones() -> None:
+def test_the_axes_have_one_spelling_of_each_metric() -> None:
     labels = [axes.get_ylabel() for number in range(1, 6) for axes in drawn(number, [])[1:]]
     assert labels == [
-        "Model Size (B)", "Throughput (samples/s)", "Throughput (samples/s)", "Iteration Time (ms)",
-        "Iteration time (ms)",
+        "Parameters (billions)", "Throughput (samples/s)", "Throughput (samples/s)", "Step time (ms)",
+        "Step time (ms)",
     ]  # fmt: skip
     ticks = [text.get_text() for text in drawn(1, [])[1].get_xticklabels()]
     assert ticks == ["Megatron-LM", "L2L", "ZeRO-Offload", "ZeRO-Infinity", "STRONGHOLD"]

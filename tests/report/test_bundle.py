@@ -111,7 +111,7 @@ def test_the_page_of_case_7_shows_what_was_measured_beside_its_runs(tmp_path: Pa
         tar.extractall(tmp_path, filter="data")
     text = (tmp_path / bundle.FOLDER / "report" / "index.html").read_text()
     drawn = [base64.b64decode(each).decode() for each in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", text)]
-    assert len(drawn) == 1 and "<!-- 1 x 1 -->" in drawn[0]
+    assert len(drawn) == 1 and "<!-- 1 stage, micro-batches of 1 -->" in drawn[0]
     assert "<!-- morphed -->" in drawn[0] and "No morphed job here" not in drawn[0]
 
 
