@@ -362,6 +362,13 @@ class Varuna(nn.Module):
         progress = Progress(self.num_steps, self.scale.value, self.scale.num_good)
         return self._checkpoints.save(self._folder(folder), step, {**asdict(progress), **(notes or {})})
 
+    def saved(self, step: int | None = None) -> None:
+        """Called by all processes of a script that saves its state by itself, when a step's is durable: the launcher
+        then goes on from that step, and gives it to the script as --resume_step. The script sets `num_steps` to it
+        after it has loaded its state. `step`: the number of steps taken, if not given."""
+        if self._link:
+            self._link.tell("saved", step=self.num_steps if step is None else step)
+
     def load_checkpoint(
         self, folder: str | Path | None = None, step: int | None = None, form: type[Progress] = Progress
     ) -> int:

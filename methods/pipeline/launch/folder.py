@@ -43,7 +43,8 @@ def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     is_known = isinstance(found, dict) and set(needed) <= found.keys()
-    if not is_known or not all(type(found.get(name, 0)) is int for name in NUMBERS):
+    has_numbers = is_known and all(type(found.get(name, 0)) is int for name in NUMBERS)
+    if not has_numbers or type(found.get("saved") or 0) is not int:
         raise ValueError(f"{place}: expected what a launcher writes, got {text[:60]!r}; try another --folder")
     return found
 
@@ -75,7 +76,7 @@ class Folder:
         if other:
             name = other[0]
             raise ValueError(f"{path}: it holds a job with {name} {there.get(name)}, not {job[name]}; try --folder")
-        self.state = {"round": 0, "end": None, **there, **job}
+        self.state = {"round": 0, "end": None, "saved": None, **there, **job}  # saved: the step, by the script itself
         self.keep()
         self.steps = open(path / "steps.jsonl", "a")  # noqa: SIM115
         self.events = open(path / "events.jsonl", "a")  # noqa: SIM115
@@ -111,15 +112,21 @@ class Folder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def saved_steps(self) -> list[int]:
+        """Return the steps from which the job can go on, in order: of complete checkpoints, or the one that the script
+        has saved by itself, which alone it can load."""
+        saved = self.state["saved"]
+        return complete_steps(self.checkpoints) if saved is None else [saved]
+
     def resume(self) -> int | None:
-        """Return the step of the newest complete checkpoint within the record, and cut the record there; None: start
-        from the beginning."""
+        """Return the newest step that is saved within the record, and cut the record there; None: start from the
+        beginning."""
         path = self.path / "steps.jsonl"
         found = read_lines(path, "step")
         # Nobody has recorded what ranks did after their launcher or an agent was killed.
         reached = found[-1]["step"] if found else 0
-        complete = complete_steps(self.checkpoints)
-        step = max((each for each in complete if each <= reached), default=min(complete, default=None))
+        saved = self.saved_steps()
+        step = max((each for each in saved if each <= reached), default=min(saved, default=None))
         lost = [line for line in found if line["step"] > (step or 0)]
         self.steps.close()
         if lost:

@@ -22,7 +22,6 @@ from typing import Any
 from harness.base import fork_server
 from harness.base.rank_agent import GRACE_SECONDS, Rendezvous
 from harness.core.failures import LOST_RANK
-from methods.pipeline.checkpoint_folders import complete_steps
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.machines import MachineLine, Remote, is_here, read_list
@@ -69,6 +68,7 @@ class Round:
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # reports by step and rank
+    saved: dict[int, set[int]] = field(default_factory=dict)  # ranks by the step that their script has saved itself
     is_seated: bool = False  # True: ranks run, and take signals
     is_stopping: bool = False  # True: the ranks have agreed to stop
     asked_to_stop: float | None = None
@@ -335,6 +335,11 @@ class Launcher:
             running.errors[event["rank"]] = event["text"]
         elif kind == "stopping":
             running.is_stopping = True
+        elif kind == "saved":
+            ranks = running.saved.setdefault(event["step"], set())
+            ranks.add(event["rank"])
+            if len(ranks) == running.spread.num_ranks:
+                self.folder.keep(saved=event["step"])
         if kind == "step":
             running.told.setdefault(event["step"], {})[event["rank"]] = event
         if kind in ("step", "alive", "store"):
@@ -438,11 +443,12 @@ class Launcher:
         return INTERRUPTED
 
     def _tell_unsaved(self) -> None:
-        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step: their script saves by itself."""
-        saved = max(complete_steps(self.folder.checkpoints), default=0)
+        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step: their script saves by itself, and
+        does not tell."""
+        saved = max(self.folder.saved_steps(), default=0)
         if saved < self.furthest:
             lost = f"the steps after {saved} are trained again"
-            remedy = "let the script's handler call model.checkpoint().result()"
+            remedy = "let the script's handler call model.checkpoint().result(), or model.saved() after it has saved"
             self.say(f"no checkpoint of step {self.furthest} was written at SIGUSR1: {lost}; {remedy}")
 
     def _event(self, event: str, **facts: Any) -> None:

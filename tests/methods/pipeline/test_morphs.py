@@ -393,6 +393,48 @@ def test_a_signal_to_the_launcher_reaches_the_script_whose_handler_must_save(han
     assert not left_of(tmp_path)
 
 
+SAVES_BY_ITSELF = f"""
+import os, time, torch
+from methods.pipeline.link import done
+{EXAMPLE}
+
+class Varuna(own_gpt.Varuna):
+    def checkpoint(self):
+        torch.save([dict(self.named_parameters()), self.optimizer.state_dict()], "own.pt")
+        self.saved()
+        return done()
+
+    def load_checkpoint(self, step):
+        weights, state = torch.load("own.pt")
+        for name, weight in self.named_parameters():
+            weight.data.copy_(weights[name])
+        self.optimizer.load_state_dict(state)
+        self.num_steps = step
+
+    def step(self, inputs, **words):
+        if self.num_steps == 5 and not os.path.exists("own.pt"):
+            with open("list", "a") as machines:
+                machines.write("127.0.0.2\\n")
+            while signal.SIGUSR1 not in signal.sigpending():
+                time.sleep(0.01)
+        return super().step(inputs, **words)
+
+own_gpt.Varuna = Varuna
+own_gpt.main()
+"""
+
+
+@pytest.mark.heavy
+def test_a_script_that_saves_by_itself_goes_on_from_the_step_that_it_tells(tmp_path: Path) -> None:
+    """It began again at step 1 of the record, and its good steps were lost."""
+    words = ("--steps=9", "--blocks=2", "--width=32", "--tokens=16")
+    code, told = launch(tmp_path, SAVES_BY_ITSELF, "--checkpoint-every", "0", script_words=words)
+    assert code == 0 and "round 2: 2 workers on 2 machines" in told and "after step 5" in told, told
+    lines = read_lines(tmp_path / "job" / "steps.jsonl")
+    assert [(line["step"], line["round"]) for line in lines] == [(n, 1 + (n > 5)) for n in range(1, 10)]
+    assert not (tmp_path / "job" / "lost_steps.jsonl").exists()
+
+
 SLOW_SCRIPT = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT / "examples")!r})
