@@ -19,7 +19,7 @@ from harness.core.job import gib
 from harness.core.record import Record, added_folders, records_of
 from harness.figures import frame
 from harness.figures.point import RatioInterval, machine_of, ratio, row_of
-from harness.jobs.command import command
+from harness.jobs.command import again
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
 RESULTS = ROOT / "results"
@@ -247,7 +247,7 @@ def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], name
         print(f"  A's samples/s are {comparison.ratio.text} times B's ({comparison.why})")
         for repeats, folder in zip((comparison.a, comparison.b), folders, strict=True):
             where = "" if folder == RESULTS else f" --results {shlex.quote(str(folder))}"
-            print(f"  to narrow it, measure again: {command(repeats[-1].job, is_short=True)} --rerun{where}")
+            print(f"  to narrow it, measure again: {again(repeats[-1], is_short=True)} --rerun{where}")
     else:
         print(f"A is {comparison.verdict}: {comparison.ratio.text} times B's samples/s ({comparison.why})")
     for name, (ours, theirs) in data["differs"].items():

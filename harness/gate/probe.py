@@ -62,6 +62,7 @@ class Extent(NamedTuple):
 
 
 NONE = Extent(0, 0)
+LEFT_OUT = "the probe was left out"  # of a verdict without one, as the call asked
 ALL_LAYERS = MOST_LAYERS
 
 

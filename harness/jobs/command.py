@@ -7,7 +7,9 @@ from decimal import Decimal
 from typing import Any
 
 from harness.core.job import Job, Workload
+from harness.core.record import Record
 from harness.devices import machine
+from harness.gate.probe import LEFT_OUT
 
 SHORT = {"window_size": "-w", "placement": "--placement", "disk": "--disk"}  # options with a short spelling
 
@@ -39,6 +41,12 @@ def command(job: Job, is_short: bool = False) -> str:
     if not is_short or (job.steps, job.warmup) != (Job.steps, Job.warmup):
         words += ["--steps", job.steps, "--warmup", job.warmup]
     return shlex.join(["./run.sh", *map(str, words)])
+
+
+def again(record: Record, is_short: bool = False) -> str:
+    """Return the call that repeats a record's run, judged as that was."""
+    is_unprobed = LEFT_OUT in record.gate.text
+    return command(record.job, is_short) + (" --no-probe" if is_unprobed else "")
 
 
 def size_text(size: float) -> str:

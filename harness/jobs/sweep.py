@@ -21,7 +21,7 @@ from harness.devices import device_lock, machine
 from harness.forecast.fit import largest, resolve
 from harness.forecast.run_time import probe_seconds, run_seconds
 from harness.gate import probe
-from harness.gate.probe import MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
+from harness.gate.probe import LEFT_OUT, MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
 from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
 from harness.places.shared.place import Place, write_end
 from harness.run.launch import Report, launch
@@ -276,7 +276,7 @@ class Sweep:
         if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
             return verdict
         extent = self.extent.or_more(_probed(whole))  # at least the extent of an earlier verdict
-        left_out = Probe(untested="the probe was left out")
+        left_out = Probe(untested=LEFT_OUT)
         found = train_probe(whole.job, number, extent, self._probe_runs()) if extent else left_out
         return with_probe(verdict, whole.models()[number], found)
 

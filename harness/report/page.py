@@ -29,7 +29,7 @@ from harness.figures import profile as scaled
 from harness.figures.point import FEWEST_FOR_INTERVAL, FigureRow, machine_of
 from harness.figures.profile import CaseProfile
 from harness.forecast import advise
-from harness.jobs.command import command
+from harness.jobs.command import again
 from harness.report import conclusion
 from harness.report import tables as pages
 from harness.report.tables import Cell, Entry
@@ -246,7 +246,7 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
     used = list(_profiles(runs))
     references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
     loose = _each(
-        command(record.job)
+        again(record)
         for record in runs
         if record.key not in references and not any(case.is_of(each, record.job) for each in used)
     )

@@ -13,7 +13,7 @@ from typing import Any
 from pandas import DataFrame
 
 from harness.core import method
-from harness.core.job import Job, gib, params_text
+from harness.core.job import gib, params_text
 from harness.core.record import Record
 from harness.evidence import examine, judge, verify
 from harness.evidence.examine import value_text
@@ -22,7 +22,7 @@ from harness.figures import frame
 from harness.figures.point import METRICS, FigureRow
 from harness.forecast.accuracy import has_disk
 from harness.forecast.advise import Advice, fits_text, name_text, off_text
-from harness.jobs.command import command
+from harness.jobs.command import again
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
 LOOKS = {
@@ -80,11 +80,11 @@ class Entry:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        record, job, gate = self.record, self.record.job, self.record.gate
+        record, gate = self.record, self.record.gate
         told = {
             "ended": _joined(f"{record.status}, in phase {record.phase or 'unknown'}", record.reason),
             "gate": _joined(gate.verdict, gate.reason, gate.text),
-            "run again": _run_again(job) if record.origin == "run" else "",
+            "run again": _run_again(record) if record.origin == "run" else "",
             "origin": f"{record.origin}, {self.when}, clock {record.clock}",
             "options": frame.options(record),
             "peaks": ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items()),
@@ -110,11 +110,12 @@ class Entry:
         return "{\n" + ",\n".join([*lines, f' "{TENSORS}": "{len(told)}, in {self.path.name}"']) + "\n}"
 
 
-def _run_again(job: Job) -> str:
-    """Return the call that measures a job once more, with the folder that its method lies in, if not the project's."""
-    file = method.REGISTRY.files().get(job.method)
+def _run_again(record: Record) -> str:
+    """Return the call that measures a record's job once more, with the folder that its method lies in, if not the
+    project's."""
+    file = method.REGISTRY.files().get(record.job.method)
     added = [] if file is None or file.parent == method.REGISTRY.own else ["--methods", str(file.parent)]
-    return f"{command(job)} {shlex.join([*added, '--rerun'])}"
+    return f"{again(record)} {shlex.join([*added, '--rerun'])}"
 
 
 def _joined(*parts: str) -> str:

@@ -19,6 +19,8 @@ from harness.core.record import Gate, Record
 from harness.evidence import claims, verify
 from harness.evidence.judge import Finding
 from harness.figures import case
+from harness.gate.probe import LEFT_OUT
+from harness.jobs.command import command
 from harness.report import conclusion, tables
 from harness.report import page as report
 from tests.cli.test_main import run
@@ -171,6 +173,13 @@ def test_a_record_is_shown_whole_but_for_its_tensors(page: Page) -> None:
     shown = json.loads(page.pres[-2])
     assert shown.pop("tensors") == "1, in log_3.json"
     assert shown == {name: value for name, value in RECORDS[3].to_dict().items() if name != "tensors"}
+
+
+@pytest.mark.parametrize(("left", "words"), [("", ""), (f"; {LEFT_OUT}", " --no-probe")])
+def test_the_call_that_repeats_a_run_leaves_the_probe_out_where_the_run_did(left: str, words: str) -> None:
+    run = dataclasses.replace(RECORDS[0], gate=Gate("exact", "", f"bit-equal{left}"))
+    told = dict(tables.Entry(1, Path("log.json"), run).facts)["run again"]
+    assert told == f"{command(run.job)}{words} --rerun"
 
 
 def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
