@@ -11,10 +11,13 @@ from harness.core import method
 from harness.core.job import MEMORIES, Budget, Job, Room, gib, params_text
 from harness.devices import machine, named_machines
 from harness.forecast.advise import Decision, Remedy, is_usable, name_text, off_text, settings_text
+from harness.forecast.run_time import text
 from harness.forecast.training_place import TrainingPlace
 from harness.jobs.command import command, size_text
+from harness.jobs.next_calls import minutes
 
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
+PLAN = "./run.sh plan"  # starts the calls that train nothing
 HERE = "here"  # where a call runs: this machine, or one by name
 
 
@@ -46,19 +49,35 @@ def next_calls(place: TrainingPlace, made: Decision) -> dict[str, str]:
     row = made.chosen
     if row is None:
         return _calls_without(place, made)
+    call = command(_chosen_job(place, made), is_short=True)
+    return {HERE: call} if place.name is None else {f"on {place.name}": call, HERE: _plan(place, call)}
+
+
+def _chosen_job(place: TrainingPlace, made: Decision) -> Job:
+    row = made.chosen
+    assert row
     options = row["asked"] | ({"disk": row["options"]["disk"]} if row["disk"] and "disk" in row["options"] else {})
     load = replace(made.workload, batch_size=row["batch_size"], micro_batches=row["micro_batches"])
+    budget, device = (place.asked, place.device) if place.name is None else (Budget(), machine.devices()[0])
+    return Job(row["method"], load, options, budget, device)
+
+
+def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str:
+    """Return how long the proposed training takes; empty where none is proposed, or its speed is not known."""
+    if made.chosen is None:
+        return ""
+    job = _chosen_job(place, made)
     if place.name is None:
-        return {HERE: command(Job(row["method"], load, options, place.asked, place.device), is_short=True)}
-    there = command(Job(row["method"], load, options, device=machine.devices()[0]), is_short=True)
-    return {f"on {place.name}": there, HERE: _plan(place, there)}
+        return minutes(job, folders)
+    seconds = job.steps * made.chosen["step_seconds"]
+    return f"{job.steps} steps in about {text(seconds)}; its reference and its probe come on top"
 
 
 def _plan(place: TrainingPlace, call: str) -> str:
     """Return the call that plans on a machine elsewhere what this one would run."""
     assert place.name
     listed = place.name in named_machines.names()
-    words = ["./run.sh plan", call.removeprefix("./run.sh "), named_machines.words(place.name) if listed else ""]
+    words = [PLAN, call.removeprefix("./run.sh "), named_machines.words(place.name) if listed else ""]
     for memory in MEMORIES:
         size = getattr(place.asked, f"{memory}_bytes")
         words.append(f"--{memory}-memory {size_text(size)}" if size else "")
@@ -110,12 +129,16 @@ def show(decided: dict[str, Any]) -> None:
     print(decided["decision"])
     for where, call in decided["next"].items():
         print(f"next, {where}: {call}")
+        if decided["cost"] and not call.startswith(PLAN):
+            print(f"  {decided['cost']}")
     changes = [each["text"] for each in decided["changes"]]
     for title, told in (("why", decided["why"]), ("what would change it", changes)):
         if told:
             print(f"{title}:")
             print("\n".join(f"  {each}" for each in told))
     print(decided["memories"])
+    if decided["caution"]:
+        print(decided["caution"])
 
 
 def show_rows(made: Decision, tokens: float | None) -> None:

@@ -10,13 +10,13 @@ import click
 from click.core import ParameterSource
 
 from harness.cli import options
-from harness.cli.advice_text import next_calls, reasons, remedy_text, sentence, show, show_rows
+from harness.cli.advice_text import cost, next_calls, reasons, remedy_text, sentence, show, show_rows
 from harness.cli.job_options import parse_option, size_options, workload_options, workloads
 from harness.cli.options import Amount
 from harness.core import method
 from harness.core.job import Budget
 from harness.core.record import records_of
-from harness.devices import named_machines
+from harness.devices import machine, named_machines
 from harness.forecast import memories
 from harness.forecast.advise import SEARCHED, Advice
 from harness.forecast.training_place import named_place, this_place
@@ -79,9 +79,11 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
     decided = {
         "decision": sentence(place, room, made, context.meta.get(options.MODEL), tokens or 1e9),
         "next": next_calls(place, made),
+        "cost": cost(place, made, folders),
         "why": reasons(place, made, folders),
         "changes": [remedy._asdict() | {"text": remedy_text(remedy)} for remedy in remedies],
         "memories": memories.told(place.name, asked, room, place.device),
+        "caution": "" if place.name else machine.caution(place.device, made.workload),
     }
     if as_json:
         print(json.dumps(decided | {"chosen": made.chosen}))

@@ -111,10 +111,10 @@ def told(entry: dict[str, Any]) -> str:
     by_threads = ", ".join(f"{rate / GB:.2f} by {threads}" for threads, rate in updates["alone"].items())
     under = updates["under_copies"]
     indent = "\n" + " " * 20
-    busy = (entry["load_average"] or 0) > machine.facts()["cores"]
+    busy = "; the machine was busy: calibrate again when it is not" if machine.was_busy(entry) else ""
     return indent.join((
         f"{entry['device']} {entry['dtype']}, {entry['hidden_size']} wide, {entry['batch_size']} x {entry['seq_len']}"
-        f" tokens, {entry['date']}" + ("; the machine was busy: calibrate again when it is not" if busy else ""),
+        f" tokens, {entry['date']}{busy}",
         f"layer of {computed['batch_size']} x {computed['seq_len']} tokens: forward {layer['forward_seconds']:.3g} s,"
         f" recompute and backward {layer['backward_seconds']:.3g} s;"
         f" {of_layers:.3g} TFLOP/s, the head's {of_head:.3g}",

@@ -249,11 +249,31 @@ def rank_room(job: Job) -> Room:
 def rates(device: str, workload: Workload) -> Rates | None:
     """Return the rates of the calibration nearest to this workload, if any. A simulated device computes as the CPU
     does."""
+    entry = _calibration(device, workload)
+    return Rates(**entry["rates"]) if entry else None
+
+
+def caution(device: str, workload: Workload) -> str:
+    """Return a caution where these rates were measured beside other work, which makes them too low; else nothing."""
+    entry = _calibration(device, workload)
+    if entry is None or not was_busy(entry):
+        return ""
+    load, cores = f"{entry['load_average']:.3g}", facts()["cores"]
+    return (
+        f"caution: this machine's rates were measured at a load of {load} on {cores} cores, so times are foretold too"
+        " long: repeat ./run.sh doctor --calibrate when nothing else runs"
+    )
+
+
+def was_busy(entry: dict[str, Any]) -> bool:
+    """True if other work ran beside a calibration."""
+    return (entry.get("load_average") or 0) > facts()["cores"]
+
+
+def _calibration(device: str, workload: Workload) -> dict[str, Any] | None:
     kind = "cuda" if device == "cuda" else "cpu"
     found = [entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)]
-    if not found:
-        return None
-    return Rates(**min(found, key=lambda entry: abs(math.log(entry["forward_flops"] / workload.layer_flops)))["rates"])
+    return min(found, key=lambda entry: abs(math.log(entry["forward_flops"] / workload.layer_flops)), default=None)
 
 
 def calibrations() -> list[dict[str, Any]]:

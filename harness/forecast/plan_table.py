@@ -39,6 +39,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
     row |= {name: getattr(plan, name) for memory in MEMORIES for name in (memory, f"{memory}_bytes")}
     row |= {"least_step_seconds": least_seconds(part, plan, room.rates), "time_binds": plan.binds}
+    row |= {"caution": "" if job.budget.rates else machine.caution(job.device, workload)}
     row |= {"fits": shortfall is None, "shortfall": shortfall}
     row |= {"largest_layers": depth, "binding": _binding(trained, job, room, depth)}
     return {**row, "exact": _exact(resolved, folders)} if exact else row
@@ -100,6 +101,10 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
         print("world_size: bytes are one rank's, which has a device of its own and its part of the host's budget.")
     print("binds: the memory that one layer more than the largest would pass.")
     print("seconds, at least: a bound by the machine's rates (machines.yaml, or doctor --calibrate), if all overlaps.")
+    if foretold := dict.fromkeys(row["method"] for row in planned if row["time_binds"]):
+        print(f"seconds of {' and '.join(foretold)}: no bound, but foretold by the order of passes that the plan has.")
+    for caution in dict.fromkeys(row["caution"] for row in planned if row["caution"]):
+        print(caution)
     for row in found:
         if "error" in row:
             print(f"left out: {row['method']}, {row['num_layers']} layers: {row['error']}")

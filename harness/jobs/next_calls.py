@@ -42,7 +42,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
     """Return commands, each with its effect and duration, for a job as it was asked for."""
     with contextlib.suppress(ValueError):  # a fixed placement, or sizes that no factor divides
         scaled, factor = to_fit(job, folders)
-        if factor > 1 and (told := _minutes(scaled, folders)):
+        if factor > 1 and (told := minutes(scaled, folders)):
             load = scaled.workload
             sizes = f"{load.num_layers} layers x {load.hidden_size}, {load.seq_len} tokens, {load.vocab_size} words"
             memories = f"{gib(scaled.budget.device_bytes or 0)} of device, {gib(scaled.budget.host_bytes or 0)} of host"
@@ -52,7 +52,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
     depth = largest(trained, job, machine.rank_room(job))
     if depth:
         smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
-        if told := _minutes(smaller, folders):
+        if told := minutes(smaller, folders):
             yield command(smaller, is_short=True), f"the largest depth that fits as it is; {told}"
     is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None  # the call gave no budget
     for name in sorted(named_machines.names(), key=lambda name: name != named_machines.PUBLISHED) if is_of_here else ():
@@ -78,7 +78,7 @@ def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
     depth = min(largest(method.create(job.method, asked.options, folders), asked, room), job.workload.num_layers)
     deeper = dataclasses.replace(asked, workload=job.workload.at_depth(depth)) if depth else asked
     without = largest(method.create(job.method, job.options, folders), job, machine.rank_room(job))
-    if depth > without and (told := _minutes(deeper, folders)):
+    if depth > without and (told := minutes(deeper, folders)):
         yield command(deeper, is_short=True), f"with layers on the disk; {told}"
 
 
@@ -88,8 +88,8 @@ def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:
     return False
 
 
-def _minutes(job: Job, folders: tuple[Path, ...]) -> str:
-    """Tell the time of the run and its reference, if it fits; empty if it does not."""
+def minutes(job: Job, folders: tuple[Path, ...]) -> str:
+    """Tell the time of the run here and its reference, if it fits; empty if it does not."""
     seconds = _seconds_of_all([job], folders)
     return _about(seconds) if seconds else ""
 

@@ -108,6 +108,15 @@ def test_the_calibration_of_the_nearest_size_is_used() -> None:
     assert machine.rates("cpu", Workload(dtype="bf16")) is None and machine.rates("cuda", small) is None
 
 
+@pytest.mark.parametrize(("load", "is_busy"), [(0.5, False), (1000.0, True)])
+@pytest.mark.parametrize("verb", ["plan", "advise"])
+def test_who_uses_rates_that_were_measured_beside_other_work_says_so(verb: str, load: float, is_busy: bool) -> None:
+    machine.keep_calibration({**entry(Workload(), 1e12), "load_average": load})
+    told = run(verb, "-m", "resident", "-l", "2").stdout
+    assert (f"caution: this machine's rates were measured at a load of {load:.3g} on " in told) == is_busy
+    assert "caution" not in run(verb, "-m", "resident", "-l", "2", "--machine", "v100-vm").stdout
+
+
 def test_the_entry_of_this_machine_gives_elsewhere_the_rates_that_were_measured_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

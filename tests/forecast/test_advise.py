@@ -19,6 +19,7 @@ from harness.forecast.accuracy import Accuracy, accuracy, error_of
 from harness.forecast.advise import SEARCHED, WORTH, Advice, Decision
 from harness.forecast.best_settings import NEAR
 from harness.forecast.fit import resolve
+from harness.forecast.run_time import text
 from harness.forecast.sized_model import sized
 from harness.forecast.step import predicted
 from harness.forecast.training_place import named_place, this_place
@@ -247,6 +248,9 @@ def test_every_next_call_plans_what_was_decided(words: str, tmp_path: Path) -> N
     ended = cli.run("advise", *words.split(), "--json", "--results", tmp_path)
     told = json.loads(ended.stdout.splitlines()[0])
     assert told["next"]
+    if told["chosen"]:  # all of them elsewhere: at the steps that a call has by default
+        seconds = 20 * told["chosen"]["step_seconds"]
+        assert told["cost"] == f"20 steps in about {text(seconds)}; its reference and its probe come on top"
     for where, call in told["next"].items():
         if "--calibrate" in call:
             continue
@@ -316,7 +320,8 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
     )
     assert "10 billion tokens in " in lines[0] and "forecasts were up to" in lines[0]
     assert lines[1].startswith(f"next, on rtx4090: ./run.sh -m {rows[0]['method']} -l 48 -h 1600")
-    assert lines[3:5] == ["why:", f"  a step takes {rows[0]['step_seconds']:.3g} s, bound by {rows[0]['binds']}"]
+    assert lines[2].startswith("  20 steps in about ") and lines[3].startswith("next, here: ./run.sh plan ")
+    assert lines[4:6] == ["why:", f"  a step takes {rows[0]['step_seconds']:.3g} s, bound by {rows[0]['binds']}"]
     assert "what would change it:" in lines
     assert any(line.strip().startswith("resident ") and "lacks 2.1 GiB of device" in line for line in lines)
 

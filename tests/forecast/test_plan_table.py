@@ -241,6 +241,12 @@ def test_where_megatron_lm_holds_less_than_was_published_the_reason_is_said() ->
     assert 16 * Workload(num_layers=32).num_params < 29.9 * GIB < 20 * Workload(num_layers=32).num_params
 
 
+@pytest.mark.parametrize(("names", "told"), [("l2l", []), ("l2l,stronghold", ["stronghold"])])
+def test_seconds_that_a_plan_foretells_are_told_apart_from_bounds(names: str, told: list[str]) -> None:
+    lines = run("plan", "-m", names, "-l", "32", "--machine", "v100-vm").stdout.splitlines()
+    assert [line.split()[2].rstrip(":") for line in lines if line.startswith("seconds of ")] == told
+
+
 def test_no_step_is_planned_shorter_than_its_arithmetic_its_copies_or_the_hosts_adam() -> None:
     """By hand: 4 * 32 * (24 T D^2 + 2 T S D) + 6 T V D = 57.5e12 operations at 10e12 a second; 400 GB of copies over a
     link of 10 GB/s each way; 8 GB of moments, so 1e9 parameters, at 0.05 billion a second."""
