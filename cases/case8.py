@@ -45,7 +45,8 @@ class Scaling(Case):
         return [job for index, job in enumerate(found) if job not in found[:index]]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return what was measured, and after each point what was foretold of it."""
+        """Return what was measured, and after each point what was foretold of it. Methods that were not run on one rank
+        are left out: other cases have runs of ranks, too."""
         found = []
         for series, num_ranks, job in self._points(used):
             own = [record for record in records if record.job.world_size == num_ranks]
@@ -58,7 +59,8 @@ class Scaling(Case):
                         replace(row, metric=FORETOLD, value=speed, low=None, high=None, scatter=None, keys=(),
                                 origin="simulated", clock="", num_steps=None, steps=(), load=None, values=())
                     )  # fmt: skip
-        return found
+        alone = {row.method for row in found if row.x == 1.0}
+        return [row for row in found if row.method in alone]
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
         return _case8_figure.figure(rows, self.methods, note)

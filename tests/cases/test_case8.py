@@ -64,5 +64,11 @@ def test_nothing_is_foretold_of_a_machine_without_rates() -> None:
     assert {row.origin for row in rows({"cpu": "some CPU", "cores": 2})} == {"run"}
 
 
+def test_a_method_without_a_run_of_one_rank_has_no_panel() -> None:
+    made = [record(job, 1.0) for job in SCALING.jobs(DEMO, {}) if job.world_size == 1 or job.method == "varuna"]
+    kept = [each for each in made if each.job.world_size > 1 or each.job.method != "varuna"]
+    assert {row.method for row in SCALING.table(kept, DEMO)} == set(SCALING.methods) - {"varuna"}
+
+
 def test_it_is_not_in_all() -> None:
     assert 8 in case.numbers() and 8 not in case.numbers_of_all()
