@@ -78,9 +78,10 @@ class Stronghold(Method):
         return options
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        host = adamw_kernel.describe(workload.dtype)
-        split = adamw_cuda.describe() if device == "cuda" else "the host's"
-        adam = f"{host}; torch's on the device, but for streamed layers whose master is in halves: {split}"
+        adam = adamw_kernel.describe(workload.dtype)
+        if device == "cuda":
+            halves = f"of masters in halves: {adamw_cuda.describe()}"
+            adam += f"; on the device {halves if workload.dtype == 'bf16' else 'torch AdamW, fused'}"
         row = describe(workload, "this project", adam)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row
 

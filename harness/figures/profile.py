@@ -141,7 +141,7 @@ def _demo() -> CaseProfile:
 def _fitted(found: CaseProfile, methods: Iterable[str]) -> CaseProfile:
     """Set the depths to those planned for the profile's memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
-    at_home = sum(state_bytes(found.workload, host=True).values())  # of each parameter of a layer that is streamed
+    at_home = sum(state_bytes(found.workload).values())  # of each parameter of a layer that is streamed
     streamed = int(ROOM * (found.budget.host_bytes or 0) / (at_home * found.workload.layer_params))
     return dataclasses.replace(found, common=max(2, common), deepest=max(3, common + 1, streamed))
 

@@ -1,14 +1,7 @@
 """AdamW on slabs: the very bits of torch.optim.AdamW(fused=True), in fp32 and in mixed precision, on either memory.
 
-On the host the fp32 master of a bf16 weight is split: the weight is its high half, so 12 bytes a parameter hold weight,
-master and moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits
-are stored beside it. At a tie these two match two masters, one rounded up and one rounded down; a 17th bit tells which:
-the sign of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its
-master, which is stored whole: 14 bytes a parameter.
-
-A kernel of ours (adamw_kernel.py; a GPU's, adamw_cuda.py) updates a layer in one pass. Without a compiler, and where a
-bf16 weight lies beside a whole master, torch's fused kernel updates one block after another, so that temporary fp32
-copies are small and stay in the cache.
+A kernel of ours (adamw_kernel.py; a GPU's, adamw_cuda.py) updates a layer in one pass. Without a compiler torch's fused
+kernel updates one block after another, so that temporary fp32 copies are small and stay in the cache.
 """
 
 from __future__ import annotations
@@ -21,29 +14,10 @@ from torch import Tensor
 
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from methods.offload import adamw_cuda, adamw_kernel, torch_ops  # noqa: F401  registers the kernel
+from methods.offload.state import State, joined, keep_
 from methods.shared.memory_needs import VECTOR
 
 Factor = Tensor | float | None  # scale of a gradient; None is 1
-
-
-class State(NamedTuple):
-    """Flat slabs of equal length: weights in the workload's dtype, moments in fp32, and the master.
-
-    The master is None for fp32 weights; fp32; or int16, the low half that bf16 weights lack.
-    """
-
-    weights: Tensor
-    master: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-    @property
-    def is_split(self) -> bool:
-        return self.master is not None and self.master.dtype == torch.int16
-
-    def cut(self, start: int, stop: int) -> State:
-        """Return the elements [start, stop) of each slab."""
-        return State(*(None if slab is None else slab[start:stop] for slab in self))  # type: ignore[arg-type]
 
 
 class AdamSettings(NamedTuple):
@@ -97,32 +71,6 @@ def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
     return found
 
 
-def joined(state: State) -> Tensor:
-    """Return the fp32 master: a slab of the state, or a copy joined from both halves."""
-    if state.master is None or not state.is_split:
-        return state.weights if state.master is None else state.master
-    bits = state.weights.view(torch.int16).int().bitwise_left_shift_(16)
-    bits.add_(state.master.int())  # converted here: torch's kernel makes copies that no memory account sees
-    bits.add_((state.exp_avg_sq.view(torch.int32) < 0).int(), alpha=1 << 16)
-    return bits.view(torch.float32)
-
-
-def keep_(state: State, values: Tensor) -> None:
-    """Store these values as the fp32 master, and renew the marks in a split state's second moment."""
-    if values is not state.weights:
-        state.weights.copy_(values)
-    if state.master is None or not state.is_split:
-        if state.master is not None and state.master is not values:
-            state.master.copy_(values)
-        return
-    bits = values.view(torch.int32)
-    state.master.copy_(bits)
-    rest = state.weights.view(torch.int16).int().bitwise_left_shift_(16)
-    rest.add_(state.master.int()).neg_().add_(bits)
-    marks = (rest == 1 << 16).int().bitwise_left_shift_(31)
-    state.exp_avg_sq.abs_().view(torch.int32).bitwise_or_(marks)
-
-
 def update(
     grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor, *,
     num_threads: int = 1, deadline: int = 0,
@@ -170,8 +118,7 @@ def takes_one_pass(grads: Tensor, state: State) -> bool:
     others."""
     if grads.device.type == "cuda":
         return state.is_split and adamw_cuda.load() is not None
-    is_whole = grads.dtype == torch.bfloat16 and not state.is_split
-    return not is_whole and adamw_kernel.load() is not None
+    return adamw_kernel.load() is not None
 
 
 def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:

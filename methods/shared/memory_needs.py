@@ -11,7 +11,10 @@ from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import OPTIMIZER_BYTES
 
 CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
-BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in mixed precision
+BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in fp16
+# Bytes for each of these elements that an update by torch's kernels takes beside the state: an fp32 gradient and, of a
+# master in halves, its copy in one piece and the marks.
+UPDATE_COPIES = {"bf16": 10, "fp16": 4}
 
 VECTOR = 16  # elements: cuts at multiples of it keep the bits of torch's AdamW kernel
 ALIGNMENT = 64  # bytes: every tensor of a slab starts where an allocation would
@@ -43,12 +46,16 @@ def writable(disk: str | None) -> Path:
         raise ValueError(f"cannot write to the folder {folder}: name another with --disk DIR") from error
 
 
-def state_bytes(workload: Workload, *, host: bool) -> dict[str, int]:
-    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; in bf16 the host's weights are half
-    of it. Temporary fp32 copies of an update are not counted."""
+def block_numel(dtype: str) -> int:
+    """Elements that the device updates at once without a kernel of ours: few where an update copies most."""
+    return CHUNK if dtype == "bf16" else BLOCK
+
+
+def state_bytes(workload: Workload) -> dict[str, int]:
+    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; in bf16 the weights are half of it.
+    Temporary fp32 copies of an update are not counted."""
     size, kept = workload.weight_bytes, OPTIMIZER_BYTES[workload.dtype]
-    halves = 2 if host and workload.dtype == "bf16" else 0
-    return {"weights": size, "gradients": size, "optimizer": kept - halves}
+    return {"weights": size, "gradients": size, "optimizer": kept - (2 if workload.dtype == "bf16" else 0)}
 
 
 def page_locked(size: int, room: Room) -> int:

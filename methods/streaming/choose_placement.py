@@ -113,12 +113,13 @@ class PlacementChoice:
         """Return windows with a letter for each layer, the preferred first.
 
         Resident layers spare the host, and a narrow window leaves room for them. Then the cheapest kind follows: in one
-        pool of memory resident layers alone, which need no slots; if no update waits for the norm, streamed layers,
-        which keep no gradient.
+        pool of memory resident layers alone, which need no slots; streamed layers, which keep no gradient if no update
+        waits for the norm, and in mixed precision spare the host the copies of an update.
         """
         num_layers, resident = self.workload.num_layers, self.resident_layers
         if resident is not None and not 0 <= resident <= num_layers:
             raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
+        spares_room = not self.workload.waits_for_norm or self.workload.dtype != "fp32"
         given = parse(self.placement, num_layers) if self.placement is not None else None
         if given is not None and resident not in (None, given.count("R")):
             raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: give one of them")
@@ -126,7 +127,7 @@ class PlacementChoice:
             yield window, given or self._filled(window, "W")
         if given is None and resident is None and self.room.device_bytes is None and self.room.host_bytes:
             yield window, "R" * num_layers
-        if given is None and not self.workload.waits_for_norm and self.world_size == 1:
+        if given is None and spares_room and self.world_size == 1:
             yield window, self._filled(window, "S")
 
     def _filled(self, window: int, letter: str) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.devices.streams import Device, pages
 from methods.offload import torch_ops  # noqa: F401  registers reading and writing
-from methods.offload.layout import kept_dtypes
+from methods.offload.state import kept_dtypes
 from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
 
@@ -59,7 +59,7 @@ class Disk:
     elements of the largest layer; `dtype`: of the weights."""
 
     def __init__(self, device: Device, folder: Path, num_layers: int, numel: int, dtype: str) -> None:
-        self.device, self.folder, self.dtypes = device, folder, kept_dtypes(dtype, host=True)
+        self.device, self.folder, self.dtypes = device, folder, kept_dtypes(dtype)
         self.numel = stored_numel(numel)
         self.files = [File(folder, num_layers * self.numel * dtype.itemsize) for dtype in self.dtypes]
         self.buffers = [

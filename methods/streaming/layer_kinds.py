@@ -28,20 +28,20 @@ from methods.offload.layout import layout_of
 from methods.shared.terms import Terms
 from methods.streaming.disk import shelves
 from methods.streaming.layer_state import LayerState, Passed, draw
-from methods.streaming.placement import num_gradients
+from methods.streaming.placement import BY_HOST, num_gradients
 from methods.streaming.slot import GradientRoom, Slot
 
 
 class ResidentLayer:
-    """R: a layer wholly on the device, updated there after the norm is known."""
+    """R: a layer wholly on the device, updated there: by its own gradient after the norm is known, or, where no update
+    waits for it, at once by one in a room that it leaves to the next layer."""
 
-    def __init__(self, state: LayerState) -> None:
-        self.state = state
+    def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
+        self.state, self.rooms = state, rooms
         state.bind(state.current.weights)
 
     def fetch_state(self) -> None: ...
     def send_gradient(self) -> None: ...
-    def update_now(self, settings: Settings, clip: Clip) -> None: ...
     def update_ahead(self, settings: Settings, clip: Clip) -> None: ...
     def drop(self) -> None: ...
 
@@ -49,9 +49,15 @@ class ResidentLayer:
         return self.state.forward(xs)
 
     def backward(self, dxs: list[Passed]) -> list[Passed]:
+        if not self.state.has_gradient:
+            self.gradients = next(self.rooms)
+            return self.gradients.backward(self.state, dxs)
         dxs = self.state.backward(dxs, self.state.grads)
         self.state.sum_gradients()
         return dxs
+
+    def update_now(self, settings: Settings, clip: Clip) -> None:
+        self.state.update(settings, clip.unclipped, self.gradients.slab)
 
     def update(self, settings: Settings, clip: Clip) -> None:
         self.state.update(settings, clip.factor)
@@ -199,13 +205,14 @@ def new_layers(
     device: Device, layers: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
     """Return the layers of a placement, bottom first. Raises OSError if the disk has no room."""
-    numels = [layout_of(module).numel for module in layers.modules]
+    numels, waits = [layout_of(module).numel for module in layers.modules], layers.terms.waits_for_norm
     stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
     on_disk = shelves(device, len(stored), disk, max(stored, default=0), layers.terms.dtype)
 
     def new_state(i: int) -> LayerState:
         kind, shelf = kinds[i], next(on_disk) if kinds[i] == "D" else None
         place: dict[str, Any] = {"host": kind != "R", "spare": speculates and kind in "PWS", "streamed": kind == "S"}
+        place["has_gradient"] = waits or kind in BY_HOST
         module, prefix, groups = layers.modules[i], layers.prefixes[i], layers.groups[i]
         return LayerState(device, module, prefix, layers.terms, shelf=shelf, groups=groups, **place)
 
@@ -214,12 +221,12 @@ def new_layers(
         places = [i for i, kind in enumerate(kinds) if (kind == "R") is is_resident]
         found |= zip(places, layers.start(new_state(i) for i in places), strict=True)
     states = [found[i] for i in range(len(kinds))]
-    largest = max((numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R"), default=0)
-    rooms = cycle([GradientRoom(states[0], largest) for _ in range(num_gradients(kinds, window_size))])
+    largest = max((numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits), default=0)
+    rooms = cycle([GradientRoom(states[0], largest) for _ in range(num_gradients(kinds, window_size, waits=waits))])
 
     def of_kind(kind: str, state: LayerState) -> Layer:
         if kind == "R":
-            return ResidentLayer(state)
+            return ResidentLayer(state, rooms)
         if kind == "S":
             return Streamed(state, rooms)
         # Parked layers wait for their updates in a thread of their own, because travelling layers must not wait behind

@@ -21,10 +21,11 @@ from harness.core.method import TensorState
 from harness.core.model import new_layer
 from harness.devices.streams import Device, num_update_threads
 from methods.offload import adamw_kernel
-from methods.offload.adamw import AdamStep, Factor, Settings, State, chunks, joined, keep_, update
+from methods.offload.adamw import AdamStep, Factor, Settings, chunks, update
 from methods.offload.clip import Clip, norms_of
-from methods.offload.layout import cut, install, kept_dtypes, layout_of
-from methods.shared.memory_needs import BLOCK, CHUNK, shared_numel
+from methods.offload.layout import cut, install, layout_of
+from methods.offload.state import State, joined, keep_, kept_dtypes, master_of
+from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
 from methods.shared.terms import Terms
 
 if TYPE_CHECKING:
@@ -48,10 +49,10 @@ class LayerState:
     dtype. Layers are made in the order of the forward pass, which is also the order of their updates' deadlines.
 
     `spare` is a second state, which takes an update made ahead of the clip factor; a commit exchanges the two.
-    `streamed` layers live on the host and are updated on the device, in a slot; where no update waits for the norm,
-    their gradient never comes home. With a `shelf` all of the state but the weights is on the disk. `groups`: of the
-    settings of AdamW, by the parameter's name; None: as published_settings() has them. A `bare` one is never updated:
-    it has no optimizer's state, and on the host no gradient.
+    `streamed` layers live on the host and are updated on the device, in a slot. Without `has_gradient` the gradient has
+    no home: the device updates the layer right after its backward pass. With a `shelf` all of the state but the weights
+    is on the disk. `groups`: of the settings of AdamW, by the parameter's name; None: as published_settings() has them.
+    A `bare` one is never updated: it has no optimizer's state, and on the host no gradient.
 
     With several ranks a layer on the host is shared: this home is the rank's part of it, the elements from `first` on
     of a slab on the device of `whole_numel`. A resident layer is whole on every rank, and all update it alike.
@@ -59,7 +60,8 @@ class LayerState:
 
     def __init__(
         self, device: Device, module: nn.Module, prefix: str, terms: Terms, *, host: bool, spare: bool = False,
-        streamed: bool = False, shelf: Shelf | None = None, groups: Mapping[str, int] | None = None, bare: bool = False,
+        streamed: bool = False, has_gradient: bool = True, shelf: Shelf | None = None,
+        groups: Mapping[str, int] | None = None, bare: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
         self.updater = "update" if host else "compute"  # track of update() in a trace
@@ -71,17 +73,17 @@ class LayerState:
             numel = self.whole_numel // ranks.num_ranks
         self.first = numel * ranks.rank if self.is_shared else 0
         self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)  # of this home
-        kept = kept_dtypes(terms.dtype, host=host)
+        kept = kept_dtypes(terms.dtype)
         has_kept = shelf is None and not bare
         self.shelf, self.current = shelf, _room_for_state(device, numel, dtype, kept if has_kept else [], host=host)
         self.spare = _room_for_state(device, numel, dtype, kept, host=host) if spare else None
-        sends_gradients = (terms.waits_for_norm or not streamed) and not (bare and host)
-        self.grads = device.room(numel, dtype, host=host) if sends_gradients else torch.empty(0, dtype=dtype)
+        self.has_gradient = has_gradient and not (bare and host)
+        self.grads = device.room(numel, dtype, host=host) if self.has_gradient else torch.empty(0, dtype=dtype)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
         # The compiled kernel takes a whole layer at once, and has threads of its own.
         by_call = numel if adamw_kernel.load() else CHUNK
-        self.chunks = chunks(self.pieces, BLOCK if streamed or not host else by_call)
+        self.chunks = chunks(self.pieces, block_numel(terms.dtype) if streamed or not host else by_call)
         self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
@@ -202,10 +204,11 @@ class LayerState:
             with self.device.span("compute", "sum", self.prefix):
                 (ranks.sum_part if self.is_shared else ranks.sum)(self.collected[: self.whole_numel])
 
-    def update(self, settings: Settings, factor: Factor) -> None:
-        """Update in place by the gradient at home, scaled by the clip factor."""
+    def update(self, settings: Settings, factor: Factor, grads: Tensor | None = None) -> None:
+        """Update in place by the gradient, or by the one at home, scaled by the clip factor."""
+        grads = self.grads if grads is None else grads
         with self.device.span(self.updater, "update", self.prefix):
-            self.adamw(self.grads, self.current, self.current, self.chunks, self.next_step(settings), factor)
+            self.adamw(grads, self.current, self.current, self.chunks, self.next_step(settings), factor)
 
     def update_when_landed(self, settings: Settings, clip: Clip) -> None:
         """Queue the update on the host's threads, after the gradient and the clip factor; only the layer's next
@@ -280,7 +283,10 @@ class LayerState:
                 for slab, moment in zip((part.exp_avg, part.exp_avg_sq), moments, strict=True):
                     if moment is not None:
                         slab.copy_(moment.flatten())
-                keep_(part, weight.flatten().to(slab.device, torch.float32))
+                flat = weight.flatten()
+                for start in range(0, len(flat), CHUNK):  # a device may have no room for a copy of them all
+                    some = flat[start : start + CHUNK].to(slab.device, torch.float32)
+                    keep_(part.cut(start, start + CHUNK), some)
             return done
 
         if self.shelf is None:
@@ -296,16 +302,6 @@ class LayerState:
         columns = map(self.layout.views, columns)
         for name, *tensors in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, *tensors)
-
-
-def master_of(state: State) -> Tensor:
-    """Return the whole fp32 master; a split one is joined in blocks, which stay in the cache."""
-    if not state.is_split:
-        return joined(state)
-    master = torch.empty_like(state.exp_avg)
-    for start in range(0, len(master), CHUNK):
-        master[start : start + CHUNK] = joined(state.cut(start, start + CHUNK))
-    return master
 
 
 def draw(states: Sequence[LayerState], workload: Workload) -> None:

@@ -8,7 +8,16 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from harness.core.job import Plan, Workload
-from methods.shared.memory_needs import BLOCK, CHUNK, NUM_BUFFERS, VECTOR, shared_numel, state_bytes, stored_numel
+from methods.shared.memory_needs import (
+    CHUNK,
+    NUM_BUFFERS,
+    UPDATE_COPIES,
+    VECTOR,
+    block_numel,
+    shared_numel,
+    state_bytes,
+    stored_numel,
+)
 
 KINDS = {
     "R": "resident, all of it on the device",
@@ -126,9 +135,10 @@ def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
     return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
 
 
-def num_gradients(kinds: str, window_size: int) -> int:
-    """Rooms for gradients on their way home: one being computed, one leaving."""
-    return min(window_size, 2, len(kinds) - kinds.count("R"))
+def num_gradients(kinds: str, window_size: int, *, waits: bool) -> int:
+    """Rooms for gradients that pass: one being computed, one on its way home. A resident layer's pass where no update
+    `waits` for the norm."""
+    return max(min(window_size, 2, len(kinds) - kinds.count("R")), int("R" in kinds and not waits))
 
 
 def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
@@ -156,15 +166,16 @@ def placed_plan(
             f" {num_ranks}; try a larger -h"
         )
     count, params = {kind: kinds.count(kind) for kind in KINDS}, params_of(workload, kinds)
-    here, at_home = (state_bytes(workload, host=host) for host in (False, True))  # type: ignore[arg-type]  # of a dtype
+    at_home = state_bytes(workload)  # type: ignore[arg-type]  # of a dtype
     states = at_home["weights"] + at_home["optimizer"]  # the part that an update changes
     num_windowed = count["W"] + count["D"]
     windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
     hosted, home = len(kinds) - count["R"], shared_numel(layer, num_ranks) // num_ranks
 
-    device = {kind: each * (workload.end_params + params["R"]) for kind, each in here.items()}
+    device = {kind: each * (workload.end_params + params["R"]) for kind, each in at_home.items()}
     device["weights"] += size * params["P"]
-    slots = size * (windowed_slots + num_gradients(kinds, window_size))
+    device["gradients"] -= 0 if clipping else size * params["R"]
+    slots = size * (windowed_slots + num_gradients(kinds, window_size, waits=clipping is not None))
     slots += (states + (size if clipping else 0)) * streamed_slots
     device["buffers"] = slots * home * num_ranks
     boundary, small, device["activations"] = _activations(workload)
@@ -181,14 +192,13 @@ def placed_plan(
     if clipping == "speculate":
         host["optimizer"] += states * (sum(params.values()) - params["R"] - params["D"])
     if workload.dtype != "fp32":
-        # An update's fp32 copies beside boundaries, if no compiled kernel makes it: of the gradient and, if the master
-        # is in two halves, of the master.
-        each = 17 if workload.dtype == "bf16" else 4
-        updates = [(4 * min(BLOCK, max(workload.end_params, layer if count["R"] else 0)), boundary)]
-        if count["S"]:  # in the forward pass, or, ahead of the norm, in the backward pass
-            below = kinds.rindex("S")
+        # An update's fp32 copies beside boundaries, if no compiled kernel makes it.
+        each, block = UPDATE_COPIES[workload.dtype], block_numel(workload.dtype)
+        updates = [(each * min(block, max(workload.end_params, layer if count["R"] else 0)), boundary)]
+        below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
+        if below >= 0:  # in the forward pass, or, ahead of the norm or without it, in the backward pass
             kept = min(boundary * (below + (1 if clipping == "deferred" else 3)), device["activations"])
-            updates.append((each * min(BLOCK, layer), kept))
+            updates.append((each * min(block, layer), kept))
         updated, kept = max(updates, key=sum)
         if updated + kept + small > device["activations"]:
             device["gradients"] += updated

@@ -58,7 +58,7 @@ class Carried(NamedTuple):
 def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
     """Return the bytes that a parameter of each kind carries over the link; a gradient is as large as its weight. A
     deferred update on the device fetches the gradient again."""
-    at_home = state_bytes(workload, host=True)
+    at_home = state_bytes(workload)
     size, rest = at_home["weights"], at_home["optimizer"]
     sent, fetched = size if clipping else 0, size if clipping == "deferred" else 0
     found = {
@@ -101,7 +101,7 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
 
 def stored_bytes(workload: Workload) -> int:
     """Return the bytes of a layer on the disk, read and written once a step: master and moments."""
-    return state_bytes(workload, host=True)["optimizer"] * stored_numel(workload.layer_params)
+    return state_bytes(workload)["optimizer"] * stored_numel(workload.layer_params)
 
 
 def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, per_update: float) -> list[Row]:

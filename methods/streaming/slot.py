@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from methods.offload.adamw import AdamStep, Factor, State
+from methods.offload.adamw import AdamStep, Factor
+from methods.offload.state import State
 from methods.offload.transfer import Pair, copy, copy_all, num_bytes, queue
 from methods.shared.memory_needs import shared_numel
 from methods.streaming.layer_state import LayerState, Passed

@@ -34,7 +34,7 @@ class Timing(NamedTuple):
     by_factor: tuple[type, ...]
 
 
-IMMEDIATE = Timing(lambda layer, settings, clip: layer.update_now(settings, clip), (ResidentLayer,), ())
+IMMEDIATE = Timing(lambda layer, settings, clip: layer.update_now(settings, clip), (), ())
 DEFERRED = Timing(lambda layer, settings, clip: layer.send_gradient(), (ResidentLayer, Hosted, Streamed), (Hosted,))
 SPECULATIVE = Timing(
     lambda layer, settings, clip: layer.update_ahead(settings, clip),

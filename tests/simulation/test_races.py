@@ -50,8 +50,9 @@ def test_no_race_in_stronghold(num_layers: int, window: int, resident: int, clip
     assert find_races(method, tiny(num_layers=num_layers, clip_norm=clip_norm)) == []
 
 
-def test_no_race_in_stronghold_with_every_layer_resident() -> None:
-    assert find_races(create("stronghold", {"resident_layers": 4}), tiny(num_layers=4)) == []
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0], ids=["clip", "no_clip"])
+def test_no_race_in_stronghold_with_every_layer_resident(clip_norm: float) -> None:
+    assert find_races(create("stronghold", {"resident_layers": 4}), tiny(num_layers=4, clip_norm=clip_norm)) == []
 
 
 @pytest.mark.parametrize("changes", PLACED, ids=str)

@@ -28,11 +28,13 @@ class Bug(NamedTuple):
     placement: str = "W5"
     clipping: str = "deferred"
     overflows: bool = False  # in fp16 at every other step
+    dtype: str = "fp32"  # of what does not overflow
 
     @property
     def workload(self) -> Workload:
-        make = overflowing if self.overflows else tiny
-        return make(num_layers=5, clip_norm=self.clip_norm)
+        if self.overflows:
+            return overflowing(num_layers=5, clip_norm=self.clip_norm)
+        return tiny(num_layers=5, clip_norm=self.clip_norm, dtype=self.dtype)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -43,6 +45,7 @@ class Bug(NamedTuple):
 
 SLOT, STATE, CLIP = "methods/streaming/slot.py", "methods/streaming/layer_state.py", "methods/offload/clip.py"
 DISK, STRONGHOLD = "methods/streaming/disk.py", "methods/stronghold.py"
+KINDS = "methods/streaming/layer_kinds.py"
 FETCH_WAITS = "(device.compute.record_event(), self.sent, layer.landed)"
 
 # Waits between streams and threads that a CPU, which does one thing after another, can do without.
@@ -110,6 +113,25 @@ SILENT_BUGS = [
         placement="S5",
     ),
     Bug(
+        "half_of_a_master_left_behind_when_the_device_updates",
+        SLOT,
+        "self.device.compute.wait_event(self.completed.result())",
+        "self.completed.result()",
+        "slot 1 master",
+        placement="S5",
+        dtype="bf16",
+    ),
+    Bug(
+        "half_of_a_master_sent_home_before_it_is_updated",
+        SLOT,
+        '"outbound", "state", layer.prefix, [done]',
+        '"outbound", "state", layer.prefix, []',
+        "slot 1 master",
+        clip_norm=0.0,
+        placement="S5",
+        dtype="bf16",
+    ),
+    Bug(
         "state_sent_home_before_it_is_updated",
         SLOT,
         '"outbound", "state", layer.prefix, [done]',
@@ -130,6 +152,15 @@ SILENT_BUGS = [
         "self.device.compute.wait_event(self.drained)",
         "pass",
         "gradients 1 slab",
+    ),
+    Bug(
+        "resident_gradient_computed_where_another_is_going_home",
+        KINDS,
+        "            return self.gradients.backward(self.state, dxs)\n        dxs",
+        "            return self.state.backward(dxs, self.gradients.slab)\n        dxs",
+        "gradients 1 slab",
+        clip_norm=0.0,
+        placement="R3W2",
     ),
     Bug(
         "layer_updated_before_its_gradient_lands",

@@ -16,7 +16,8 @@ from torch.utils import cpp_extension
 from harness.core import native_build
 from harness.core.method import create
 from methods.offload import adamw_cuda
-from methods.offload.adamw import joined, keep_, published_settings
+from methods.offload.adamw import published_settings
+from methods.offload.state import joined, keep_
 from tests.methods.offload.test_adamw_kernel import NUM_STEPS, NUMEL, by_torch, empty_state, pieces, random
 from tests.support.training import tiny
 
@@ -142,7 +143,7 @@ def test_where_torch_cannot_compile_it_torchs_kernels_update_and_the_record_says
     adamw_cuda._load.cache_clear()
     monkeypatch.setattr(adamw_cuda, "_failed", set())
     stronghold, workload = create("stronghold", {}), tiny(dtype="bf16")
-    assert stronghold.describe(workload, "cuda")["optimizer"].endswith("in halves: in one pass")
+    assert stronghold.describe(workload, "cuda")["optimizer"].endswith("of masters in halves: in one pass")
     with pytest.warns(UserWarning, match="by torch's kernels"):
         assert adamw_cuda._load(0) is None
     assert stronghold.describe(workload, "cuda")["optimizer"].endswith("since NVRTC compiled no kernel")

@@ -20,7 +20,8 @@ from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, watching
 from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel
-from methods.offload.adamw import AdamStep, Piece, State, chunks, joined, keep_, published_settings, update
+from methods.offload.adamw import AdamStep, Piece, chunks, published_settings, update
+from methods.offload.state import State, joined, keep_
 from tests.support.races import VectorClock, finish
 from tests.support.training import settled, tiny
 
@@ -136,6 +137,29 @@ def test_every_low_half_of_a_master_comes_back(high: int) -> None:
     bits = torch.where(numbers >= 2**31, numbers - 2**32, numbers).int()
     state = empty_state(len(bits))
     keep_(state, bits.view(torch.float32))
+    assert torch.equal(joined(state).view(torch.int32), bits)
+    assert torch.equal(state.weights, bits.view(torch.float32).bfloat16())
+
+
+@pytest.mark.parametrize("path", ["torch", *adamw_kernel.PATHS])
+def test_every_high_half_of_a_master_goes_through_an_update_by_nothing(
+    kernel: None, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those of infinity, and of what is no number: with the low halves around zero and around a tie."""
+    if path == "torch":
+        monkeypatch.setattr(adamw_kernel, "load", lambda: None)
+    elif (place := adamw_kernel.PATHS.index(path)) > adamw_kernel.widest_path():
+        pytest.skip(f"no {path} here")
+    else:
+        monkeypatch.setattr(adamw_kernel, "widest_path", lambda: place)
+    highs = torch.arange(2**16)[(torch.arange(2**16) & 0x7F80) != 0x7F80]
+    numbers = ((highs[:, None] << 16) + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).flatten()
+    bits = torch.where(numbers >= 2**31, numbers - 2**32, numbers).int()
+    state, grads = empty_state(len(bits)), torch.zeros(len(bits), dtype=torch.bfloat16)
+    keep_(state, bits.view(torch.float32))
+    for number in (1, 2):
+        step = AdamStep(published_settings(0.0), number, torch.tensor(float(number)))
+        update(grads, state, state, chunks([Piece(0, len(bits), 0)], 2**17), step, None)
     assert torch.equal(joined(state).view(torch.int32), bits)
     assert torch.equal(state.weights, bits.view(torch.float32).bfloat16())
 

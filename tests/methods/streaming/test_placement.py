@@ -17,9 +17,10 @@ from methods.streaming import layer_state
 from methods.streaming.placement import parse, placed_plan, rings, shrink, spread, text_of
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
+from tests.support.planting import planted
 from tests.support.training import answers_within, small_bytes, tiny, train, train_resident
 
-MIXTURES = ["P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
+MIXTURES = ["R5", "P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
 SMALL = {"num_layers": 5, "hidden_size": 32, "num_heads": 2}
 STEPS = 6
 SOMETIMES = 2.7  # a limit that the norm is within at some of these steps, and beyond at others
@@ -89,7 +90,9 @@ def test_layers_take_turns_in_the_slots_of_their_ring() -> None:
     assert (alone.above, streamed.above) == ({1: 4, 3: 5}, {})
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"dtype": "bf16", "clip_norm": 0.0}], ids=str
+)
 @pytest.mark.parametrize("placement", MIXTURES)
 @pytest.mark.cover(1)
 def test_every_place_has_the_very_bits_of_resident_training(placement: str, changes: dict[str, Any]) -> None:
@@ -170,7 +173,7 @@ UPDATES = [("fp32", "deferred"), ("bf16", "speculate"), ("fp16", "speculate"), (
 
 
 @pytest.mark.parametrize(("dtype", "clipping"), UPDATES)
-@pytest.mark.parametrize("placement", ["P4", "S4", "D4", "S1P1W1R1"])
+@pytest.mark.parametrize("placement", ["R4", "P4", "S4", "D4", "S1P1W1R1"])
 @pytest.mark.cover(1)
 def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memories(
     placement: str, dtype: str, clipping: str | None, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +188,8 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
     # A rehearsal commits no update ahead of the norm, which meets two boundaries more.
     more = small_bytes(workload) + (2 * workload.boundary_bytes if clipping == "speculate" else 0)
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + more
-    assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.1)
+    drawn = 2**20  # starting values of resident layers on their way through the host
+    assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.1, abs=drawn)
 
 
 def test_bytes_by_kind_are_those_of_the_hand() -> None:
@@ -205,12 +209,33 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("dtype", "clip_norm", "each"),
+    [("fp32", 1.0, 16), ("bf16", 1.0, 14), ("fp16", 1.0, 16), ("fp32", 0.0, 12), ("bf16", 0.0, 12), ("fp16", 0.0, 16)],
+)
+def test_a_resident_layer_takes_no_byte_twice(dtype: str, clip_norm: float, each: int) -> None:
+    """Of each parameter: master and moments; the weight where it is no half of the master; a gradient where the update
+    waits for the norm."""
+    workload = Workload(4, 256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm)
+    predicted = [predict(create("stronghold", {"placement": f"R{n}"}), workload.at_depth(n)) for n in (4, 6)]
+    more = predicted[1].device_bytes - predicted[0].device_bytes
+    assert more == pytest.approx(2 * (each * workload.layer_params + workload.boundary_bytes), rel=0.01)
+
+
 def test_a_streamed_layer_whose_update_need_not_wait_takes_12_bytes_a_parameter_of_the_host() -> None:
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, clip_norm=0.0)
     predicted = [predict(create("stronghold", {"placement": f"S{n}"}), workload.at_depth(n)) for n in (4, 6)]
     each = 12 * workload.layer_params
     assert predicted[1].host_bytes - predicted[0].host_bytes == pytest.approx(2 * each, rel=0.01)
     assert placed_plan(workload, "SSSS", 3, None).host_bytes == 4 * each + 512 + 4 * 4  # small numbers
+
+
+def test_a_half_of_a_master_that_stays_behind_is_seen() -> None:
+    """The lower halves of streamed layers do not come home with the upper ones; in fp32 a master has no halves."""
+    pairs = "for here, there in self._pairs(layer, target)"
+    with planted("methods/streaming/slot.py", pairs, f"{pairs} if here.is_floating_point()"):
+        assert placed(tiny(**SMALL), "S5") == ""
+        assert placed(tiny(**SMALL, dtype="bf16"), "S5") != ""
 
 
 def test_updates_wait_for_the_norm_however_much_room_the_host_has() -> None:

@@ -18,8 +18,9 @@ from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.model import new_layer
 from harness.devices.streams import Device
-from methods.offload.adamw import joined, keep_, published_settings
+from methods.offload.adamw import published_settings
 from methods.offload.layout import layout_of
+from methods.offload.state import joined, keep_
 from methods.shared.terms import Terms
 from methods.streaming.layer_state import LayerState, Passed, draw
 from methods.streaming.slot import GradientRoom, Slot

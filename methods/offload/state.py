@@ -1,0 +1,90 @@
+"""AdamW's state in slabs, on either memory; the master of a bf16 weight in halves.
+
+The fp32 master of a bf16 weight is split: the weight is its upper half, so 12 bytes a parameter hold weight, master and
+moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits are stored
+beside it. At a tie these two match two masters, one rounded up and one rounded down; a 17th bit tells which: the sign
+of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its master,
+whose exponent may be beyond fp16's: that is stored whole, 14 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from methods.shared.memory_needs import CHUNK
+
+
+class State(NamedTuple):
+    """Flat slabs of equal length: weights in the workload's dtype, moments in fp32, and the master.
+
+    The master is None for fp32 weights; fp32; or int16, the low half that bf16 weights lack.
+    """
+
+    weights: Tensor
+    master: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @property
+    def is_split(self) -> bool:
+        return self.master is not None and self.master.dtype == torch.int16
+
+    def cut(self, start: int, stop: int) -> State:
+        """Return the elements [start, stop) of each slab."""
+        return State(*(None if slab is None else slab[start:stop] for slab in self))  # type: ignore[arg-type]
+
+
+def kept_dtypes(dtype: str) -> list[torch.dtype]:
+    """Return the dtypes of AdamW's state besides the weights: the master (none in fp32, half of it in bf16), two
+    moments."""
+    master = {"fp32": [], "bf16": [torch.int16], "fp16": [torch.float32]}[dtype]
+    return [*master, torch.float32, torch.float32]
+
+
+def joined(state: State) -> Tensor:
+    """Return the fp32 master: a slab of the state, or a copy joined from both halves."""
+    if state.master is None or not state.is_split:
+        return state.weights if state.master is None else state.master
+    master = torch.empty_like(state.exp_avg)
+    low, high = _halves(master)
+    low.copy_(state.master)
+    high.copy_(state.weights.view(torch.int16))
+    high.add_(state.master.bitwise_right_shift(15))  # less 1 where the low half, as a signed number, is negative
+    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))  # and 1 more where it is marked
+    return master
+
+
+def keep_(state: State, values: Tensor) -> None:
+    """Store these values as the fp32 master, and renew the marks in a split state's second moment."""
+    if values is not state.weights:
+        state.weights.copy_(values)
+    if state.master is None or not state.is_split:
+        if state.master is not None and state.master is not values:
+            state.master.copy_(values)
+        return
+    low, high = _halves(values)
+    state.master.copy_(low)
+    rest = state.master.bitwise_right_shift(15)  # as joined() has it, less what it ought to have
+    rest.add_(state.weights.view(torch.int16)).sub_(high)
+    _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(rest.eq_(-1).bitwise_left_shift_(15))
+
+
+def master_of(state: State) -> Tensor:
+    """Return the whole fp32 master; a split one is joined in blocks, which stay in the cache, on the host: a device may
+    have no room for it."""
+    if not state.is_split:
+        return joined(state)
+    master = torch.empty(len(state.exp_avg))
+    for start in range(0, len(master), CHUNK):
+        master[start : start + CHUNK] = joined(state.cut(start, start + CHUNK))
+    return master
+
+
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the low and the high 16 bits of fp32 values, as views of int16: no copy is made, and none that torch's
+    kernels would make of numbers of two widths."""
+    halves = values.view(torch.int16)
+    return halves[::2], halves[1::2]
