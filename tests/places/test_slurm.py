@@ -103,10 +103,14 @@ def test_an_interrupt_cancels_what_was_submitted(place: Slurm, tmp_path: Path) -
 
 
 def test_two_ranks_on_two_nodes_train_as_the_reference_does(place: Slurm, tmp_path: Path) -> None:
+    """By every way of splitting a training that is not a pipeline: states, states on the host, matrices, layers."""
     spread = Slurm({**place.options, "nodes": 2})
-    (record,) = Sweep(tmp_path, place=spread).run([resolve(SHARDED)[0]])
-    assert record.gate.verdict == "tolerance", record.gate.text
-    assert record.machine["nodes"] == "n[1-2]" and [rank["rank"] for rank in record.machine["ranks"]] == [0, 1]
+    jobs = [SHARDED, *(dataclasses.replace(SHARDED, method=name) for name in ("zero-offload", "stronghold"))]
+    even, options = dataclasses.replace(TINY, vocab_size=98), {"world_size": 2, "tensor_parallel": 2}
+    jobs.append(dataclasses.replace(SHARDED, method="megatron-lm", workload=even, options=options))
+    for record in Sweep(tmp_path, place=spread).run([resolve(job)[0] for job in jobs]):
+        assert record.gate.verdict == "tolerance", f"{record.job.method}: {record.gate.text} {record.reason}"
+        assert record.machine["nodes"] == "n[1-2]" and [rank["rank"] for rank in record.machine["ranks"]] == [0, 1]
     assert {path.name.split("_")[0] for path in tmp_path.iterdir()} == {"log"}  # no record of a single node
 
 
