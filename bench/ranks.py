@@ -1,0 +1,89 @@
+"""Does every method train on several ranks as one process does? python -m bench.ranks [--results DIR] [--out FILE].
+
+Trains a GPT of 4 layers x 64 at learning rates up to 3e-3, clipped at every step, in fp32, by each method on 2 and 4
+ranks and by what Megatron-LM splits. Tells the gate's verdict, and how far losses and gradient norms are from those of
+`resident` on the whole batch: the largest relative difference of any step. The same call runs what has no result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.base.console import print_table
+from harness.base.whole_file import write_whole
+from harness.core import method
+from harness.core.job import LR_WARMUP_STEPS, Job, Workload
+from harness.core.record import Record
+from harness.devices import machine
+from harness.forecast.fit import resolve
+from harness.gate.probe import NONE
+from harness.jobs.progress import reporter
+from harness.jobs.sweep import Sweep
+
+STEPS, LAST_RATE = 10, 3e-3
+WORKLOAD = Workload(
+    num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512,
+    learning_rate=LAST_RATE * LR_WARMUP_STEPS / STEPS, clip_norm=0.1,
+)  # fmt: skip
+# Options beside the number of ranks, for as many of them; the others are parts of the batch.
+SPLITS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "megatron-lm": [
+        (2, {"distributed_optimizer": True}), (2, {"tensor_parallel": 2}),
+        (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (4, {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True}),
+    ],
+    "varuna": [(2, {"num_stages": 2}), (4, {"num_stages": 2}), (4, {"num_stages": 4})],
+    "stronghold": [(2, {"placement": "R2W2"}), (4, {"placement": "R2W2"})],
+    "zero-infinity-nvme": [(2, {"pipelined": False})],
+}  # fmt: skip
+HEADS = ("method", "ranks", "options", "verdict", "losses", "gradient norms")
+
+
+def jobs() -> Iterator[Job]:
+    """Yield the reference's job, then those of each method that has ranks."""
+    yield Job(method.reference(), WORKLOAD, device="cpu", steps=STEPS, warmup=2)
+    for name in method.having("world_size"):
+        splits = [(2, {}), (4, {}), *SPLITS.get(name, [])]
+        for num_ranks, options in sorted(splits, key=lambda split: split[0]):
+            yield Job(name, WORKLOAD, {"world_size": num_ranks, **options}, device="cpu", steps=STEPS, warmup=2)
+
+
+def difference(values: list[float], expected: list[float]) -> str:
+    """Return the largest relative difference of any step."""
+    if not values or len(values) != len(expected):
+        return "-"
+    return f"{max(abs(one - other) / abs(other) for one, other in zip(values, expected, strict=True)):.1e}"
+
+
+def row(asked: Job, record: Record, reference: Record) -> tuple[str, ...]:
+    others = ", ".join(f"{name}={value}" for name, value in asked.options.items() if name != "world_size")
+    ended = record.gate.verdict if record.status == "ok" else f"{record.status}: {record.reason}"
+    differences = (difference(record.losses, reference.losses), difference(record.grad_norms, reference.grad_norms))
+    return asked.method, str(asked.world_size), others, ended, *differences
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, help="folder of the runs' records; default: a temporary one")
+    parser.add_argument("--out", type=Path, help="file of the table, in Markdown")
+    given = parser.parse_args()
+    asked = list(jobs())
+    with tempfile.TemporaryDirectory() as folder, reporter(as_json=False) as report:
+        results = given.results or Path(folder)
+        results.mkdir(parents=True, exist_ok=True)
+        records = Sweep(results, report=report, probe=NONE).run([resolve(job)[0] for job in asked])
+    found = [row(job, record, records[0]) for job, record in zip(asked[1:], records[1:], strict=True)]
+    print_table(HEADS, found, numbers=HEADS[-2:])
+    if given.out:
+        about = f"By `python -m bench.ranks` on {machine.facts()['cpu']}, {machine.facts()['cores']} cores."
+        lines = [f"| {' | '.join(cells)} |" for cells in (HEADS, ["---"] * len(HEADS), *found)]
+        title = "# Ranks beside one process: the largest relative difference of any of 10 steps, fp32"
+        write_whole(given.out, "\n".join([title, "", about, "", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
