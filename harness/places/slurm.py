@@ -7,11 +7,9 @@ ranks of a job are spread over several nodes, each node has an agent and a recor
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import math
-import re
 import shutil
 import signal
 import subprocess
@@ -24,26 +22,24 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import click
 from pydantic import PositiveInt
 
-from harness.base.checked_data import NO_OTHER_FIELDS, checked
+from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT
-from harness.base.foreign_file import read_yaml
 from harness.core import failures
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
 from harness.forecast.run_time import deadline_seconds
 from harness.places.docker import PYTHON, folders_shown, memory_limit
+from harness.places.shared.cluster import better_known, num_nodes, options_of
 from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order, place_record, write_end
 from harness.places.shared.slurm_node import node_stem, perform_on_node
-from harness.run.ranks import followed, of_nodes
+from harness.run.ranks import of_nodes
 
 POLL_SECONDS = 1.0
 START_SECONDS = 600.0  # that Slurm adds to a job's own time: imports, and a compiler
 LATE_SECONDS = 15.0  # a record may come this much after its job's state, through a network's file system
 CANCEL_SECONDS = 60.0
 OOM_KILL = "oom-kill event"  # slurmstepd's message
-BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}  # Slurm knows
-PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # characters of an option's text
 # Options of --slurm whose name for sbatch differs.
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
@@ -77,30 +73,6 @@ class SlurmState(NamedTuple):
         return self.name not in RUNNING
 
 
-def options_of(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Read the options of --slurm, as NAME=VALUE or in a YAML file. Raises ValueError if one is wrong."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if equals:
-            found[name] = int(value) if value.isdigit() else value
-            continue
-        try:
-            found |= checked(dict[str, Any], read_yaml(Path(text)))
-        except (OSError, ValueError) as error:
-            told = " ".join(str(error).split())
-            raise ValueError(f"--slurm {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {told}") from error
-    try:
-        options = dataclasses.asdict(checked(Options, found))
-        for name, value in options.items():
-            if isinstance(value, str) and not PLAIN.fullmatch(value):  # it becomes a line of a batch script
-                raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
-    except ValueError as error:
-        names = ", ".join(item.name for item in dataclasses.fields(Options))
-        raise ValueError(f"--slurm {error}; try {names}") from error
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def is_bundle(image: str) -> bool:
     """True for the folder of an OCI container, which Slurm runs itself; the plugin pyxis handles other names."""
     return (Path(image) / "config.json").is_file()
@@ -129,7 +101,7 @@ class Slurm(Place):
 
     @classmethod
     def of(cls, words: dict[str, Any], device: str) -> Slurm:
-        return cls(options_of(words["slurm"]))
+        return cls(options_of("slurm", words["slurm"], Options))
 
     def __init__(self, options: dict[str, Any]) -> None:
         for command in ("sbatch", "srun", "scontrol"):
@@ -189,11 +161,7 @@ class Slurm(Place):
         return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
 
     def _num_nodes(self, job: Job) -> int:
-        """Return the number of nodes for the job's ranks, at most one for each rank."""
-        asked = min(self.options.get("nodes", 1), job.world_size)
-        if job.world_size % asked:
-            raise ValueError(f"{job.world_size} ranks do not spread evenly over {asked} nodes: --ranks, --slurm nodes")
-        return asked
+        return num_nodes(job.world_size, self.options.get("nodes", 1), "--slurm nodes")
 
     def _container(self, job: Job, results: Path, folders: tuple[Path, ...]) -> list[str]:
         if not self.image:
@@ -252,15 +220,12 @@ class Slurm(Place):
             with open(f"{stem}.txt", "a") as log:
                 log.write(said)
             write_end(job, key, stem, end)
-        better = BETTER_KNOWN.get(record.status, ()) if record else ()
-        if record and record.status == "crash" and followed(record):
-            better = ("interrupted", "timeout", "killed", "oom-host")
         evidence: dict[str, Any] = {} if record and record.status == "ok" else {"slurm": told}
         if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
             evidence["limit_of"] = "the cluster"
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
         place |= {"image": self.image} if self.image else {}
-        return place_record(path, place, evidence, end if end.status in better else None)
+        return place_record(path, place, evidence, better_known(record, end) if record else None)
 
 
 def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:

@@ -24,8 +24,9 @@ from harness.core.record import Record, read_all
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.places.docker import PYTHON
+from harness.places.shared.cluster import options_of
 from harness.places.shared.place import order
-from harness.places.slurm import Slurm, SlurmState, named, options_of
+from harness.places.slurm import Options, Slurm, SlurmState, named
 from methods.pipeline.launch.folder import read_lines
 from tests.run.test_ranks import MEETING, SHARDED, holders, training_ranks, wait_for_steps
 from tests.support import cli, tiny
@@ -255,12 +256,13 @@ def test_ranks_spread_evenly_over_a_number_of_nodes(tmp_path: Path) -> None:
 def test_an_option_that_would_be_more_than_a_value_is_refused(value: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(f"partition: {json.dumps(value) if len(value) < 20 else value}")
     with pytest.raises(ValueError, match=r"^--slurm [^\n]*expected"):
-        options_of((str(tmp_path / "cluster.yaml"),))
+        options_of("slurm", (str(tmp_path / "cluster.yaml"),), Options)
 
 
 def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("partition: gpu\ntime: 30\n")
-    assert options_of((str(tmp_path / "cluster.yaml"), "time=60")) == {"partition": "gpu", "time": 60}
+    texts = (str(tmp_path / "cluster.yaml"), "time=60")
+    assert options_of("slurm", texts, Options) == {"partition": "gpu", "time": 60}
 
 
 def test_slurms_states_are_named_by_more_than_their_exit_codes() -> None:
