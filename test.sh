@@ -12,6 +12,6 @@ It starts a container engine and Slurm clusters of its own, and stops them; comp
 once); sets up a second .venv in a temporary folder. Without: ./test.sh
 END
 fi
-. "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh" test
+. "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh" "test kubernetes"
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the project's own files, and pytest all tests
 cd "$root" && exec "$python" -m pytest -n 3 --dist worksteal "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Writes the lock anew after a change of pyproject.toml, in pip's format with hashes, for every platform and Python:
-# run.txt, what running needs; test.txt and notebook.txt, what these extras need beyond; cuda.txt, what torch's CUDA
-# build needs beyond; uv.txt, the installer. Versions that nothing changes stay. Needs a network and the .venv.
+# run.txt, what running needs; test.txt, notebook.txt and kubernetes.txt, what these extras need beyond; cuda.txt, what
+# torch's CUDA build needs beyond; uv.txt, the installer. Versions that nothing changes stay. Needs a network and .venv.
 #   requirements/renew.sh [--upgrade] [WHEEL ...]
 # WHEEL: files of torch's CPU builds, which have an index of their own; without any, those listed stay with their torch.
 set -euo pipefail
@@ -23,12 +23,12 @@ compile() {  # compile OUTPUT SOURCE ...: one line a package; an output that is 
 torch() { grep -o '^torch==[^ ]*' "$1" || true; }
 
 cpu=$(sed -n 's/^# torch on CPUs: //p' requirements/run.txt)
-sort -u requirements/{run,test,notebook,cuda}.txt > "$new/all" 2> /dev/null || true
+sort -u requirements/{run,test,notebook,kubernetes,cuda}.txt > "$new/all" 2> /dev/null || true
 for hash in $cpu; do sed -i "s/ --hash=sha256:$hash//g" "$new/all"; done  # uv keeps the hashes that it finds
 cp requirements/uv.txt "$new/uv" 2> /dev/null || true
 compile "$new/all" --all-extras pyproject.toml
 upgrade=()
-for extra in run test notebook; do
+for extra in run test notebook kubernetes; do
     cp "$new/all" "$new/$extra"
     compile "$new/$extra" $([ $extra = run ] || echo "--extra $extra") pyproject.toml
 done
@@ -49,7 +49,7 @@ fi
     echo "# What torch's CUDA build needs beyond run.txt. Made by requirements/renew.sh."
     grep -E '^(nvidia-(c|n)|cuda-|triton=)' "$new/run"
 } > requirements/cuda.txt
-for extra in test notebook; do
+for extra in test notebook kubernetes; do
     {
         echo "# What the extra $extra needs beyond run.txt. Made by requirements/renew.sh."
         grep -vxFf "$new/run" "$new/$extra"

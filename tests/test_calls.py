@@ -23,7 +23,8 @@ OF_RESULTS = ("report", "bundle", "compare", "fairness", "verify")
 # need files that the reader has; each has tests of its own.
 ONLY_READ = ("setup", "demo", "notebook", "image", "varuna launch", "varuna profile", "varuna configure",
              "check-method", "import", "add", "doctor --calibrate", "rates", "verify --cases")  # fmt: skip
-OF_PLACES = {"--on", "--slurm", "--image", "--trace", "--repeats"}  # what a plan does not have, each with a value
+# What a plan does not have, each with a value.
+OF_PLACES = {"--on", "--slurm", "--kubernetes", "--image", "--trace", "--repeats"}
 
 
 @pytest.fixture(scope="module")

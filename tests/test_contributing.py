@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -206,24 +205,25 @@ def test_a_case_that_picks_is_a_table_of_runs_made_by_hand(tmp_path: Path) -> No
 
 @pytest.mark.heavy
 def test_a_place_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """On a cluster whose pods are processes of this machine."""
-    kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f"#!/bin/sh\nexec {sys.executable} -m harness.places.shared.place\n")
-    kubectl.chmod(0o755)
+    """On a machine whose ssh runs the command on this one."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nshift; exec sh -c "$1"\n')
+    ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "results").mkdir()
-    (tmp_path / "kubernetes.py").write_text(PLACE)
-    place_file.REGISTRY.add([tmp_path])
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "ssh.py").write_text(PLACE)
+    place_file.REGISTRY.add([tmp_path / "place"])
     request.addfinalizer(place_file.REGISTRY.forget)
-    place = place_file.load("kubernetes").of({"pod": ("some/image", "{}")}, "cpu")
+    place = place_file.load("ssh").of({"host": "there"}, "cpu")
     (record,) = Sweep(tmp_path / "results", place=place).run([resolve(Job("resident", TINY, steps=2, warmup=1))[0]])
-    assert isinstance(record, Record) and record.gate.passed and record.machine["on"] == "kubernetes"
-    kubectl.write_text("#!/bin/sh\nexit 7\n")
+    assert isinstance(record, Record) and record.gate.passed and record.machine["on"] == "ssh"
+    ssh.write_text("#!/bin/sh\nexit 7\n")
     (record,) = Sweep(tmp_path / "results", place=place, rerun=True).run([record.job])
-    assert (record.status, record.reason) == ("killed", "its pod ended with exit code 7")
+    assert (record.status, record.reason) == ("killed", "ssh ended with exit code 7")
 
 
-@pytest.mark.parametrize("name", ["run", "test", "notebook"])
+@pytest.mark.parametrize("name", ["run", "test", "notebook", "kubernetes"])
 def test_the_lock_has_what_the_project_asks_for(name: str) -> None:
     """By name and version, with a hash in every line; else requirements/renew.sh was forgotten."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

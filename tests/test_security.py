@@ -115,6 +115,13 @@ PROMISES = {
         "places/test_docker.py::test_what_is_no_record_of_the_job_is_refused_by_its_kind",
     ],
     "While the job runs, its log belongs to user 1000": [],
+    "**Pods.** As containers": [
+        "places/test_kubernetes.py::test_a_pod_has_the_jobs_memory_a_gpu_for_each_of_its_ranks_and_no_rights"
+    ],
+    "What a pod tells is only read": [
+        "places/test_kubernetes.py::test_a_record_of_another_job_is_refused",
+        "places/test_kubernetes.py::test_a_pod_writes_to_its_own_logs_alone",
+    ],
     "**Results of others.** `add` reads all of an archive into memory": [
         "base/test_foreign_archive.py::test_an_entry_is_refused_that_is",
         "base/test_foreign_archive.py::test_what_comes_out_is_limited_whatever_it_was_packed_as",
@@ -214,7 +221,7 @@ def test_no_text_goes_through_a_shell() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.List | ast.Tuple) and [ast.unparse(part) for part in node.elts[1:2]] == ["'-c'"]
     ]
-    assert lines == ["""'. "$0/venv.sh" notebook'"""]
+    assert lines == ["""'. "$0/venv.sh" "$1"'"""]
 
 
 def test_the_image_installs_what_set_up_installs_on_a_base_of_one_digest() -> None:

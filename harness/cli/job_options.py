@@ -109,6 +109,7 @@ place_options = options.together(
         "--on", type=click.Choice(["local", *place.REGISTRY.files()]), default="local", help="Where jobs run."
     ),
     *(each for found in place.loadable().values() for each in found.cli_options.values()),
+    click.option("--dry-run", is_flag=True, help="Only print what --on kubernetes would create."),
 )
 
 

@@ -22,6 +22,7 @@ from harness.forecast.fit import resolve
 from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
+from harness.places.shared.place import NO_DRAFT, Place
 
 PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of `search largest`
 EXAMPLES = """\b
@@ -222,6 +223,8 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     check_writable(words["results"])
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
+    if words["dry_run"]:
+        return _draft(place, jobs, words["results"], folders)
     with reporter(words["as_json"]) as report:
         records = Sweep(words["results"], folders, report, words["rerun"], place, probe).run(jobs)
     if len(records) > 1 and not words["as_json"]:
@@ -230,6 +233,14 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     if not is_sweep and len(refused) == len(asked):
         _advise(asked, folders, words["as_json"])
     sys.exit(exit_codes.of_records(records, is_sweep))
+
+
+def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:
+    """Print what a place would be given for the jobs."""
+    if place is None:
+        raise ValueError(NO_DRAFT)
+    runs = Sweep(results, folders, place=place)
+    print(place.draft([(job, runs.key(job)) for job in jobs], folders))
 
 
 def _advise(jobs: list[Job], folders: tuple[Path, ...], as_json: bool) -> None:

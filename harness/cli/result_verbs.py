@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import click
 
-from harness.base.checkout import ROOT
+from harness.base.checkout import ROOT, install_extra
 from harness.cli import options
 from harness.cli.exit_codes import CHECK_FAILED, of_baseline
 from harness.cli.options import FILE, check_writable
@@ -156,7 +155,7 @@ def add(source: Path, results: Path) -> None:
 def notebook(no_browser: bool, ip: str) -> None:
     """Open the figures and claims cell by cell, in Jupyter, which it first installs into .venv."""
     jupyter = ROOT / ".venv/bin/jupyter-lab"
-    if not jupyter.exists() and subprocess.run(["bash", "-c", '. "$0/venv.sh" notebook', ROOT]).returncode:
+    if not jupyter.exists() and not install_extra("notebook"):
         raise ValueError("Jupyter was not installed, see .venv.log; try again, or open notebooks/ae.ipynb elsewhere")
     words = [f"--ServerApp.ip={ip}", *["--no-browser"] * no_browser, *["--allow-root"] * (os.getuid() == 0)]
     os.execv(jupyter, [str(jupyter), str(ROOT / "notebooks/ae.ipynb"), *words])

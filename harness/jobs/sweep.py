@@ -108,11 +108,14 @@ class Sweep:
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
-        """Run the jobs that have no record and should fit, together."""
+        """Run the jobs that have no record and should fit, together; one alone is left to its turn, which reports its
+        start."""
         missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
+        if len(pairs) < 2:
+            return
         self.measured_now |= {key for _, key in pairs}
-        for path in place.launch(pairs, self.results, self.folders, self.report) if pairs else []:
+        for path in place.launch(pairs, self.results, self.folders, self.report):
             self.records[path] = Record.read(path)
 
     def _references(self, jobs: list[Job]) -> list[Job]:

@@ -32,6 +32,7 @@ from harness.run.prepare import prepare
 # Variables that decide a job's speed and the order of its sums; the place gets the caller's values.
 FORWARDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *machine.KERNEL_VARIABLES)
 KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
+NO_DRAFT = "--dry-run prints a manifest: expected --on kubernetes; try ./run.sh plan for what would fit"
 ORDERED = "ordered"  # phase of an order whose worker has not reported yet
 
 
@@ -56,6 +57,10 @@ class Place(ABC):
     @abstractmethod
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """Run the jobs; return the paths of their records, in order."""
+
+    def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
+        """Return what launch() would submit, as text. Raises ValueError if the place has no such text."""
+        raise ValueError(NO_DRAFT)
 
 
 REGISTRY = FileRegistry("place", harness.places, str)

@@ -1,0 +1,408 @@
+"""Jobs on Kubernetes: each is a JobSet or, where the cluster has none, an Indexed Job; its pods run torchrun.
+
+No volume is shared. A pod takes this checkout's code and the order from a ConfigMap, packages from the image; events,
+logs and the record come back by its log (harness/places/shared/pods.py). The Job owns all that was made for it, so that
+all goes with it: at the end, at Ctrl-C and, if the call was killed, an hour after its pods have ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.util
+import io
+import json
+import math
+import os
+import secrets
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+from pydantic import NonNegativeInt, PositiveInt
+
+from harness.base.checked_data import NO_OTHER_FIELDS
+from harness.base.checkout import ROOT, install_extra
+from harness.core.job import Job
+from harness.core.method import Unavailable
+from harness.core.record import new_stem
+from harness.forecast.run_time import deadline_seconds
+from harness.places.docker import PYTHON, default_image, memory_limit
+from harness.places.shared.cluster import num_nodes, options_of
+from harness.places.shared.container_user import CODE, USER
+from harness.places.shared.place import KeyedJobs, Place, Report, order
+from harness.places.shared.pods import INDEX, MAIN, PodJob, PodState, killed, state_of, unavailable
+from harness.places.shared.torchrun_node import PORT
+
+POLL_SECONDS = 0.5
+WAIT_SECONDS = 600  # for nodes, before a job without them is unavailable
+START_SECONDS = 600.0  # allowed to a pod beyond the job's own time: imports, and a compiler
+SILENCE_SECONDS = 600.0  # without an answer of Kubernetes, before its jobs count as lost
+ANSWER_SECONDS, LOG_SECONDS = 30.0, (30.0, 300.0)  # until a request is broken off; a log may be silent for long
+CANCEL_SECONDS = 90.0
+GRACE_SECONDS = 60  # from a pod's SIGTERM to its SIGKILL; torchrun gives 30 of them to the run
+KEPT_SECONDS = 3600  # of what has ended, if the call that made it was killed
+PORTS = (29400, 29401)  # of torchrun's store and of rank 0's agent; each pod has an address of its own
+MOST_CODE_BYTES = 2**20 - 2**16  # a ConfigMap holds 1 MiB
+JOB = {"apiVersion": "batch/v1", "kind": "Job"}
+JOBSET = ("jobset.x-k8s.io", "v1alpha2")
+LABEL, CALL = "harness/job", "harness/call"
+ORDER, WORK = "/order", "/work"  # folders of a pod; the code lies in WORK/harness
+CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
+IN_FILES = ("checkpoint", "resume")  # options of methods that name folders of the caller's
+NO_CLUSTER = "no Kubernetes answers: {}; let KUBECONFIG name one, or leave --on kubernetes out"
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """The options of --kubernetes."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
+    namespace: str | None = None  # default: that of the kubeconfig
+    image: str | None = None  # default: the name that ./run.sh image build gives
+    nodes: PositiveInt | None = None
+    gpus: PositiveInt | None = None  # for each node; default on CUDA: one for each rank
+    cpus: PositiveInt | None = None  # for each node
+    node_selector: str | None = None  # LABEL=VALUE of the nodes
+    wait: NonNegativeInt | None = None  # seconds that a job may wait for nodes
+
+
+def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
+    """Return an archive of this checkout's code and of the files of methods in these folders; and the folders' paths in
+    a pod, relative to WORK. Raises ValueError if a ConfigMap cannot hold it."""
+    there = [f"methods-{number}" for number in range(len(folders))]
+    files = {f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)}
+    for folder, name in zip(folders, there, strict=True):
+        files |= {f"{name}/{path.relative_to(folder)}": path for path in folder.rglob("*.py")}
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode="w:gz") as archive:
+        for name, path in sorted(files.items()):
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.add(path, name, recursive=False, filter=_plain)
+    if len(found.getvalue()) > MOST_CODE_BYTES:
+        size = len(found.getvalue())
+        raise ValueError(f"expected code of at most {MOST_CODE_BYTES} bytes packed, got {size}; try less in --methods")
+    return found.getvalue(), there
+
+
+def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
+    item.uid = item.gid = item.mtime = 0
+    item.uname = item.gname = ""
+    item.mode = 0o644
+    return item
+
+
+def import_client() -> None:
+    """Install the client into .venv, if it is missing there. Raises Unavailable if that fails."""
+    if importlib.util.find_spec("kubernetes"):
+        return
+    if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
+        raise Unavailable("--on kubernetes needs the package kubernetes: pip install kubernetes")
+    if not install_extra("kubernetes"):
+        raise Unavailable("--on kubernetes needs the package kubernetes, which was not installed: see .venv.log")
+
+
+class Cluster:
+    """The cluster of a kubeconfig, or the one that this process runs in. Raises Unavailable if there is none."""
+
+    def __init__(self, namespace: str | None) -> None:
+        from kubernetes import client, config
+
+        found = client.Configuration()
+        try:
+            file = os.environ.get("KUBECONFIG")  # which the client reads when it is imported, and then no more
+            config.load_kube_config(file, client_configuration=found)
+            context = config.list_kube_config_contexts(file)[1]["context"]
+            self.namespace = namespace or context.get("namespace") or "default"
+        except config.ConfigException:
+            try:
+                config.load_incluster_config(found)
+            except config.ConfigException as error:
+                raise Unavailable(NO_CLUSTER.format("there is no kubeconfig")) from error
+            self.namespace = namespace or "default"
+        api = client.ApiClient(found)
+        self.core, self.batch, self.custom = client.CoreV1Api(api), client.BatchV1Api(api), client.CustomObjectsApi(api)
+        self.has_jobsets = self._has_jobsets()
+
+    def ask(self, call: Any, *words: Any, **options: Any) -> Any:
+        """Return the answer to a request, as JSON. Raises Unavailable if none comes, ValueError if it is a refusal."""
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return json.loads(call(*words, **options, _preload_content=False, _request_timeout=ANSWER_SECONDS).data)
+        except HTTPError as error:
+            raise Unavailable(NO_CLUSTER.format(" ".join(str(error).split()))) from error
+        except ApiException as error:
+            raise ValueError(f"Kubernetes refuses it: {refusal(error)}; see --kubernetes") from error
+
+    def _has_jobsets(self) -> bool:
+        try:
+            self.ask(self.custom.get_api_resources, *JOBSET)
+        except ValueError as error:
+            if is_missing(error):
+                return False
+            raise Unavailable(str(error)) from error
+        return True
+
+    def create(self, documents: list[dict[str, Any]]) -> None:
+        """Create the first document, a Job or JobSet, and then the others as its own."""
+        first, *others = documents
+        if first["kind"] == "JobSet":
+            create = self.custom.create_namespaced_custom_object
+            made = self.ask(create, *JOBSET, self.namespace, "jobsets", first)
+        else:
+            made = self.ask(self.batch.create_namespaced_job, self.namespace, first)
+        names = {name: first[name] for name in ("apiVersion", "kind")}
+        owner = {**names, "name": first["metadata"]["name"], "uid": made["metadata"]["uid"]}
+        calls = {"ConfigMap": self.core.create_namespaced_config_map, "Service": self.core.create_namespaced_service}
+        for document in others:
+            owned = {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
+            self.ask(calls[document["kind"]], self.namespace, owned)
+
+    def delete(self, name: str) -> None:
+        """Delete a Job or JobSet with all that it owns; its pods get SIGTERM. It may be gone already."""
+        options = {"propagation_policy": "Background"}
+        try:
+            if self.has_jobsets:
+                delete = self.custom.delete_namespaced_custom_object
+                self.ask(delete, *JOBSET, self.namespace, "jobsets", name, **options)
+            else:
+                self.ask(self.batch.delete_namespaced_job, name, self.namespace, **options)
+        except ValueError as error:
+            if not is_missing(error):
+                raise
+
+    def pods(self, call: str) -> dict[str, list[PodState]]:
+        """Return the states of a call's pods, by the name of their Job."""
+        asked = self.ask(self.core.list_namespaced_pod, self.namespace, label_selector=f"{CALL}={call}")
+        found: dict[str, list[PodState]] = {}
+        for pod in asked["items"]:
+            found.setdefault(pod["metadata"].get("labels", {}).get(LABEL, ""), []).append(state_of(pod))
+        return found
+
+    def log(self, pod: str) -> Any:
+        """Return the response that streams a pod's log until its container has ended."""
+        read = self.core.read_namespaced_pod_log
+        return read(
+            pod, self.namespace, container=MAIN, follow=True, _preload_content=False, _request_timeout=LOG_SECONDS
+        )
+
+
+def is_missing(error: ValueError) -> bool:
+    """True if Kubernetes refused because there is no such thing."""
+    return getattr(error.__cause__, "status", None) == 404
+
+
+def refusal(error: Any) -> str:
+    """Return the message of Kubernetes' answer."""
+    try:
+        return " ".join(str(json.loads(error.body)["message"]).split())
+    except (TypeError, ValueError, KeyError):
+        return f"{error.status} {error.reason}"
+
+
+class Kubernetes(Place):
+    """A place: Kubernetes with these options. Raises Unavailable if there is none."""
+
+    is_parallel = True
+    cli_options: ClassVar = {
+        "kubernetes": click.option("--kubernetes", multiple=True, metavar="NAME=VALUE|FILE",
+                                   help="Request of --on kubernetes: namespace, image, nodes, gpus, cpus,"
+                                   " node_selector, wait in seconds; or a YAML file."),
+    }  # fmt: skip
+
+    @classmethod
+    def of(cls, words: dict[str, Any], device: str) -> Kubernetes:
+        found = cls(options_of("kubernetes", words["kubernetes"], PodOptions), device)
+        if not words["dry_run"]:
+            import_client()
+            found.cluster  # noqa: B018 - connect now, before anything is planned
+        return found
+
+    def __init__(self, options: dict[str, Any], device: str = "cpu") -> None:
+        self.options = {"image": default_image(device), "wait": WAIT_SECONDS, "nodes": 1, **options}
+
+    @functools.cached_property
+    def cluster(self) -> Cluster:
+        return Cluster(self.options.get("namespace"))
+
+    def context(self) -> dict[str, str]:
+        """Return the image and the request, which replace the facts of the submitting machine."""
+        asked = {name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")}
+        here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
+        return {**here, "image": self.options["image"], **{f"kubernetes_{name}": asked[name] for name in asked}}
+
+    def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
+        """Return the manifests as YAML, without the packed code; of plain Jobs where no cluster answers."""
+        import yaml
+
+        try:
+            has_jobsets, note = self.cluster.has_jobsets, ""
+        except (Unavailable, ImportError) as error:
+            has_jobsets, note = False, f"# {error}: what a cluster without JobSet would get\n"
+        code, texts = packed(folders), []
+        for job, key in jobs:
+            draft = order(job, key, Path("log"), ())
+            for document in self.manifest(job, draft, code, "harness-draft", "draft", has_jobsets):
+                if "binaryData" in document:
+                    document["binaryData"] = {CODE_FILE: f"({len(code[0])} bytes)"}
+                texts.append(yaml.safe_dump(document, sort_keys=False))
+        return note + "---\n".join(texts)
+
+    def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
+        """Run the jobs. KeyboardInterrupt deletes them, lets them finish their records, and is raised again."""
+        call, image, code = secrets.token_hex(5), self.options["image"], packed(folders)
+        running: list[PodJob] = []
+        is_interrupted = False
+        try:
+            for job, key in jobs:
+                self._submit(job, key, new_stem(results.resolve(), job), code, call, running)
+            if len(running) == 1:  # events of several jobs would mix
+                running[0].report_to(report)
+            self._wait(running, call, report, math.inf)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            stopped = [each for each in running if not each.is_over]
+            for each in running:
+                self._delete(each, report)
+            self._wait(stopped, call, report, CANCEL_SECONDS)
+            paths = [each.complete(is_interrupted and each in stopped, image) for each in running]
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return paths
+
+    def _submit(
+        self, job: Job, key: str, stem: Path, code: tuple[bytes, list[str]], call: str, running: list[PodJob]
+    ) -> None:
+        """Create what a job needs, and count it among the running. If Kubernetes refuses that, neither log nor job is
+        left, and the refusal is raised."""
+        files = [f"--option {name}" for name in IN_FILES if job.options.get(name)]
+        files += ["--data"] if job.workload.corpus else []
+        if files:
+            running.append(PodJob(job, key, stem, "", 1))
+            text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"
+            running[-1].end = unavailable(text, "file")
+            return
+        name = f"harness-{secrets.token_hex(5)}"
+        documents = self.manifest(job, order(job, key, stem, ()), code, name, call, self.cluster.has_jobsets)
+        running.append(PodJob(job, key, stem, name, self._num_nodes(job)))
+        try:
+            self.cluster.create(documents)
+        except (ValueError, Unavailable):
+            self.cluster.delete(running.pop().name)
+            Path(f"{stem}.txt").unlink()
+            raise
+
+    def _delete(self, job: PodJob, report: Report) -> None:
+        """Delete what Kubernetes has of a job; if it does not do that, tell who can."""
+        try:
+            if job.name:
+                job.is_deleted = True
+                self.cluster.delete(job.name)
+        except (ValueError, Unavailable) as error:
+            report({"event": "warning", "text": f"{job.name} was not deleted: {error}; kubectl delete it"})
+
+    def _num_nodes(self, job: Job) -> int:
+        return num_nodes(job.world_size, self.options["nodes"], "--kubernetes nodes")
+
+    def manifest(
+        self, job: Job, order: dict[str, Any], code: tuple[bytes, list[str]], name: str, call: str, has_jobsets: bool
+    ) -> list[dict[str, Any]]:
+        """Return the documents of a job: its JobSet or Job, the ConfigMap of its order and code, and the Service by
+        which the pods of a Job find one another."""
+        nodes = self._num_nodes(job)
+        labels = {LABEL: name, CALL: call}
+        metadata = {"name": name, "labels": labels}
+        pod = self._pod(job, name, nodes, has_jobsets)
+        template = {"metadata": {"labels": labels}, "spec": pod}
+        spec: dict[str, Any] = {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed"}
+        spec |= {"backoffLimit": 0, "template": template}
+        if has_jobsets:
+            template = {"metadata": {"labels": labels}, "spec": spec}
+            spec = {"replicatedJobs": [{"name": "nodes", "replicas": 1, "template": template}],
+                    "failurePolicy": {"maxRestarts": 0}, "network": {"enableDNSHostnames": True}}  # fmt: skip
+        kind = {"apiVersion": "/".join(JOBSET), "kind": "JobSet"} if has_jobsets else JOB
+        main = {**kind, "metadata": metadata, "spec": {**spec, "ttlSecondsAfterFinished": KEPT_SECONDS}}
+        archive, folders = code
+        order = {**order, "stem": f"results/{Path(order['stem']).name}", "folders": folders}
+        files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True,
+                 "data": {ORDER_FILE: json.dumps(order)},
+                 "binaryData": {CODE_FILE: base64.b64encode(archive).decode()}}  # fmt: skip
+        headless = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True}
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
+        return [main, files, *([service] if nodes > 1 and not has_jobsets else [])]
+
+    def _pod(self, job: Job, name: str, nodes: int, has_jobsets: bool) -> dict[str, Any]:
+        """Return the spec of each pod: the first container unpacks the code, the second runs torchrun."""
+        first = f"{name}-nodes-0-0.{name}" if has_jobsets else f"{name}-0.{name}"
+        seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
+        mounts = {"order": ORDER, "work": WORK, "tmp": "/tmp", "shm": "/dev/shm"}
+        limit = memory_limit(job)
+        asked = {"memory": str(limit)} if limit else {}
+        gpus = self.options.get("gpus", job.world_size // nodes if job.device == "cuda" else 0)
+        asked_main = asked | ({"cpu": str(self.options["cpus"])} if "cpus" in self.options else {})
+        asked_main |= {"nvidia.com/gpu": str(gpus)} if gpus else {}
+        common = {
+            "image": self.options["image"], "imagePullPolicy": "IfNotPresent", "workingDir": WORK,
+            "volumeMounts": [{"name": each, "mountPath": path} for each, path in mounts.items()],
+            "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+                                "capabilities": {"drop": ["ALL"]}},
+        }  # fmt: skip
+        variables = {
+            "PYTHONPATH": f"{WORK}/harness", "PYTHONSAFEPATH": "1", "HOME": "/tmp",
+            "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
+            "PET_MASTER_PORT": str(PORTS[0]), PORT: str(PORTS[1]), "PET_RDZV_ID": name,
+        }  # fmt: skip
+        of_index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
+        environment: list[dict[str, Any]] = [{"name": each, "value": value} for each, value in variables.items()]
+        environment.append({"name": "PET_NODE_RANK", "valueFrom": of_index})
+        unpack = [PYTHON, "-m", "tarfile", "-e", f"{ORDER}/{CODE_FILE}", WORK]
+        run = [PYTHON, "-m", "torch.distributed.run", "-m", "harness.places.shared.torchrun_node"]
+        spec: dict[str, Any] = {
+            "restartPolicy": "Never", "activeDeadlineSeconds": math.ceil(seconds),
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "automountServiceAccountToken": False, "enableServiceLinks": False,
+            "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+                                "seccompProfile": {"type": "RuntimeDefault"}},
+            "initContainers": [{"name": "unpack", "command": unpack, **common,
+                                "resources": {"requests": asked, "limits": asked}}],
+            "containers": [{"name": MAIN, "command": [*run, f"{ORDER}/{ORDER_FILE}"], "env": environment, **common,
+                            "resources": {"requests": asked_main, "limits": asked_main}}],
+            "volumes": [{"name": "order", "configMap": {"name": name}}, {"name": "work", "emptyDir": {}},
+                        {"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        }  # fmt: skip
+        if nodes > 1 and not has_jobsets:  # a JobSet gives its pods this name, and the Service
+            spec["subdomain"] = name
+        if selector := self.options.get("node_selector"):
+            label, _, value = selector.partition("=")
+            spec["nodeSelector"] = {label: value}
+        return spec
+
+    def _wait(self, jobs: list[PodJob], call: str, report: Report, seconds: float) -> None:
+        """Wait until the jobs are over; report each change of their pods."""
+        told, began = "", time.monotonic()
+        answered = began
+        while (left := [each for each in jobs if not each.is_over]) and time.monotonic() - began < seconds:
+            try:
+                found = self.cluster.pods(call)
+                answered = time.monotonic()
+            except (ValueError, Unavailable) as error:
+                if time.monotonic() - answered > SILENCE_SECONDS:
+                    for each in left:
+                        each.end = killed(each.events.phase, str(error))
+                time.sleep(POLL_SECONDS)
+                continue
+            for each in left:
+                each.take(found.get(each.name, []), self.cluster.log, self.options["image"], self.options["wait"])
+            phases = [pod.phase for each in jobs for pod in found.get(each.name, [])]
+            text = ", ".join(f"{phases.count(name)} {name.lower()}" for name in sorted(set(phases)))
+            if text and text != told:
+                told = text
+                report({"event": "wait", "text": f"pods under Kubernetes: {text}"})
+            time.sleep(POLL_SECONDS)

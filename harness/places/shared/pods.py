@@ -1,0 +1,252 @@
+"""A job's pods on Kubernetes: their states, what their logs tell, and how the job ended.
+
+A log has the lines of harness/places/shared/torchrun_node.py, which are JSON, and what programs print beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.core import failures, log_lines
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.places.docker import memory_limit
+from harness.places.shared.cluster import better_known
+from harness.places.shared.place import ORDERED, Report, place_record, write_end
+from harness.run.launch import Events
+from harness.run.ranks import of_nodes
+
+INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of a pod: its node's number
+MAIN = "job"  # the container that trains
+SAID_LENGTH = 4096
+POD_SECONDS = 60.0  # in which a cluster makes a pod, even if no node takes it
+# Reasons for which a container never starts: its image, or a program that the image lacks.
+NEVER_STARTS = ("InvalidImageName", "ErrImageNeverPull", "ImagePullBackOff", "CreateContainerConfigError",
+                "ContainerCannotRun", "StartError")  # fmt: skip
+UNPLACED = ("Unschedulable", "SchedulingGated")
+
+
+class PodState(NamedTuple):
+    """What Kubernetes says of a pod; reason, message and exit code are of what went wrong, if something did."""
+
+    name: str
+    number: int  # of the node
+    phase: str  # Pending, Running, Succeeded, Failed
+    node: str = ""
+    reason: str = ""
+    message: str = ""
+    exit_code: int = 0
+    has_log: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+def state_of(pod: dict[str, Any]) -> PodState:
+    """Return the state of a pod, by the JSON that Kubernetes has of it."""
+    metadata, status = pod["metadata"], pod.get("status", {})
+    containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+    states = [(each["name"], each.get("state", {})) for each in containers]
+    ended = [state["terminated"] for _, state in states if state.get("terminated", {}).get("exitCode")]
+    waiting = [state["waiting"] for _, state in states if state.get("waiting", {}).get("reason") in NEVER_STARTS]
+    conditions = {(each["type"], each["status"]): each for each in status.get("conditions", ())}
+    of_pod = [status] if status.get("reason") else []
+    seen = [conditions.get(("DisruptionTarget", "True")), *ended, *waiting, conditions.get(("PodScheduled", "False"))]
+    told = next(each for each in [*of_pod, *seen, {}] if each is not None)
+    return PodState(
+        metadata["name"], int(metadata.get("annotations", {}).get(INDEX, 0)), status.get("phase", "Pending"),
+        pod.get("spec", {}).get("nodeName", ""), told.get("reason", ""), told.get("message", ""),
+        ended[0]["exitCode"] if ended else 0,
+        any(name == MAIN and state.keys() & {"running", "terminated"} for name, state in states),
+    )  # fmt: skip
+
+
+def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures.Failure:
+    """Name the end of a job by the pod that ended it."""
+    told = ": ".join(filter(None, (state.reason, " ".join(state.message.split()))))
+    if state.reason == "OOMKilled":
+        end = failures.End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes)
+        return failures.of_process(end)
+    if state.reason == "DeadlineExceeded":
+        text = f"its pod ran longer than it may, at {phase}: lower -l or --steps, or raise --timeout"
+        return failures.Failure("timeout", text, {"class": "deadline", "resource": "time", "last_phase": phase})
+    if state.reason in NEVER_STARTS:
+        text = f"no pod starts with the image {image}: {told}; try --kubernetes image=NAME, which the nodes can pull"
+        return unavailable(text, "image")
+    if state.reason in UNPLACED:
+        text = f"no node takes its pod: {told}; try less --host-memory, gpus or cpus, or a longer --kubernetes wait"
+        return unavailable(text, "node")
+    if state.exit_code in (0, 128 + signal.SIGKILL) or state.reason not in ("", "Error"):
+        return killed(phase, f"Kubernetes says {told}" if told else "its pod is gone")
+    return failures.of_process(failures.End(phase, state.exit_code))
+
+
+def killed(phase: str, text: str) -> failures.Failure:
+    return failures.Failure("killed", f"killed at {phase}: {text}", {"class": "signal", "resource": ""})
+
+
+def unavailable(text: str, name: str) -> failures.Failure:
+    """Return the end of a job that the cluster cannot run; `name`: what it lacks, the evidence's class."""
+    return failures.Failure("unavailable", text, {"class": name, "resource": ""})
+
+
+class PodLog:
+    """The log of a pod: a thread reads its lines; if its connection broke, another one goes on after the last."""
+
+    def __init__(self, open_log: Callable[[], Any]) -> None:
+        self.open_log = open_log
+        self.lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.num_read, self.is_whole = 0, False
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_reading(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def follow(self, has_ended: bool) -> None:
+        """Let a thread read. has_ended: the pod writes no more, so that what is read from now on is whole."""
+        if not self.is_reading and not self.is_whole:
+            self.thread = threading.Thread(target=self._read, args=(has_ended,), daemon=True)
+            self.thread.start()
+
+    def _read(self, has_ended: bool) -> None:
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        known, pending = self.num_read, b""
+        try:
+            for data in self.open_log().stream(2**16):
+                *lines, pending = (pending + data).split(b"\n")
+                new, known = lines[known:], max(0, known - len(lines))
+                for line in new:
+                    self.lines.put(line)
+                self.num_read += len(new)
+        except (HTTPError, OSError):
+            return
+        except ApiException:  # the node or the container has none
+            pass
+        self.is_whole = has_ended
+
+
+class PodJob:
+    """A job on the cluster: its pods, what they tell, and its end. `end` is a failure that is known before any pod's.
+
+    `name`: of what Kubernetes has of it, "" if it has nothing.
+    """
+
+    def __init__(self, job: Job, key: str, stem: Path, name: str, num_nodes: int) -> None:
+        self.job, self.key, self.stem, self.name, self.num_nodes = job, key, stem, name, num_nodes
+        self.events = Events(ORDERED, lambda event: None)
+        self.pods: dict[str, PodState] = {}
+        self.gone: set[str] = set()
+        self.logs: dict[str, PodLog] = {}
+        self.records: dict[int, Record] = {}
+        self.said: dict[int, str] = {}  # what a node's pod printed beside its events
+        self.end: failures.Failure | None = None
+        self.is_deleted = False
+        self.began = time.monotonic()
+        builds = [log_lines.BUILD_LOG.format(each) for each in (job.method, "sim")]
+        self.texts = (f"{stem.name}.txt", *builds)  # the files that its first pod writes to
+
+    def take(self, pods: list[PodState], open_log: Callable[[str], Any], image: str, wait: float) -> None:
+        """Take the states of its pods and what their logs have; name its end if it cannot start. `wait`: the seconds
+        that it may wait for nodes."""
+        self.gone |= self.pods.keys() - {pod.name for pod in pods}
+        self.pods |= {pod.name: pod for pod in pods}
+        for pod in pods:
+            log = self.logs.setdefault(pod.name, PodLog(functools.partial(open_log, pod.name)))
+            if pod.has_log:
+                log.follow(pod.has_ended)
+        for name, log in self.logs.items():
+            while not log.lines.empty():
+                self._hear(self.pods[name].number, log.lines.get())
+        is_late = time.monotonic() - self.began >= wait
+        stuck = [pod for pod in pods if pod.reason in (*NEVER_STARTS, *(UNPLACED if is_late else ()))]
+        if stuck and not self.end:
+            self.end = named(stuck[0], self.events.phase, 0, image)
+        waited = time.monotonic() - self.began
+        if not self.pods and not self.end and not self.is_deleted and waited >= max(wait, POD_SECONDS):
+            text = f"Kubernetes made no pod for {self.name} in {waited:.0f} s: kubectl get events may tell why"
+            self.end = unavailable(text, "node")
+
+    def report_to(self, report: Report) -> None:
+        """Pass the first node's events on."""
+        self.events.report = report
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more can come: its end is named, or its pods have ended or are gone, and were read."""
+        has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())  # no more pods are made
+        are_all = bool(self.pods) and (len(self.pods) >= self.num_nodes or bool(has_failed))
+        return self.end is not None or ((are_all or self.is_deleted) and all(map(self._is_read, self.pods.values())))
+
+    def _is_read(self, pod: PodState) -> bool:
+        log = self.logs[pod.name]
+        if pod.name in self.gone:
+            return not log.is_reading and log.lines.empty()
+        return pod.has_ended and log.lines.empty() and (log.is_whole or not pod.has_log)
+
+    def _hear(self, node: int, line: bytes) -> None:
+        """Take a line of a node's log: an event, or what a program printed."""
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+        except (ValueError, TypeError, KeyError):
+            self.said[node] = (self.said.get(node, "") + line.decode(errors="replace") + "\n")[-SAID_LENGTH:]
+            return
+        if kind == "record":
+            self._take_record(node, event["record"])
+        elif node == 0 and kind == "text":
+            if event["name"] in self.texts:
+                with open(self.stem.with_name(event["name"]), "a") as log:
+                    log.write(event["text"])
+        elif node == 0:
+            self.events.feed(line + b"\n")
+
+    def _take_record(self, node: int, data: Any) -> None:
+        try:
+            record = Record.from_dict(data)
+            if record.key != self.key:
+                raise ValueError(f"expected the key {self.key}, got {record.key}")
+            self.records[node] = record
+        except ValueError as error:
+            text = f"the record that its pod left was not taken: {error}"
+            self.end = failures.Failure("crash", text, {"class": "record", "resource": ""})
+
+    def complete(self, is_interrupted: bool, image: str) -> Path:
+        """Write its record, by its nodes' and by what Kubernetes says of its pods; return the path."""
+        path, end = Path(f"{self.stem}.json"), self.end or self._end(is_interrupted, image)
+        record = of_nodes([self.records[node] for node in sorted(self.records)]) if self.records else None
+        if record:
+            record.write(path)
+        else:
+            with open(f"{self.stem}.txt", "a") as log:
+                log.write("".join(self.said[node] for node in sorted(self.said)))
+            write_end(self.job, self.key, self.stem, end, self.events.fields())
+        pods = sorted(self.pods.values(), key=lambda pod: pod.number)
+        evidence: dict[str, Any] = {}
+        if not record or record.status != "ok":
+            evidence["kubernetes"] = [pod._asdict() for pod in pods]
+        if self.job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
+            evidence["limit_of"] = "the cluster"
+        place = {"on": "kubernetes", "image": image, "nodes": ",".join(pod.node for pod in pods)}
+        return place_record(path, place, evidence, better_known(record, end) if record else None)
+
+    def _end(self, is_interrupted: bool, image: str) -> failures.Failure:
+        """Name its end by its pods; the first that failed and left no record counts."""
+        if is_interrupted:
+            return failures.of_stop(failures.End(self.events.phase, stopped="interrupt"))
+        failed = [pod for pod in self.pods.values() if pod.phase != "Succeeded"]
+        first = min(failed, key=lambda pod: (pod.number in self.records, not pod.reason, pod.number), default=None)
+        if first is None:
+            return failures.of_process(failures.End(self.events.phase))
+        return named(first, self.events.phase, memory_limit(self.job) or 0, image)
