@@ -16,7 +16,7 @@ import click
 
 from harness.cli import options
 from harness.cli.options import Bytes, Numbers
-from harness.core import method
+from harness.core import method, weight_files
 from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
 from harness.figures import case
@@ -29,7 +29,7 @@ OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices
               "resume": "--resume"}  # fmt: skip
 LISTED = ("num_layers", "hidden_size", "batch_size")  # workload options that take several values
 OF_WORKLOAD = ("micro_batches", "seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate",
-               "seed", "corpus")  # fmt: skip
+               "seed", "corpus", "weights")  # fmt: skip
 
 # Defaults that --as sets, by the artifact's name; options given beside it override them.
 SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
@@ -56,6 +56,8 @@ workload_options = options.together(
     click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak rate of the published schedule."),
     click.option("--seed", type=int, default=1234, help="Seed of weights and data."),
     click.option("--data", "corpus", help="Megatron corpus, PREFIX.bin and PREFIX.idx; default: a seeded stream."),
+    click.option("--weights", metavar="DIR",
+                 help="Start from the safetensors of a model's folder, as the Hub has it; default: seeded values."),
 )  # fmt: skip
 size_options = options.together(
     click.option("-w", "window_size", type=Numbers(), help="Layers in the window; default: planned from the budgets."),
@@ -230,8 +232,10 @@ def place_of(words: dict[str, Any], device: str) -> place.Place | None:
     return None if words["on"] == "local" else place.load(words["on"]).of(words, device)
 
 
-def check_corpus(workload: Workload) -> None:
-    """Raise ValueError if the corpus cannot be read, before any process starts."""
+def check_files(workload: Workload) -> None:
+    """Raise ValueError if the corpus or the weights cannot be read, before any process starts."""
+    if workload.weights is not None:
+        weight_files.check(workload)
     if workload.corpus is not None:
         from harness.core import data
 

@@ -13,8 +13,9 @@ import click
 from harness.base.console import print_table
 from harness.base.whole_file import check_replaceable
 from harness.cli import exit_codes, options
-from harness.cli.job_options import WithMethods, check_corpus, job_options, make_jobs, place_of, place_options
+from harness.cli.job_options import WithMethods, check_files, job_options, make_jobs, place_of, place_options
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
+from harness.core import weight_files
 from harness.core.job import Budget, Job, Room
 from harness.devices import budgets, machine, named_machines
 from harness.forecast import memories
@@ -39,6 +40,8 @@ Examples:
 @job_options
 @click.option("--trace", type=FILE, metavar="FILE",
               help="Write a timeline of the last three steps, for Perfetto or chrome://tracing.")  # fmt: skip
+@click.option("--save", type=FOLDER, metavar="DIR",
+              help="Write the trained weights and their config.json into a new folder, for transformers.")  # fmt: skip
 @place_options
 def run(**words: Any) -> None:
     """Train by one method, several or all. A job that has a record is not run again (--rerun)."""
@@ -120,7 +123,7 @@ def largest(**words: Any) -> None:
     probe, folders = options.probe_of(words), _folders(words)
     jobs = make_jobs({**words, "num_layers": [1]}, folders)
     budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
-    check_corpus(jobs[0].workload)
+    check_files(jobs[0].workload)
     with reporter(words["as_json"]) as report:
         runs = Sweep(words["results"], folders, report, words["rerun"], probe=probe)
         probes = [Probes(runs, job) for job in jobs]
@@ -218,8 +221,14 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         check_replaceable(words["trace"])
         check_writable(words["trace"].parent, "--trace")
         jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
+    if words.get("save"):
+        if len(asked) > 1 or words["on"] != "local" or len(jobs[0].workloads()) > 1 or jobs[0].workload.config is None:
+            raise ValueError("--save needs one run here of one model by its config.json: one method and size, no --on")
+        weight_files.check_new(words["save"])
+        check_writable(words["save"].resolve().parent, "--save")
+        jobs = [dataclasses.replace(jobs[0], save=str(words["save"].resolve()))]
     place = place_of(words, jobs[0].device)
-    check_corpus(jobs[0].workload)
+    check_files(jobs[0].workload)
     check_writable(words["results"])
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)

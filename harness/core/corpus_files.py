@@ -15,16 +15,16 @@ def corpus_files(corpus: str) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
-def sampled_hash(path: Path) -> str:
-    """Hash a file's size and blocks at equal distances, 1 MiB in all; a smaller file is hashed whole. Times do not
-    count: a copy has the same hash, and a rewritten file another one even with its old times."""
+def sampled_hash(path: Path, num_blocks: int = BLOCKS) -> str:
+    """Hash a file's size and so many blocks at equal distances; a smaller file is hashed whole. Times do not count: a
+    copy has the same hash, and a rewritten file another one even with its old times."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{size} ".encode())
-            for number in range(BLOCKS):
-                file.seek(max(0, size - BLOCK_BYTES) * number // (BLOCKS - 1))
+            for number in range(num_blocks):
+                file.seek(max(0, size - BLOCK_BYTES) * number // (num_blocks - 1))
                 digest.update(file.read(BLOCK_BYTES))
     except FileNotFoundError:
         return "missing"

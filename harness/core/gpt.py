@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.core import weight_files
 from harness.core.anatomy import anatomy_of
 from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
@@ -214,6 +215,8 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
 def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
     """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence. Of a
     tensor that the model lacks they are 0: the gate names it."""
+    if workload.weights is not None:
+        return weight_files.reading(workload.weights, name)
     anatomy = anatomy_of(workload)
     mean, std = anatomy.starts.get(anatomy.within(name), (0.0, 0.0))
     if not std:

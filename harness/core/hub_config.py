@@ -20,11 +20,11 @@ FILE = "config.json"
 SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
          "vocab_size": "vocab_size"}  # fmt: skip
 WIDTHS = ("intermediate_size", "head_dim")  # these shrink with the hidden size
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEAST_WIDTH = 8  # kernels take multiples of 8
 # Nothing that a training depends on.
 LEFT_OUT = {
-    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "torch_dtype",
-    "transformers_version", "use_cache",
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the tokens of a sample
 
@@ -94,9 +94,11 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
             config[name] = config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
     config |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
     if isinstance(kinds := config.get("layer_types"), list):
-        config["layer_types"] = kinds[:num_layers]
-    if (config.get("pad_token_id") or 0) >= vocab_size:
-        config["pad_token_id"] = None
+        config["layer_types"] = [kinds[index % len(kinds)] for index in range(num_layers)]  # further layers go on alike
+    for name in TOKENS:
+        ids = config.get(name) or 0
+        if max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
+            config[name] = None
     return config | {name: 0.0 for name in config if name.endswith(("dropout", "_pdrop"))}
 
 

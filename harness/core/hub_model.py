@@ -224,6 +224,17 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
         raise Unlike(f"transformers {transformers.__version__} does not make it: {told:.200}") from error
 
 
+def config_to_save(workload: Workload) -> Any:
+    """Return transformers' configuration of the workload's model, for its saved weights. Raises Unlike."""
+    text, dtype = _key(workload)
+    given = json.loads(str(workload.config))
+    config = json.loads(text) | {name: given[name] for name in given if name.endswith(("dropout", "_pdrop"))}
+    with torch.device("meta"):
+        causal = theirs(config, dtype)
+    causal.config.architectures = [type(causal).__name__]
+    return causal.config
+
+
 def library() -> Any:
     """Return transformers. Raises Unavailable with the command that installs it."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # a configuration is a file here: nothing is looked up

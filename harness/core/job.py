@@ -39,7 +39,7 @@ LOSS_SCALE_WINDOW = 1000  # steps in a row without overflow, after which the sca
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
 NUM_RATES = 6  # learning rates of several models: the workload's, and repeated halves of it
 # Fields of a workload that are left out of a record at these values: such jobs keep their key of before the field.
-UNSAID = {"micro_batches": 1, "model": None, "config": None}
+UNSAID = {"micro_batches": 1, "model": None, "config": None, "weights": None}
 # Logits of a block of tokens: the loss is computed block by block (harness/core/gpt.py), 128 MiB in fp32.
 NUM_LOGITS = 2**25
 
@@ -68,6 +68,7 @@ class Workload:
     corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
     model: str | None = None  # name of the model in `config`, for people
     config: str | None = None  # a model's config.json (harness/core/hub_config.py); None: the published GPT
+    weights: str | None = None  # folder of safetensors that a model by its config.json starts from; None: drawn values
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
@@ -76,6 +77,8 @@ class Workload:
             raise ValueError(f"the seed must be from 0 to below 2**63, not {self.seed}")
         if self.config is not None:
             self._check_config(self.config)
+        elif self.weights is not None:
+            raise ValueError("expected a model by its config.json for --weights: try --model with their folder")
         elif self.hidden_size % self.num_heads:
             below = self.hidden_size // self.num_heads * self.num_heads
             nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
@@ -345,6 +348,7 @@ class Job:
     steps: int = 20  # how many, warm-up included
     warmup: int = 5  # how many of them are not timed
     trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; no part of identity
+    save: str | None = field(default=None, compare=False)  # folder for the trained weights; no part of identity
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -366,17 +370,19 @@ class Job:
         return several(self.workload, *(self.options.get(name, 1) for name in OF_SEVERAL_MODELS))
 
     def key(self, **context: str) -> str:
-        """Return the identity of this job in a context: the method's source, the machine's checked facts. Neither
-        --timeout nor --trace is part of it."""
-        untimed = dataclasses.replace(self, budget=dataclasses.replace(self.budget, seconds=None), trace=None)
-        text = json.dumps([untimed.to_dict(), context], sort_keys=True)
+        """Return the identity of this job in a context: the method's source, the machine's checked facts. None of
+        --timeout, --trace and --save is part of it."""
+        untimed = dataclasses.replace(self.budget, seconds=None)
+        same = dataclasses.replace(self, budget=untimed, trace=None, save=None)
+        text = json.dumps([same.to_dict(), context], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
         del data["budget"]["rates"]
-        if self.trace is None:
-            del data["trace"]
+        for name in ("trace", "save"):
+            if data[name] is None:
+                del data[name]
         for name, default in UNSAID.items():
             if data["workload"][name] == default:
                 del data["workload"][name]

@@ -112,8 +112,9 @@ class Record:
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
-        """True unless a job of the same key asks for a trace that is not there."""
-        return job.trace is None or (self.job.trace == job.trace and Path(job.trace).exists())
+        """True unless a job of the same key asks for a trace or for weights that are not there."""
+        asked = ((job.trace, self.job.trace), (job.save, self.job.save))
+        return all(path is None or (path == own and Path(path).exists()) for path, own in asked)
 
     @property
     def is_lasting(self) -> bool:

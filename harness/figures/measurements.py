@@ -12,14 +12,14 @@ from harness.core.record import Record
 from harness.figures.point import FigureRow, row_of
 from harness.figures.profile import PROBE
 from harness.jobs.depth_search import DepthAnswer, DepthOutcome, DepthTrial
-from harness.jobs.sweep import context, samples_of
+from harness.jobs.sweep import context, read_by
 
 _context = functools.cache(context)
 
 
 def key(job: Job) -> str:
     """The identity that a run of this resolved job would have here and now."""
-    return job.key(**_context(job.method, samples_of(job)))
+    return job.key(**_context(job.method, read_by(job)))
 
 
 def is_current(record: Record) -> bool:

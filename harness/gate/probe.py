@@ -123,7 +123,7 @@ def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Tri
 
 def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
     """Return the records of a trial at this size. Raises NoTrial with the reason if there is none."""
-    probed = dataclasses.replace(job, workload=load, steps=extent.steps, warmup=0, trace=None)
+    probed = dataclasses.replace(job, workload=load, steps=extent.steps, warmup=0, trace=None, save=None)
     small, depth, why = _deep_enough(dataclasses.replace(probed, budget=_budget(job, extent)), extent, runs)
     if why:
         is_whole = depth == job.workload.num_layers and load.batch_size == job.workload.batch_size
@@ -184,12 +184,12 @@ def workload(load: Workload, dtype: str) -> Workload:
 
 
 def capped(load: Workload) -> Workload:
-    """Return the workload at a probe's width, sequence and vocabulary, on the synthetic stream, which has tokens for
-    any vocabulary. The batch stays, because options cut it into parts; sequences of more than four samples are shorter.
-    """
+    """Return the workload at a probe's width, sequence and vocabulary, from drawn values and on the synthetic stream,
+    which has tokens for any vocabulary. The batch stays, because options cut it into parts; sequences of more than four
+    samples are shorter."""
     head_size = min(load.hidden_size // load.num_heads, max(HEAD_SIZE, HIDDEN_SIZE // load.num_heads))
     tokens = min(TOKENS, max(FEWEST_TOKENS, BATCH_TOKENS // load.batch_size))
     return dataclasses.replace(
         load, hidden_size=head_size * load.num_heads, seq_len=min(load.seq_len, tokens),
-        vocab_size=min(load.vocab_size, WORDS), corpus=None,
+        vocab_size=min(load.vocab_size, WORDS), corpus=None, weights=None,
     )  # fmt: skip

@@ -111,6 +111,8 @@ class _Lines:
             job = event["record"].job
             if job.trace and event["record"].answers(job):
                 self.write(f"  trace, for https://ui.perfetto.dev: {job.trace}")
+            if job.save and event["record"].answers(job):
+                self.write(f"  weights and config.json, for transformers: {job.save}")
         elif kind in ("build", "wait"):
             self.write(f"  {event['text']}")
         elif kind == "warning":

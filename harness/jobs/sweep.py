@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.whole_file import own_folder
-from harness.core import log_lines, method
+from harness.core import log_lines, method, weight_files
 from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan, Workload
 from harness.core.record import Gate, Record, new_stem, read_all
@@ -104,7 +104,7 @@ class Sweep:
         return record
 
     def key(self, job: Job) -> str:
-        found = context(job.method, samples_of(job), self.folders)
+        found = context(job.method, read_by(job), self.folders)
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
@@ -244,7 +244,7 @@ class Sweep:
 
     def _reference(self, job: Job) -> Job:
         """Return the job whose training is compared with this job's."""
-        other = dataclasses.replace(job, method=method.reference(self.folders), options={}, trace=None)
+        other = dataclasses.replace(job, method=method.reference(self.folders), options={}, trace=None, save=None)
         if job.device == "sim":  # sim's kernels are the CPU's, so the reference is the CPU's training
             return dataclasses.replace(other, device="cpu", budget=Budget())
         return other
@@ -268,7 +268,7 @@ class Sweep:
     def _twin(self, job: Job, depth: int) -> Job:
         """Return a job of the same code with this many layers."""
         options = method.create(job.method, job.options, self.folders).twin_options(job.workload.num_layers, depth)
-        return dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None)
+        return dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None, save=None)
 
     def _most_layers(self, reference: Job) -> int:
         trained = method.create(reference.method, {}, self.folders)
@@ -319,16 +319,21 @@ def _probed(record: Record) -> Extent:
     return Extent(layers, min(max(STEPS, steps), MOST_STEPS)) if layers and steps else NONE
 
 
-def samples_of(job: Job) -> tuple[Workload, int] | None:
-    """Return the samples that a job reads, as their workload and number; None where it reads no corpus."""
-    return (job.workload, job.steps * job.workload.batch_size) if job.workload.corpus is not None else None
+def read_by(job: Job) -> tuple[Workload, int] | None:
+    """Return what a job reads from files: its workload, and its number of samples. None where it reads none."""
+    load = job.workload
+    return None if load.corpus is load.weights is None else (load, job.steps * load.batch_size)
 
 
-def context(name: str, samples: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return what a measurement depends on beside its job: the method's source, the corpus, this machine."""
-    told = ""
-    if samples:  # a changed file makes another job
+def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
+    """Return what a measurement depends on beside its job: the method's source, the files that it reads, as read_by()
+    returns them, and this machine. A changed file makes another job."""
+    found = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
+    load, num_samples = files or (None, 0)
+    if load and load.corpus is not None:
         from harness.core.data import corpus_hash
 
-        told = corpus_hash(*samples)
-    return {"source": method.source_hash(name, folders), "corpus": told, **machine.checked()}
+        found["corpus"] = corpus_hash(load, num_samples)
+    if load and load.weights is not None:
+        found["weights"] = weight_files.files_hash(load.weights)
+    return found

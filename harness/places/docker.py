@@ -203,10 +203,13 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
     Paths are the same on both sides but for .venv, in whose place lies what was compiled in this image for its user.
     Missing folders are made. Raises Unavailable if the container's user lacks a right.
     """
-    corpus = job.workload.corpus
+    corpus, weights = job.workload.corpus, job.workload.weights
+    files = [*(corpus_files(str(Path(corpus).resolve())) if corpus else [])]
+    if weights:  # the Hub's cache has links to files elsewhere
+        files += {Path(weights).resolve(), *(path.resolve().parent for path in Path(weights).iterdir())}
     named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
     written = {named[name] for name in WRITTEN if name in named}
-    data = {*(corpus_files(str(Path(corpus).resolve())) if corpus else []), *named.values()} - written
+    data = {*files, *named.values()} - written
     if Path(SCRATCH) in written:
         raise Unavailable(
             f"expected a folder of its own on the disk, got {SCRATCH}, which containers have in memory; try --disk DIR"

@@ -30,22 +30,23 @@ the method that `is_reference`; `harness.load()` marks them in a column.
 In it are
 
 - the job: method, every option, workload, steps, warm-up, device, budgets of memory and of the link's rate; folders
-  and the corpus by their names, too;
+  the corpus and the folder of the weights by their names, too;
 - the source: the code that the method's file imports, directly or not, within the project and beside the file; of an
   installed package its version, of one that lies elsewhere on Python's path a hash of its code, and of the packages
   that it imports. A run that executes other Python code than this, such as a module whose name it computes, is
   `untested`, and says which file;
 - the corpus: of its two files the sizes and 256 blocks, and the samples that are trained on, 1,024 at most;
+- the weights that `--weights` names: of each file the size and 16,384 blocks, which are all of one up to 64 MiB;
 - the machine: CPU or GPU, how many and which cores the run may use, versions of Python (such as 3.12), torch, numpy,
   DeepSpeed and megatron-core, variables that change kernels or threads, such as `OMP_NUM_THREADS`, and those of torch's
   allocator on a GPU;
 - the place: for containers and Slurm, what names the image and the nodes.
 
-Not in it are the time limit, the trace, the extent of the probe, comments and layout of Python, the harness around the
-method, the operating system, compilers, drivers, clocks and temperatures, and whatever else runs: a record tells what
-of these it saw, under `machine` and `software`. Nor are the data files and variables that a method reads by itself,
-libraries that it opens by ctypes, and what the folder of `--resume` holds: after a change of these measure into a new
-folder of results.
+Not in it are the time limit, the trace, the folder of `--save`, the extent of the probe, comments and layout of Python,
+the harness around the method, the operating system, compilers, drivers, clocks and temperatures, and whatever else
+runs: a record tells what of these it saw, under `machine` and `software`. Nor are the data files and variables that a
+method reads by itself, libraries that it opens by ctypes, and what the folder of `--resume` holds: after a change of
+these measure into a new folder of results.
 """
 # For each class: a field's name, its type and default, and the remark beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)

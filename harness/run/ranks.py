@@ -184,7 +184,8 @@ def rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
             write_all(tells, (json.dumps(event) + "\n").encode())
 
     trace = str(folder_of(Path(order["record"])) / f"trace-{number}") if job.trace else None
-    part = dataclasses.replace(job, budget=job.budget.share(local_ranks), trace=trace)
+    save = None if number else job.save  # rank 0 has the whole tensors
+    part = dataclasses.replace(job, budget=job.budget.share(local_ranks), trace=trace, save=save)
     record = run(part, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if local and record.status != "ok":

@@ -177,7 +177,12 @@ class Run:
         peaks = self.measured["peaks"]
         peaks |= {name: max(size, peaks.get(name, 0)) for name, size in trained.peaks.items()}
         self.enter("inspect")
-        self.measured["tensors"] = inspect(trained.tensors, job)
+        tensors = trained.tensors
+        if job.save:
+            from harness.core.saved_weights import SavedWeights
+
+            tensors = SavedWeights(job.workload, Path(job.save)).passing(tensors)
+        self.measured["tensors"] = inspect(tensors, job)
         self.measured["others"] = [
             {"workload": other.changes, "losses": other.losses, "grad_norms": other.grad_norms,
              "loss_scales": other.loss_scales, "skipped_steps": other.skipped_steps,

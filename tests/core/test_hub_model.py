@@ -144,3 +144,15 @@ def test_widths_shrink_with_the_hidden_size() -> None:
     text = hub_config.text_of(config_of("qwen3", hidden_size=1024, intermediate_size=3072, head_dim=128))
     narrow = hub_config.narrowed(text, 2, 128, 64)
     assert [narrow[name] for name in ("intermediate_size", "head_dim", "num_hidden_layers")] == [384, 16, 2]
+
+
+def test_more_layers_than_a_model_has_go_on_with_its_kinds() -> None:
+    text = hub_config.text_of(config_of("qwen3", layer_types=["full_attention", "sliding_attention"]))
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert hub_config.narrowed(text, 5, 32, 101)["layer_types"] == kinds
+
+
+def test_a_token_beyond_a_smaller_vocabulary_is_none() -> None:
+    text = hub_config.text_of(config_of("llama", eos_token_id=[7, 99], bos_token_id=5))
+    narrow = hub_config.narrowed(text, 2, 32, 50)
+    assert (narrow["eos_token_id"], narrow["bos_token_id"]) == (None, 5)

@@ -42,9 +42,12 @@ def configured(family: str, **changes: Any) -> Workload:
 
 
 def theirs(workload: Workload) -> Any:
-    """transformers' own model in fp32, with the starting values of ours."""
+    """transformers' own model in fp32, with the starting values of ours, or with weights that it loads itself."""
     import transformers
 
+    if workload.weights is not None:
+        words = {"attn_implementation": "sdpa", "dtype": torch.float32}
+        return transformers.AutoModelForCausalLM.from_pretrained(workload.weights, **words).train()
     config = transformers.AutoConfig.for_model(**json.loads(str(workload.config)))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     named = dict(model.named_parameters())
@@ -61,7 +64,11 @@ def their_loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def their_losses(workload: Workload, steps: int) -> list[float]:
-    """The losses of a plain loop: torch's default AdamW, decay on matrices, clipped gradients."""
+    return their_training(workload, steps)[0]
+
+
+def their_training(workload: Workload, steps: int) -> tuple[list[float], Any]:
+    """The losses of a plain loop, and its model: torch's default AdamW, decay on matrices, clipped gradients."""
     model, losses = theirs(workload), []
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
@@ -77,4 +84,4 @@ def their_losses(workload: Workload, steps: int) -> list[float]:
             group["lr"] = workload.learning_rate_at(step)
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, model

@@ -1,0 +1,121 @@
+"""A model's weights as the Hugging Face Hub has them: a folder of safetensors files, one or several with an index.
+Starting values are read from them. No torch until a tensor is read.
+
+A tensor is mapped where it is needed and read in blocks: there is no second copy of the model in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.base.foreign_file import read_json
+from harness.core.corpus_files import sampled_hash
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.core.job import Workload
+
+INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = ("F64", "F32", "BF16", "F16")  # of weights that are trained on
+HASHED_BLOCKS = 2**14  # of each file: one of up to 64 MiB is hashed whole
+OTHER_HEAD = "embed_out.weight"  # name of the head's matrix in the files of some families
+
+
+def check(workload: Workload) -> None:
+    """Raise ValueError unless the folder holds every tensor of the workload's model, in its shape."""
+    anatomy, folder = workload.anatomy, Path(str(workload.weights))
+    files = _files(folder)
+    for name in anatomy.names(workload.num_layers):
+        expected = list(anatomy.ends.get(name) or anatomy.layer[anatomy.within(name)])
+        with _opened(files, folder, name, "np") as (file, own):
+            tensor = file.get_slice(own)
+            if (dtype := tensor.get_dtype()) not in DTYPES:
+                told = f"expected weights in {', '.join(DTYPES)}, got {dtype} for {own}"
+                raise ValueError(f"{folder}: {told}; try the original model's weights")
+            if (found := tensor.get_shape()) != expected:
+                told = f"expected {own} of shape {expected}, got {found}"
+                raise ValueError(f"{folder}: {told}; try --model {folder}")
+
+
+def check_new(folder: Path) -> None:
+    """Raise ValueError if there is something that the folder would replace."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
+        raise ValueError(f"--save: expected the name of a new folder, got {folder}, which is there; name another")
+
+
+def files_hash(folder: str) -> str:
+    """Tell one content of the folder's weights from another, by the files' names and sampled_hash() of each."""
+    digest = hashlib.sha256()
+    with contextlib.suppress(ValueError):  # the run will say what cannot be read
+        for file in sorted(set(_files(Path(folder)).values())):
+            digest.update(f"{file} {sampled_hash(Path(folder) / file, HASHED_BLOCKS)} ".encode())
+    return digest.hexdigest()[:16]
+
+
+def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
+    """Return a function that fills an fp32 host tensor with the values of the model's tensor of this name; each call
+    goes on where the one before ended."""
+    path = Path(folder)
+    with _opened(_files(path), path, name, "pt") as (file, own):
+        values, start = file.get_tensor(own).view(-1), 0  # mapped, not read
+
+    def fill(tensor: Tensor) -> Tensor:
+        nonlocal start
+        block = values[start : start + tensor.numel()]
+        start += tensor.numel()
+        return tensor.copy_(block.view(tensor.shape))
+
+    return fill
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, by name. Raises ValueError if the folder has none, or a damaged index."""
+    if (folder / ALONE).exists():
+        with _file(folder, ALONE, "np") as file:
+            return dict.fromkeys(file.keys(), ALONE)
+    if not (folder / INDEX).exists():
+        raise ValueError(f"{folder}: expected {ALONE} or {INDEX}, as the Hub has them, got a folder without either")
+    try:
+        found = read_json((folder / INDEX).resolve())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / INDEX}: expected a weight_map, got {error!s:.80}; fetch it again") from error
+    for name, file in found.items() if isinstance(found, dict) else [("weight_map", found)]:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{folder / INDEX}: expected the name of a file beside it for {name}, got {file!r:.80}")
+    return dict(found)
+
+
+@contextlib.contextmanager
+def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> Iterator[tuple[Any, str]]:
+    """Yield the file that holds the tensor of this name in the model, and the tensor's name there: files may leave out
+    the name of the model before its layers."""
+    base = name.partition(".")[2]
+    for own in (name, base, *([OTHER_HEAD] if name == "lm_head.weight" else [])):
+        if own in files:
+            with _file(folder, files[own], framework) as file:
+                if own not in file.keys():  # noqa: SIM118 a file of tensors is no dictionary
+                    raise ValueError(f"{folder / files[own]}: expected {own}, as the index says; fetch it again")
+                yield file, own
+            return
+    raise ValueError(f"{folder}: expected weights of {name}, got none of this name; try --model {folder}")
+
+
+@contextlib.contextmanager
+def _file(folder: Path, name: str, framework: str) -> Iterator[Any]:
+    """Open a file of tensors. Raises ValueError if it is missing or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opened = safe_open(folder / name, framework=framework)
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder / name}: expected this file of weights, got none; fetch it again") from error
+    except (OSError, SafetensorError) as error:
+        told = f"expected a file of safetensors, got {error!s:.80}"
+        raise ValueError(f"{folder / name}: {told}; fetch it again") from error
+    with opened as file:
+        yield file

@@ -1,0 +1,211 @@
+"""Weights in and out: transformers writes what we start from, and loads what we write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from harness.core import hub_config, weight_files
+from harness.core.job import Job, Workload
+from harness.core.method import TensorState
+from harness.core.model import build
+from harness.core.saved_weights import SavedWeights
+from harness.jobs.sweep import context, read_by
+from tests.support import cli
+from tests.support.configured import config_of, their_training
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SHARD = 20_000  # bytes: several files of a tiny model
+
+
+def written(folder: Path, family: str = "qwen2", dtype: str = "fp32", **changes: Any) -> Path:
+    """A model of transformers' own with weights that no seed of ours draws, in shards."""
+    config = transformers.AutoConfig.for_model(**config_of(family, eos_token_id=[7, 9], **changes))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    generator = torch.Generator().manual_seed(5)
+    for weight in model.parameters():
+        weight.data.normal_(0.5 if weight.ndim == 1 else 0.0, 0.05, generator=generator)
+    model.save_pretrained(folder, max_shard_size=SHARD)
+    return folder
+
+
+def starting_from(folder: Path, **changes: Any) -> Workload:
+    config = hub_config.read(folder)
+    sizes = {**hub_config.sizes_of(config), "seq_len": 16, "batch_size": 2, "learning_rate": 1.0}
+    named = {"model": folder.name, "config": hub_config.text_of(config), "weights": str(folder)}
+    return Workload(**{**sizes, **named, **changes})
+
+
+def save(workload: Workload, folder: Path, file_bytes: int = SHARD) -> None:
+    """Write the workload's starting values, as if they were trained."""
+    states = [TensorState(name, weight.data.float()) for name, weight in build(workload).named_parameters()]
+    assert [*SavedWeights(workload, folder, file_bytes).passing(states)] == states
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights as transformers loads them, in the dtype that the folder says."""
+    return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen2", "fp32"), ("llama3.1", "bf16"), ("phi3", "fp32"), ("gpt_neox", "bf16")]
+)
+def test_what_goes_in_and_out_is_bit_equal(family: str, dtype: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", family, dtype)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    workload = starting_from(folder, dtype=dtype)
+    weight_files.check(workload)
+    expected = loaded(folder)
+    assert all(torch.equal(expected[name], weight) for name, weight in build(workload).named_parameters())
+    save(workload, tmp_path / "out")
+    found = loaded(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(
+        torch.equal(found[name], weight) and found[name].dtype == DTYPES[dtype] for name, weight in expected.items()
+    )
+
+
+def test_the_saved_configuration_is_the_given_one(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", attention_dropout=0.1)
+    save(starting_from(folder), tmp_path / "out")
+    given, found = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))
+    assert found == given
+
+
+def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path: Path) -> None:
+    save(starting_from(written(tmp_path / "in")), tmp_path / "out")
+    files = [load_file(path) for path in (tmp_path / "out").glob("*.safetensors")]
+    assert all(len(held) == 1 or sum(each.nbytes for each in held.values()) <= SHARD for held in files)
+    assert len(files) > 2
+
+
+def test_a_model_of_one_file_needs_no_index(tmp_path: Path) -> None:
+    save(starting_from(written(tmp_path / "in")), tmp_path / "out", 2**30)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert weight_files.check(starting_from(tmp_path / "out")) is None
+
+
+def test_names_may_lack_the_name_of_the_model(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", "llama3.1")
+    weights = {name.removeprefix("model."): each for name, each in loaded(folder).items()}
+    (tmp_path / "bare").mkdir()
+    save_file({name: each.detach().clone() for name, each in weights.items()}, tmp_path / "bare" / "model.safetensors")
+    workload = starting_from(folder, weights=str(tmp_path / "bare"))
+    weight_files.check(workload)
+    assert all(torch.equal(loaded(folder)[name], weight) for name, weight in build(workload).named_parameters())
+
+
+def test_a_run_trains_what_transformers_loads_and_saves_what_it_loads_again(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in")
+    sizes = ["--seq", "16", "-b", "2", "--steps", "3", "--lr", "1", "--no-probe"]
+    words = ["-m", "stronghold", "--model", folder, "--weights", folder, "--save", tmp_path / "out", *sizes]
+    done = cli.run(*words, "--results", tmp_path / "results")
+    assert done.returncode == 0 and "gate passed" in done.stdout, done.stderr
+    assert f"weights and config.json, for transformers: {tmp_path / 'out'}" in done.stdout
+    _, theirs = their_training(starting_from(folder), 3)
+    start, found = loaded(folder), loaded(tmp_path / "out")
+    for name, weight in theirs.named_parameters():
+        moved, apart = (weight - start[name]).norm(), (weight - found[name]).norm()
+        assert apart < 1e-3 * moved or name.endswith("k_proj.bias"), name  # whose gradient is little but rounding
+    assert len(list((tmp_path / "results").glob("*.json"))) == 2
+
+
+def shorten(folder: Path) -> None:
+    path = next(iter(sorted(folder.glob("*.safetensors"))))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def quantize(folder: Path) -> None:
+    path = next(iter(sorted(folder.glob("*.safetensors"))))
+    held = load_file(path)
+    save_file({name: weight.to(torch.float8_e4m3fn) for name, weight in held.items()}, path)
+
+
+def lead_out(folder: Path) -> None:
+    index = folder / weight_files.INDEX
+    index.write_text(index.read_text().replace("model-00001", "../in/model-00001"))
+
+
+REFUSED: list[tuple[str, Callable[[Path], Any], list[str]]] = [
+    ("expected this file of weights, got none", lambda folder: next(folder.glob("*-00002-*")).unlink(), []),
+    ("expected a file of safetensors, got", shorten, []),
+    ("expected weights in F64, F32, BF16, F16, got F8_E4M3 for", quantize, []),
+    ("expected the name of a file beside it for", lead_out, []),
+    ("expected a weight_map, got", lambda folder: (folder / weight_files.INDEX).write_text("{"), []),
+    ("without either", lambda folder: (folder / weight_files.INDEX).unlink(), []),
+    ("expected model.embed_tokens.weight of shape [50, 32], got [101, 32]", lambda folder: None, ["--vocab", "50"]),
+    ("expected weights of model.layers.3.self_attn.q_proj.weight, got none", lambda folder: None, ["-l", "4"]),
+]
+
+
+@pytest.mark.parametrize(("told", "damage", "words"), REFUSED, ids=[told for told, _, _ in REFUSED])
+def test_weights_that_cannot_be_read_are_one_line(
+    told: str, damage: Callable[[Path], Any], words: list[str], tmp_path: Path
+) -> None:
+    folder = written(tmp_path / "in")
+    damage(folder)
+    call = ["-m", "resident", "--model", folder, "--weights", folder, "--seq", "16", "-b", "2", *words]
+    done = cli.run(*call, "--results", tmp_path / "results")
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not [*(tmp_path / "results").glob("*")]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-m", "resident", "--weights", "."], "expected a model by its config.json for --weights"),
+        (["-m", "resident,l2l", "--model", "Qwen3-0.6B", "--seq", "16", "--save", "new"], "--save needs one run here"),
+        (["-m", "resident", "--save", "new"], "--save needs one run here of one model by its config.json"),
+        (
+            ["-m", "resident", "--model", "Qwen3-0.6B", "-l", "1", "--save", "there"],
+            "expected the name of a new folder",
+        ),
+    ],
+)
+def test_what_cannot_be_started_from_or_saved_is_one_line(words: list[str], told: str, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    named = [str(tmp_path / word) if word in ("new", "there") else word for word in words]
+    done = cli.run(*named, "--results", tmp_path / "results")
+    assert done.returncode == 2 and told in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_another_content_is_another_job(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in")
+    job = Job("resident", starting_from(folder))
+    before = job.key(**context(job.method, read_by(job)))
+    path = next(iter(sorted(folder.glob("*.safetensors"))))
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    assert job.key(**context(job.method, read_by(job))) != before
+
+
+def test_a_killed_writer_leaves_nothing_that_loads_and_the_next_one_removes_it(tmp_path: Path) -> None:
+    workload, folder = starting_from(written(tmp_path / "in")), tmp_path / "out"
+    states = [TensorState(name, weight.data) for name, weight in build(workload).named_parameters()]
+    if not (child := os.fork()):
+        for number, _ in enumerate(SavedWeights(workload, folder, SHARD).passing(states)):
+            if number == len(states) - 1:
+                os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    [left] = tmp_path.glob(".out.*")
+    assert list(left.iterdir()) and not folder.exists()
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        transformers.AutoModelForCausalLM.from_pretrained(left)
+    save(workload, folder)
+    assert loaded(folder) and not left.exists()
+
+
+def test_weights_that_a_training_lacks_are_named(tmp_path: Path) -> None:
+    workload = starting_from(written(tmp_path / "in"))
+    states = [TensorState(name, weight.data) for name, weight in build(workload).named_parameters()]
+    with pytest.raises(ValueError, match=r"expected all weights of the model to save, got none of model\.embed"):
+        list(SavedWeights(workload, tmp_path / "out").passing(states[1:]))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
