@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -24,8 +24,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Apex and Transformer Engine are absent
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from megatron.core import parallel_state as parallel_state
-    from megatron.core.distributed import finalize_model_grads as finalize_model_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import MegatronModule
 
 NAMES = {
@@ -42,13 +42,15 @@ NAMES = {
 OURS = {theirs: ours for ours, theirs in NAMES.items()}
 
 
-def our_name(name: str) -> str:
-    """The name in harness.core.gpt.GPT of a parameter of GPTModel."""
+def our_name(name: str, first_layer: int = 0) -> str:
+    """The name in harness.core.gpt.GPT of a parameter of GPTModel, or of a stage of it that begins with this layer."""
+    if name == "output_layer.weight":  # the last stage's copy of the embedding
+        return "ends.wte.weight"
     if name in OURS:
         return OURS[name]
     match = re.fullmatch(r"(decoder\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
     assert match, name
-    layer = f"layers.{match[2]}." if match[1] else ""
+    layer = f"layers.{first_layer + int(match[2])}." if match[1] else ""
     return f"{layer}{OURS[match[3]]}.{match[4]}"
 
 
@@ -99,6 +101,40 @@ def mark_shard(name: str, parameter: Tensor) -> None:
     """Tell Megatron that ranks share this parameter: where initialization is ours it does not, and its gradient norm
     would count the first rank's part alone."""
     parameter.tensor_model_parallel = shard_dim(name) is not None  # type: ignore[attr-defined]
+
+
+def stage() -> int:
+    """Return the number of this rank's stage in its pipeline."""
+    number: int = parallel_state.get_pipeline_model_parallel_rank()
+    return number
+
+
+def pipeline_group() -> Any:
+    """Return the ranks of this rank's pipeline, one of each stage."""
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Pass micro-batches, each (inputs, targets) of (B, T) token ids, through the model, or through the pipeline of
+    which it is a stage; leave in the gradient buffers the mean's gradient. Return the mean loss of each micro-batch on
+    the last stage, and nothing on others."""
+
+    def mean_of(losses: Tensor) -> tuple[Tensor, Tensor]:
+        mean = losses.float().mean()
+        return mean, mean.detach().clone()  # Megatron divides the first one, in place, by the number of micro-batches
+
+    def forward(pairs: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
+        inputs, targets = next(pairs)
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape)
+        return model(inputs, positions, None, labels=targets), mean_of
+
+    size, tokens = parts[0][0].shape
+    passes = get_forward_backward_func()
+    losses: list[Tensor] = passes(
+        forward_step_func=forward, data_iterator=iter(parts), model=model, num_microbatches=len(parts),
+        seq_length=tokens, micro_batch_size=size,
+    )  # fmt: skip
+    return losses
 
 
 def range_of(optimizer: Any, parameter: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from harness.core.job import Workload
 
@@ -12,7 +13,19 @@ def rank_part(workload: Workload, num_ranks: int) -> Workload:
     would drop other elements than one process does."""
     if num_ranks < 1 or workload.batch_size % num_ranks:
         counts = ", ".join(str(n) for n in range(1, workload.batch_size + 1) if workload.batch_size % n == 0)
-        raise ValueError(f"a batch of {workload.batch_size} splits over {counts} ranks, not {num_ranks}")
+        nearest = " or ".join(map(str, multiples(workload.batch_size, num_ranks)))
+        told = f"a batch of {workload.batch_size} splits over {counts} ranks, not {num_ranks}"
+        raise ValueError(f"{told}; try -b {nearest}" if nearest else told)
     if workload.dropout and num_ranks > 1:
         raise ValueError("dropout and --ranks exclude each other: each rank would drop other elements")
-    return dataclasses.replace(workload, batch_size=workload.batch_size // num_ranks)
+    size, parts = workload.batch_size // num_ranks, workload.micro_batches
+    if size % parts:
+        told = f"expected a divisor of the {size} samples of each of {num_ranks} parts of the batch, got {parts}"
+        raise ValueError(f"--micro-batches: {told}; try --micro-batches {math.gcd(size, parts)}")
+    return dataclasses.replace(workload, batch_size=size)
+
+
+def multiples(number: int, divisor: int) -> list[int]:
+    """Return the nearest multiples of a divisor below and above a number that is none itself."""
+    below = number // divisor * divisor if divisor > 0 else 0
+    return [each for each in (below, below + divisor) if each > 0]

@@ -41,7 +41,7 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m resident -b 0", "batch_size must be at least 1"),
         ("-m resident -b 6 --micro-batches 4", "--micro-batches: expected a divisor of batch 6 (1, 2, 3, 6), got 4"),
         ("-m resident --micro-batches 2 --dropout 0.1", "dropout and micro-batches exclude each other"),
-        ("-m zero-offload --micro-batches 2", "leave them out, or -m l2l, resident, stronghold"),
+        ("-m zero-offload --micro-batches 2", "leave them out, or -m l2l, megatron-lm, resident, stronghold"),
         ("-m resident -l four", "expected numbers such as 4, 1,2,4 or 2:8:2, got 'four'"),
         ("-m resident -l 8:2", "expected a range first:last:step such as 2:8:2, got '8:2'"),
         ("-m stronghold -l 4 -w 5", "-w takes 1 to 4"),

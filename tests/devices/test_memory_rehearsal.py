@@ -82,7 +82,7 @@ def test_the_plan_of_resident_training_is_within_a_tenth_of_the_rehearsal(size: 
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("size", SIZES[::2])
+@pytest.mark.parametrize("size", [*SIZES[::2], MANY_PARTS])
 def test_the_plan_of_megatron_core_is_within_a_tenth_of_the_rehearsal(size: dict, dtype: str) -> None:
     workload, trained = Workload(**size, dtype=dtype), create("megatron-lm", {})
     assert trained.plan(workload, Room()).device_bytes == pytest.approx(

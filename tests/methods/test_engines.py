@@ -107,16 +107,19 @@ def test_ranks_train_as_the_reference_does_on_the_whole_batch(
 @pytest.mark.parametrize(
     "options",
     [
-        {"world_size": 2},
         {"world_size": 2, "distributed_optimizer": True},
-        {"world_size": 2, "tensor_parallel": 2},
+        {"world_size": 2, "pipeline_parallel": 2},
+        {"world_size": 4, "pipeline_parallel": 2, "distributed_optimizer": True},
+        {"world_size": 4, "pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
         {"world_size": 4, "tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True},
     ],
     ids=lambda options: " ".join(options),
 )
 def test_megatrons_ranks_train_as_the_reference_does(options: dict, dtype: str, shared_results: Path) -> None:
-    record = run(shared_results, "megatron-lm", dataclasses.replace(SMALL, batch_size=4, dtype=dtype), **options)
-    assert record.gate.passed and len(record.tensors) == 40, record.gate.text
+    load = dataclasses.replace(SMALL, num_layers=4, batch_size=4, micro_batches=2, dtype=dtype)
+    record = run(shared_results, "megatron-lm", load, **options)
+    assert record.gate.passed and len(record.tensors) == 52, record.gate.text
+    assert len(record.machine["ranks"]) == options["world_size"]
     if dtype == "fp32":
         assert record.gate.evidence["loss_difference"] <= 1e-6
 
@@ -127,12 +130,26 @@ def test_megatrons_ranks_train_as_the_reference_does(options: dict, dtype: str, 
         ({"world_size": 4, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of --ranks 4, got 3"),
         ({"world_size": 3, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of num_heads 4, got 3"),
         ({"world_size": 2, "sequence_parallel": True}, "sequence_parallel: expected tensor_parallel above 1, got 1"),
-        ({"world_size": 3}, "a batch of 2 splits over 1, 2 ranks, not 3"),
+        ({"world_size": 3}, "a batch of 2 splits over 1, 2 ranks, not 3; try -b 3"),
+        ({"world_size": 3, "pipeline_parallel": 2}, "pipeline_parallel: expected a divisor of --ranks 3, got 2; try"),
+        ({"world_size": 2, "pipeline_parallel": 2}, "a divisor of num_layers 3, got 2; try -l 2 or 4"),
+        ({"world_size": 6, "tensor_parallel": 2, "pipeline_parallel": 2}, "of 3, --ranks over tensor_parallel, got 2"),
+        ({"world_size": 2, "micro": 2}, "--micro-batches: expected a divisor of the 1 samples of each of 2 parts"),
     ],
 )
 def test_ranks_that_megatron_cannot_have_are_told(options: dict, told: str) -> None:
+    load = dataclasses.replace(SMALL, micro_batches=options.pop("micro", 1))
     with pytest.raises(ValueError, match=told):
-        create("megatron-lm", options).plan(SMALL, Room())
+        create("megatron-lm", options).plan(load, Room())
+
+
+def test_the_stages_of_megatron_have_all_weights_and_the_tied_embedding_twice() -> None:
+    """By hand; the first stage keeps the inputs of two micro-batches for each of its layers, the last one of one."""
+    load = dataclasses.replace(LARGE, batch_size=4, micro_batches=4)
+    trained = create("megatron-lm", {"world_size": 2, "pipeline_parallel": 2})
+    assert sum(trained._stage_params(load, stage) for stage in (0, 1)) == load.num_params + 8192 * 512
+    first, last = (trained._stage_bytes(load, stage, 1) for stage in (0, 1))
+    assert sorted(trained.plan(load, Room()).stages.values()) == sorted([sum(first.values()), sum(last.values())])
 
 
 def test_a_rank_of_megatron_plans_its_part() -> None:

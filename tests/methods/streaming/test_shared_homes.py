@@ -147,7 +147,7 @@ def test_the_plan_is_the_rehearsals_peak_of_a_rank(
         ({"disk": "/tmp"}, {}, "disk: expected none with --ranks 2, got /tmp; try without --disk"),
         ({}, {"dropout": 0.1}, "dropout and --ranks exclude each other"),
         ({}, {"batch_size": 3}, "a batch of 3 splits over 1, 3 ranks, not 2"),
-        ({}, {"micro_batches": 4}, "expected a divisor of batch 2"),
+        ({}, {"micro_batches": 4}, "expected a divisor of the 2 samples"),
     ],
     ids=str,
 )
