@@ -1,0 +1,88 @@
+"""Jobs over the nodes of a torchrun that runs the call itself: who meets whom, what is refused, and a real training."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.base.checkout import ROOT
+from harness.core.job import Job
+from harness.core.record import read_all
+from harness.places.shared.place import order
+from harness.places.torchrun import Peer, accepted, connected, follow
+from tests.support import cli, tiny
+from tests.support.ranks import free_ports
+from tests.support.tiny import TINY
+
+
+def three_ports() -> int:
+    """The first of three that follow one another and are free: torchrun's, the agents', the nodes'."""
+    for port in free_ports(200):
+        try:
+            for following in (port + 1, port + 2):
+                socket.create_server(("127.0.0.1", following)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no three free ports in a row")
+
+
+def test_without_torchrun_one_line_says_how(tmp_path: Path) -> None:
+    done = cli.run(*tiny.WORDS, "--on", "torchrun", "--results", tmp_path)
+    assert done.returncode == 7 and "no torchrun runs this call: try torchrun" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_nodes_meet_in_their_order_and_a_stranger_is_none() -> None:
+    port, found = free_ports(1)[0], list[Peer]()
+    meeting = threading.Thread(target=lambda: found.extend(accepted("127.0.0.1", port, 2)))
+    meeting.start()
+    peers = [connected("127.0.0.1", port) for _ in range(3)]
+    for peer, node in zip(peers, (7, 2, 1), strict=True):
+        peer.tell({"node": node, "host": f"host-{node}"})
+    meeting.join()
+    assert [peer.host for peer in found] == ["host-1", "host-2"]
+    assert peers[0].hear() == {}  # its connection was closed
+
+
+def test_a_node_with_other_sources_refuses_the_order() -> None:
+    first, other = map(Peer, socket.socketpair())
+    node = threading.Thread(target=follow, args=(other, 1, ()))
+    node.start()
+    assert first.hear()["node"] == 1
+    asked = order(Job("fsdp2-offload", TINY, {"world_size": 2}), "key", Path("log"), ())
+    first.tell({"order": asked, "num_nodes": 2, "source": "other"})
+    assert "its sources differ" in first.hear()["refused"]
+    first.tell({"begin": False})
+    first.tell({})
+    node.join()
+
+
+@pytest.mark.heavy
+def test_the_example_for_skypilot_trains_as_the_reference_does(tmp_path: Path) -> None:
+    """Its two machines are folders of this one, and each has SkyPilot's variables."""
+    script = yaml.safe_load((ROOT / "examples" / "skypilot.yaml").read_text())["run"]
+    sizes = " ".join(tiny.WORDS[2:])
+    script = script.replace("-l 4 -h 256 -b 2", f"{sizes} --steps 6 --no-probe --results {tmp_path / 'results'}")
+    script = script.replace("29400", str(three_ports()))
+    running = []
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        own = {name: str(tmp_path / str(node)) for name in ("TMPDIR", "HARNESS_LOCKS")}
+        sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+        words = ["bash", "-c", script]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **own, **sky}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        running.append(subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **streams))
+    told = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    assert "gate passed (tolerance)" in told[0] and told[1] == "", told
+    records = read_all(tmp_path / "results")[0].values()
+    (record,) = (each for each in records if each.job.method == "fsdp2-offload")
+    assert record.machine["on"] == "torchrun" and [rank["node"] for rank in record.machine["ranks"]] == [0, 1]
