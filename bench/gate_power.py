@@ -4,7 +4,8 @@ Each of the 42 faults of bench/faults/planted.py trains 4 layers x 64 for 20 ste
 probe's, in each dtype, as honest runs do that round otherwise: other threads, micro-batches, sums of products,
 attention, loops of AdamW, and every method that is exact by design and runs here. The gate judges each as on a CPU, as
 on CUDA (its tolerances), and, where a method promises them, by bits. About 4 minutes on two cores. `--with` holds out:
-it tries the gate at other sizes than those its limits were set by.
+it tries the gate at other sizes than those its limits were set by. `--model` tries it on a model by its config.json,
+with the faults of its conventions (bench/convention_faults.py) beside those of the GPT that it can have.
 
     .venv/bin/python -m bench.gate_power [--out results/gate-power.json] [--with seq_len=256 --with batch_size=1]
 
@@ -28,9 +29,10 @@ from typing import Any, NamedTuple
 
 import click
 
+from bench import convention_faults
 from harness.base import fork_server
 from harness.base.whole_file import write_whole
-from harness.core import method
+from harness.core import method, named_models
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import probe
@@ -40,6 +42,7 @@ from harness.gate.verdict import judge, with_probe
 from methods.shared.roundings import ROUNDINGS
 
 SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)
+NARROW = {"num_layers": SIZE.num_layers, "hidden_size": SIZE.hidden_size, "vocab_size": SIZE.vocab_size}
 FOLDERS = (Path(__file__).parent / "faults", probe.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
@@ -156,22 +159,33 @@ class Outcome(NamedTuple):
     def is_named(self, way: str) -> bool:
         verdict = self.verdicts[way]
         said = f"{verdict.reason} {verdict.evidence.get('step')}" if verdict.reason == "later" else verdict.reason
-        return said in RIGHT[self.case.fault]
+        return said in RIGHT.get(self.case.fault, FORWARD)  # a convention is the forward pass's
 
 
 def fault_cases(
     dtype: str,
-    faults: Iterable[str] = RIGHT,
+    faults: Iterable[str] = (),
     size: Workload = SIZE,
     seeds: Sequence[int] = SEEDS,
     probe_steps: int = probe.STEPS,
 ) -> list[PowerCase]:
-    """Return the faults that this dtype can have."""
+    """Return the cases of these faults, by default of all that the model can have in this dtype."""
     return [
         PowerCase("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size, probe_steps)
-        for fault in faults
-        if (dtype, fault) != ("fp32", "no fp32 master")
+        for fault in faults or faults_of(dataclasses.replace(size, dtype=dtype))
     ]
+
+
+def faults_of(size: Workload) -> list[str]:
+    """Return the faults that a model of this size can have."""
+    anatomy = size.anatomy
+    is_tied = not anatomy.embedding.keys().isdisjoint(anatomy.head)
+    lacking = {
+        "no fp32 master": size.dtype == "fp32", "tanh GELU": size.config is not None,
+        "tied gradient from the head only": not is_tied, "tied gradient from the look-up only": not is_tied,
+        "biases never updated": not any(name.endswith("bias") and "norm" not in name for name in anatomy.layer),
+    }  # fmt: skip
+    return [fault for fault in RIGHT if not lacking.get(fault)] + [*convention_faults.of(size)]
 
 
 def honest_cases(
@@ -182,7 +196,12 @@ def honest_cases(
     ways += [(("planted", {"rounding": name}, {}), seeds) for name in UNSEEN]
     found = [PowerCase(*way, dtype, seed, "", size, probe_steps) for way, own in ways for seed in own]
     found += [PowerCase(name, {}, {}, dtype, seeds[0], "", size, probe_steps) for name in ENGINES]
-    return [case for case in found if dtype != "fp16" or method.load(case.method, FOLDERS).scales_loss]
+    loaded = {case.method: method.load(case.method, FOLDERS) for case in found}
+    return [
+        case for case in found
+        if (dtype != "fp16" or loaded[case.method].scales_loss)
+        and (size.config is None or loaded[case.method].takes_config)
+    ]  # fmt: skip
 
 
 def is_trainable(case: PowerCase) -> bool:
@@ -290,17 +309,26 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/gate-power.json"))
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
+@click.option("--model", metavar="NAME", help="A model of models.yaml by its config.json, narrowed; default: the GPT.")
 @click.option("--with", "changes", multiple=True, metavar="NAME=NUMBER", help="Of the workload, such as seq_len=256.")
 @click.option("--seeds", default=",".join(map(str, SEEDS)), help="The first one's are the faults.")
 @click.option("--dtypes", default=",".join(DTYPES))
 @click.option("--probe-steps", type=int, default=probe.STEPS)
 @click.option("--faults/--no-faults", default=True)
 def main(
-    out: Path, cores: int, changes: tuple[str, ...], seeds: str, dtypes: str, probe_steps: int, faults: bool
+    out: Path,
+    cores: int,
+    model: str | None,
+    changes: tuple[str, ...],
+    seeds: str,
+    dtypes: str,
+    probe_steps: int,
+    faults: bool,
 ) -> None:
     """Train all, judge all, print the table, write the figures."""
     started = time.monotonic()
-    size = dataclasses.replace(SIZE, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)})
+    size = SIZE if model is None else dataclasses.replace(SIZE, **{**named_models.load(model).sizes, **NARROW})
+    size = dataclasses.replace(size, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)})
     numbers = [int(seed) for seed in seeds.split(",")]
     outcomes: list[Outcome] = []
     records: dict[str, Record] = {}

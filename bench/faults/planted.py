@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench import convention_faults
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from methods.shared.memory_needs import resident_plan
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STRIKES = 5  # the step of a fault that strikes once
-LAYER, NEXT = "layers.1.", "layers.2."
-WINDOW = (LAYER, NEXT)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -31,8 +30,9 @@ class Planted(Method):
     paper = "the reference with a planted fault"
     scales_loss = True
     accumulates = True
+    takes_config = True
 
-    fault: str = ""  # one of FAULTS, HIDDEN_FAULTS or DROPOUT_FAULTS
+    fault: str = ""  # one of FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS or bench/convention_faults.py
     rounding: str = ""  # one of methods/shared/roundings.py
     adam: str = "fused"  # or "foreach", "loop", "plain": written out
     threads: int = 0  # torch's threads; 0: unchanged
@@ -70,6 +70,8 @@ class Loop:
         from methods.shared.loss_scale import LossScale
 
         self.how, self.workload, self.scale = how, workload, LossScale(workload)
+        self.table = next(iter(workload.anatomy.embedding))  # name of the embedding of tokens
+        self.layer, self.next = (workload.anatomy.layer_name(index) for index in (1, 2))
         self.model = empty(workload, device)
         self.weights = dict(self.model.named_parameters())
         self.is_mixed = workload.dtype != "fp32"
@@ -82,7 +84,11 @@ class Loop:
         self.patches: list[Any] = []  # contexts in which the model computes
         self.memory: dict[str, Any] = {}  # a fault's memory from step to step
         if how.fault:
-            {**FAULTS, **HIDDEN_FAULTS, **DROPOUT_FAULTS}[how.fault](self)
+            conventions = convention_faults.of(workload)
+            if how.fault in conventions:
+                conventions[how.fault](self.model)
+            else:
+                {**FAULTS, **HIDDEN_FAULTS, **DROPOUT_FAULTS}[how.fault](self)
         if self.is_mixed:
             self.copy_to_weights()
         self.optimizer = self.make_optimizer()
@@ -256,19 +262,27 @@ def _fault(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return add
 
 
+def is_bias(name: str) -> bool:
+    return name.endswith("bias") and not _is_of_norm(name)
+
+
+def _is_of_norm(name: str) -> bool:
+    return ".ln" in name or "norm." in name
+
+
 def _never(loop: Loop, is_left_out: Callable[[str], bool]) -> None:
     loop.is_updated = lambda name: not is_left_out(name)  # type: ignore[method-assign]
 
 
 FAULTS["a layer's update skipped once"] = lambda loop: _never(
-    loop, lambda name: loop.step == STRIKES and name.startswith(LAYER)
+    loop, lambda name: loop.step == STRIKES and name.startswith(loop.layer)
 )
-FAULTS["a layer's update skipped always"] = lambda loop: _never(loop, lambda name: name.startswith(LAYER))
+FAULTS["a layer's update skipped always"] = lambda loop: _never(loop, lambda name: name.startswith(loop.layer))
 FAULTS["a layer's update skipped every other step"] = lambda loop: _never(
-    loop, lambda name: loop.step % 2 == 0 and name.startswith(LAYER)
+    loop, lambda name: loop.step % 2 == 0 and name.startswith(loop.layer)
 )
-FAULTS["biases never updated"] = lambda loop: _never(loop, lambda name: name.endswith("bias") and "ln" not in name)
-FAULTS["norms never updated"] = lambda loop: _never(loop, lambda name: ".ln" in name)
+FAULTS["biases never updated"] = lambda loop: _never(loop, is_bias)
+FAULTS["norms never updated"] = lambda loop: _never(loop, _is_of_norm)
 
 
 @_fault("only the first rows of each tensor updated")
@@ -322,7 +336,7 @@ FAULTS["step off by one"] = lambda loop: _count_from(loop, lambda step: step + 1
 @_fault("constant rate on some layers")
 def _constant(loop: Loop) -> None:
     of_step = loop.workload.learning_rate_at
-    loop.rate = lambda name: of_step(3200 if name.startswith(LAYER) else loop.step)  # type: ignore[method-assign]
+    loop.rate = lambda name: of_step(3200 if name.startswith(loop.layer) else loop.step)  # type: ignore[method-assign]
 
 
 FAULTS["rate one step late"] = lambda loop: vars(loop).update(
@@ -335,7 +349,11 @@ def _clip_each(loop: Loop) -> None:
     whole = loop.clip
 
     def clip(grads: dict[str, Tensor], norm: Tensor) -> None:
-        for group in {name.rpartition(".")[0].split(".ln")[0][:9] for name in grads}:
+        prefix = loop.workload.anatomy.layer_prefix
+        owners = {
+            name[: len(prefix) + 2] if name.startswith(prefix) else name.rpartition(".")[0] for name in grads
+        }  # a layer's number has one digit
+        for group in owners:
             some = {name: grad for name, grad in grads.items() if name.startswith(group)}
             whole(some, Loop.norm(loop, some))
 
@@ -346,20 +364,20 @@ def _clip_each(loop: Loop) -> None:
 def _twice(loop: Loop) -> None:
     import torch
 
-    loop.norm = lambda grads: torch.nn.utils.get_total_norm([*grads.values(), grads["ends.wte.weight"]])  # type: ignore
+    loop.norm = lambda grads: torch.nn.utils.get_total_norm([*grads.values(), grads[loop.table]])  # type: ignore
 
 
 @_fault("norm leaves out a layer")
 def _left_out(loop: Loop) -> None:
     loop.norm = lambda grads: Loop.norm(  # type: ignore[method-assign]
-        loop, {name: grad for name, grad in grads.items() if not name.startswith(LAYER)}
+        loop, {name: grad for name, grad in grads.items() if not name.startswith(loop.layer)}
     )
 
 
-def _stale_gradients(*starts: str) -> Callable[[Loop], None]:
+def _stale_gradients(starts: Callable[[Loop], tuple[str, ...]]) -> Callable[[Loop], None]:
     def plant(loop: Loop) -> None:
         def change(grads: dict[str, Tensor]) -> None:
-            for name in loop.of(*starts):
+            for name in loop.of(*starts(loop)):
                 fresh = grads[name]
                 grads[name] = loop.memory.get(name, fresh).clone()
                 loop.memory[name] = fresh.clone()
@@ -369,9 +387,9 @@ def _stale_gradients(*starts: str) -> Callable[[Loop], None]:
     return plant
 
 
-FAULTS["gradient a step stale in a layer"] = _stale_gradients(LAYER)
-FAULTS["gradient a step stale everywhere"] = _stale_gradients("")
-FAULTS["gradient a step stale in a window"] = _stale_gradients(*WINDOW)
+FAULTS["gradient a step stale in a layer"] = _stale_gradients(lambda loop: (loop.layer,))
+FAULTS["gradient a step stale everywhere"] = _stale_gradients(lambda loop: ("",))
+FAULTS["gradient a step stale in a window"] = _stale_gradients(lambda loop: (loop.layer, loop.next))
 
 
 @_fault("weights a step stale")
@@ -440,7 +458,7 @@ def _repeat(loop: Loop) -> None:
 @_fault("tied gradient from the head only")
 def _head_only(loop: Loop) -> None:
     def embedding(original: Any, inputs: Any, weight: Any, *words: Any) -> Any:
-        is_tied = weight is loop.weights["ends.wte.weight"]
+        is_tied = weight is loop.weights[loop.table]
         return original(inputs, weight.detach() if is_tied else weight, *words)
 
     _patch(loop, "embedding", embedding)
@@ -449,14 +467,12 @@ def _head_only(loop: Loop) -> None:
 @_fault("tied gradient from the look-up only")
 def _look_up_only(loop: Loop) -> None:
     from harness.core.gpt import HeadLoss
+    from methods.shared.roundings import replaced
 
-    ends = loop.model.ends
-
-    def loss(x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        hidden = ends.lnf(x).flatten(0, 1)
-        return HeadLoss.apply(hidden, ends.wte.weight.detach(), targets.flatten(), scale)  # type: ignore
-
-    ends.loss = loss  # type: ignore[method-assign]
+    whole = HeadLoss.apply
+    loop.patches.append(
+        lambda: replaced(HeadLoss, "apply", lambda x, weight, *others: whole(x, weight.detach(), *others))
+    )
 
 
 def _rounded(of: Callable[[Loop], list[Tensor]], dtype: str = "") -> Callable[[Loop], None]:
@@ -478,14 +494,16 @@ FAULTS["moments in bf16"] = lambda loop: _rounded(
 )(loop)
 
 
-def _swap(pairs: dict[str, Any]) -> None:
+def _swap(loop: Loop, pairs: dict[str, Any]) -> None:
     """Swap the gradients of two layers, by their tensors' names."""
-    for name in [name for name in pairs if name.startswith(LAYER)]:
-        other = name.replace(LAYER, NEXT)
+    for name in [name for name in pairs if name.startswith(loop.layer)]:
+        other = name.replace(loop.layer, loop.next)
         pairs[name], pairs[other] = pairs[other], pairs[name]
 
 
-FAULTS["two layers' gradients swapped"] = _with(change_gradients=_swap)
+FAULTS["two layers' gradients swapped"] = lambda loop: vars(loop).update(
+    change_gradients=functools.partial(_swap, loop)
+)
 
 
 @_fault("two layers' states swapped")
@@ -493,7 +511,7 @@ def _swap_states(loop: Loop) -> None:
     def after() -> None:
         if loop.step == STRIKES:
             found = {name: dict(state) for name, state in loop.states().items()}
-            _swap(found)
+            _swap(loop, found)
             for name, state in loop.states().items():
                 state.update(found[name])
 
@@ -513,7 +531,10 @@ def _undecayed(loop: Loop) -> None:
 def _other_mask(loop: Loop) -> None:
     from methods.shared.roundings import attended
 
-    _patch(loop, "scaled_dot_product_attention", lambda original, *each, **words: attended(*each, diagonal=1))
+    def attention(original: Any, *each: Any, scale: float | None = None, **others: Any) -> Any:
+        return attended(*each, scale=scale, diagonal=1)
+
+    _patch(loop, "scaled_dot_product_attention", attention)
 
 
 @_fault("tanh GELU")
@@ -523,9 +544,10 @@ def _tanh(loop: Loop) -> None:
 
 @_fault("dropout left at 0.1")
 def _dropout(loop: Loop) -> None:
-    loop.model.ends.dropout = 0.1
-    for layer in loop.model.layers:
-        layer.dropout = 0.1  # type: ignore[assignment]
+    for module in loop.model.modules():
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.1)
 
 
 @_fault("norm epsilon 1e-6")
@@ -535,11 +557,15 @@ def _norm_epsilon(loop: Loop) -> None:
     for module in loop.model.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = 1e-6
+        elif hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-5 if module.variance_epsilon == 1e-6 else 1e-6
 
 
 @_fault("a starting tensor off by 1 %")
 def _start(loop: Loop) -> None:
-    loop.masters[f"{LAYER}fc1.weight"].data *= 1.01
+    anatomy = loop.workload.anatomy
+    name = next(name for name, shape in anatomy.layer.items() if shape == anatomy.layer_matrix)
+    loop.masters[loop.layer + name].data *= 1.01
 
 
 # Faults that a probe of 4 layers and 20 steps does not reach.
@@ -554,7 +580,7 @@ def _undecayed_after(loop: Loop) -> None:
 
 
 def _undecayed_beyond(loop: Loop) -> None:
-    deep = tuple(f"layers.{index}." for index in range(4, loop.workload.num_layers))
+    deep = tuple(loop.workload.anatomy.layer_name(index) for index in range(4, loop.workload.num_layers))
     loop.decay = lambda name: 0.0 if name.startswith(deep) else Loop.decay(loop, name)  # type: ignore[method-assign]
 
 
