@@ -95,7 +95,9 @@ class PlacementChoice:
             counts = choose(workload, room, plan_of, "RPWSD", clipping)
         if counts is None:
             return None
-        return with_forecast(self._placed(arranged(counts), window, clipping), workload, room, counts, clipping)
+        return with_forecast(
+            self._placed(arranged(counts, clipping), window, clipping), workload, room, counts, clipping
+        )
 
     def _most_resident(self) -> Plan:
         """Return the first filling that fits, on the disk only if none fits without it; if none fits at all, the

@@ -35,14 +35,15 @@ CLIPPINGS = ("deferred", "speculate")
 def parse(text: str, num_layers: int) -> str:
     """Parse a placement into a letter for each layer, bottom first.
 
-    A last run without length takes all layers left; `~S2` at the end spreads two streamed layers among those that are
-    not resident. Raises ValueError if the text does not place `num_layers`.
+    A last run without length takes all layers left; `~S2` at the end spreads two streamed layers among those above the
+    resident ones at the bottom, `~R2` so two more resident ones. Raises ValueError if the text does not place
+    `num_layers`.
     """
-    spreads = re.fullmatch(r"(.*)~S(\d+)", text)
-    if spreads and int(spreads[2]) < num_layers:
-        others = parse(spreads[1], num_layers - int(spreads[2]))
-        resident = len(others) - len(others.lstrip("R"))
-        return others[:resident] + spread(others[resident:], int(spreads[2]))
+    spreads = re.fullmatch(r"(.*)~([RS])(\d+)", text)
+    if spreads and int(spreads[3]) < num_layers:
+        others = parse(spreads[1], num_layers - int(spreads[3]))
+        bottom = len(others) - len(others.lstrip("R"))
+        return others[:bottom] + spread(others[bottom:], spreads[2], int(spreads[3]))
     runs = re.findall(r"([A-Z])(\d*)", text)
     if not runs or "".join(map("".join, runs)) != text or not {letter for letter, _ in runs} <= set(KINDS):
         known = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
@@ -56,12 +57,15 @@ def parse(text: str, num_layers: int) -> str:
 
 
 def text_of(kinds: str) -> str:
-    """Format a placement: RRWWW as R2W3, RRSWS as R2W1~S2."""
-    resident = len(kinds) - len(kinds.lstrip("R"))
-    rest = kinds[resident:].replace("S", "")
-    num_streamed = len(kinds) - resident - len(rest)
-    if rest and num_streamed and spread(rest, num_streamed) == kinds[resident:]:
-        return f"{_runs(kinds[:resident] + rest)}~S{num_streamed}"
+    """Format a placement: RRWWW as R2W3, RRSSW as R2W1~S2, RRSRSW as R1W1~S2~R2."""
+    bottom = len(kinds) - len(kinds.lstrip("R"))
+    letter, below, above = "S", bottom, kinds[bottom:].count("R")
+    if above:  # the first of those that are spread look like some that were at the bottom before
+        letter, below = "R", bottom - math.ceil(above / max(1, len(kinds) - bottom - above - 1))
+    rest = kinds[max(below, 0) :].replace(letter, "")
+    number = len(kinds) - below - len(rest)
+    if below >= 0 and rest and number and "R" not in rest and spread(rest, letter, number) == kinds[below:]:
+        return f"{text_of(kinds[:below] + rest)}~{letter}{number}"
     return _runs(kinds)
 
 
@@ -80,14 +84,13 @@ def _runs(kinds: str) -> str:
     return "".join(f"{run[1]}{len(run[0])}" for run in re.finditer(r"(.)\1*", kinds))
 
 
-def spread(kinds: str, num_streamed: int) -> str:
-    """Spread streamed layers evenly among others: their states then load the link as steadily as the others' updates
-    load the host."""
-    if not num_streamed:
+def spread(kinds: str, letter: str, number: int) -> str:
+    """Spread so many layers of a kind evenly among others, one of which stays on top."""
+    if not number:
         return kinds
-    total = len(kinds) + num_streamed
-    below = [-(-number * total // num_streamed) - number for number in range(1, num_streamed + 1)]  # of each one
-    return "".join(f"{kinds[start:end]}S" for start, end in pairwise([0, *below]))
+    total = len(kinds) + number
+    below = [place * total // number - place for place in range(number)]  # of the others
+    return "".join(letter + kinds[start:end] for start, end in pairwise([*below, len(kinds)]))
 
 
 class UserSizes(NamedTuple):

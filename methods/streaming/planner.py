@@ -234,11 +234,19 @@ def _linear(
     return needs, free
 
 
-def arranged(counts: Counts) -> str:
-    """Return a letter for each layer, bottom first. Resident layers are at the bottom, so that layers updated on the
-    host are needed late."""
-    rest = "".join(kind * int(counts.get(kind, 0)) for kind in "PWD")
-    return "R" * int(counts.get("R", 0)) + spread(rest, int(counts.get("S", 0)))
+def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
+    """Return a letter for each layer, bottom first.
+
+    Resident layers are at the bottom, so that layers updated on the host are needed late. Streamed layers are spread
+    among the others: their states then load the link as steadily as the others' updates load the host. Where updates
+    are made all the time, most resident layers are spread so, too: the link carries states while they compute. One of
+    the others is on top: the sooner its gradient comes home after the turn from forward to backward, the shorter the
+    host has no update to make.
+    """
+    resident, streamed = (int(counts.get(kind, 0)) for kind in "RS")
+    rest = spread("".join(kind * int(counts.get(kind, 0)) for kind in "PWD"), "S", streamed)
+    bottom = resident // 4 if streamed and clipping != "deferred" else resident
+    return "R" * bottom + spread(rest, "R", resident - bottom)
 
 
 def with_forecast(plan: Plan, workload: Workload, room: Room, counts: Counts, clipping: str | None) -> Plan:

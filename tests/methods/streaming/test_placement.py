@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -41,13 +42,19 @@ def test_a_placement_is_a_letter_a_layer(text: str, kinds: str) -> None:
     assert parse(text_of(kinds), 8) == kinds
 
 
-@pytest.mark.parametrize("num_streamed", [0, 1, 3, 7, 20])
+@pytest.mark.parametrize("number", [0, 1, 3, 7, 20])
 @pytest.mark.parametrize("others", ["", "W", "PPWWD", "PWD" * 6])
-def test_streamed_layers_are_spread_evenly(others: str, num_streamed: int) -> None:
-    kinds = spread(others, num_streamed)
+def test_layers_are_spread_evenly_with_another_on_top(others: str, number: int) -> None:
+    kinds = spread(others, "S", number)
     assert kinds.replace("S", "") == others
+    assert others == "" or kinds.endswith(others[-1])
     for length in range(len(kinds) + 1):
-        assert kinds[:length].count("S") == length * num_streamed // max(1, len(kinds))
+        assert kinds[:length].count("S") == -(-length * number // max(1, len(kinds)))
+
+
+def test_every_placement_is_written_and_read_back() -> None:
+    for kinds in map("".join, itertools.product("RWSD", repeat=6)):
+        assert parse(text_of(kinds), 6) == kinds
 
 
 @pytest.mark.parametrize(
@@ -259,7 +266,7 @@ def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:
     ("placement", "num_layers", "twin"),
     [
         ("R1W11", 4, "R1W3"),
-        ("R6P3W2S1", 4, "R1P1W1~S1"),
+        ("R6P3W2S1", 4, "R1P1W1S1"),
         ("R6P3W2S1", 2, "R1P1"),
         ("W8", 3, "W3"),
         ("R2W1D9", 4, "R1W1D2"),

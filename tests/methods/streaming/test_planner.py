@@ -13,7 +13,7 @@ from harness.core.method import create
 from harness.core.rates import Rates
 from harness.forecast.resources import compute_seconds
 from methods.streaming.placement import parse, text_of
-from methods.streaming.planner import choose, forecast, least_seconds, rows
+from methods.streaming.planner import arranged, choose, forecast, least_seconds, rows
 
 GB = 1e9
 # Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.
@@ -140,9 +140,21 @@ def test_a_head_that_is_known_apart_is_forward_work_at_its_own_rate() -> None:
     assert (forward, backward) == pytest.approx((0.2 * layers / 1e12 + head / 0.5e12, 0.8 * layers / 1e12))
 
 
-@pytest.mark.parametrize(("text", "kinds"), [("R2W4~S2", "RRWWSWWS"), ("P1W1~S4", "PSSWSS"), ("R1S2", "RSS")])
-def test_streamed_layers_are_spread_evenly_among_the_others(text: str, kinds: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [("R2W4~S2", "RRSWWSWW"), ("P1W1~S4", "SSPSSW"), ("R1S2", "RSS"), ("R1W2~S2~R4", "RRSRWRSRW")],
+)
+def test_layers_are_spread_evenly_among_the_others(text: str, kinds: str) -> None:
     assert parse(text, len(kinds)) == kinds and text_of(kinds) == text
+
+
+def test_resident_layers_are_spread_where_the_link_carries_states_all_the_time() -> None:
+    counts = {"R": 4, "W": 2, "S": 2}
+    assert [text_of(arranged(counts, clipping)) for clipping in (None, "speculate", "deferred")] == [
+        "R1W2~S2~R3", "R1W2~S2~R3", "R4W2~S2",
+    ]  # fmt: skip
+    assert text_of(arranged({"R": 4, "W": 2}, None)) == "R4W2"
+    assert text_of(arranged({"R": 46, "P": 2, "W": 12, "S": 18}, None)) == "R11P2W12~S18~R35"
 
 
 def test_rates_decide_where_layers_live_and_how_long_a_step_takes() -> None:
