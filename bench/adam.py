@@ -1,20 +1,23 @@
-"""The host's AdamW: beside the route by torch's kernels, and beside a thread that launches.
+"""The host's AdamW: beside the route by torch's kernels, beside a plain copy, and beside a thread that launches.
 
 The route by torch takes three passes in mixed precision (cast the gradient, torch's fused kernel, cast the weights), in
 fp32, with clipping, two: scale the gradient, torch's fused kernel. One layer of hidden size 2048 (50 M parameters), by
-threads; one alternating run, medians. Then the launch of another layer's forward pass, with so few tokens and units
-that it computes next to nothing: alone, and beside such updates. What it waits for a core does not count: where a
-device computes, the launching thread has one. What it waits for the interpreter falls on few launches, which the mean
-shows.
+threads; one alternating run, medians. The bytes that an update reads and writes in a second stand beside those of a
+copy by as many threads: what the host's memory gives. Then the launch of another layer's forward pass, with so few
+tokens and units that it computes next to nothing: alone, and beside such updates. What it waits for a core does not
+count: where a device computes, the launching thread has one. What it waits for the interpreter falls on few launches,
+which the mean shows.
 
     .venv/bin/python -m bench.adam [--rounds 15] [--dtype fp32] [--threads 1 --threads 14]
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -23,12 +26,14 @@ import torch
 from harness.core.gpt import DTYPES
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from harness.devices.streams import Device
+from harness.forecast.resources import UPDATE_BYTES
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
 from methods.streaming.layer_state import LayerState, draw
 
 FACTOR = torch.tensor(0.5)
+COPY_BYTES = 2**29  # more than any cache holds
 NUM_LAUNCHES = 32  # in a row
 NUM_UPDATES = 3  # under way
 
@@ -72,6 +77,20 @@ def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
             weights.copy_(master)
 
     return update
+
+
+def plain_copy(num_threads: int) -> Callable[[], None]:
+    """By the C library, which writes past the caches: torch's copies would read what they write over."""
+    here, there = torch.ones(COPY_BYTES // 4), torch.ones(COPY_BYTES // 4)
+    pool, part = ThreadPoolExecutor(num_threads), COPY_BYTES // num_threads
+
+    def copy_part(start: int) -> None:
+        ctypes.memmove(there.data_ptr() + start, here.data_ptr() + start, part)
+
+    def copy() -> None:
+        list(pool.map(copy_part, range(0, num_threads * part, part)))
+
+    return copy
 
 
 def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float], list[float]]:
@@ -124,24 +143,26 @@ def main(rounds: int, dtype: str, threads: tuple[int, ...]) -> None:
     print(f"{adamw_kernel.describe(dtype)}, {layer.layer_params / 1e6:.2f} M parameters")
     for num_threads in threads:
         with Device("cpu", num_workers=num_threads) as device:
-            (start, is_over), other = ours(device, layer), by_torch(num_threads, layer)
+            (start, is_over), other, copy = ours(device, layer), by_torch(num_threads, layer), plain_copy(num_threads)
 
             def update(start=start, is_over=is_over) -> None:
                 start()
                 while not is_over():
                     time.sleep(1e-4)
 
-            pairs = [(seconds(update), seconds(other)) for _ in range(rounds + 2)][2:]
-            del other
+            taken = [(seconds(update), seconds(other), seconds(copy)) for _ in range(rounds + 2)][2:]
+            del other, copy
             torch.set_num_threads(1)
             quiet, busy = (found[NUM_LAUNCHES:] for found in launches(device, layer, rounds + 1))
-        medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
-        ratios = sorted(theirs / own for own, theirs in pairs)
+        medians = [statistics.median(column) for column in zip(*taken, strict=True)]
+        ratios = sorted(theirs / own for own, theirs, _ in taken)
+        moved, copied = UPDATE_BYTES[dtype] * layer.layer_params / medians[0], 2 * COPY_BYTES / medians[2]
         print(
             f"{num_threads} threads: {1e3 * medians[0]:.1f} ms, by torch {1e3 * medians[1]:.1f} ms, ratio of"
             f" medians {medians[1] / medians[0]:.2f}, of {rounds} rounds {ratios[0]:.2f} to {ratios[-1]:.2f};"
             f" {layer.layer_params / medians[0] / 1e9:.2f} G parameters/s"
         )
+        print(f"  {moved / 1e9:.1f} GB/s, a plain copy {copied / 1e9:.1f} GB/s: {moved / copied:.0%} of it")
         for what, of in (("median", statistics.median), ("mean", statistics.mean)):
             print(
                 f"  a launch, {what}: {1e3 * of(quiet):.2f} ms, beside {num_threads} busy threads"
