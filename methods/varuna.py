@@ -56,6 +56,7 @@ class VarunaMethod(Method):
     verbs = "methods.verbs.varuna"
     color = "#B8860B"
     paper = "Athlur et al. 2022, EuroSys, doi:10.1145/3492321.3519584"
+    takes_config = True
     scales_loss = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:
@@ -104,19 +105,21 @@ class VarunaMethod(Method):
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.core.gpt import adamw
-        from methods.pipeline.cut_gpt import SHARED, CutGpt
+        from methods.pipeline.cut_gpt import CutGpt
+        from methods.pipeline.cut_hub import CutHub
         from methods.pipeline.gpt_progress import GptProgress
         from methods.pipeline.pipeline import Varuna
         from methods.shared.loss_scale import LossScale
 
         assert self.num_stages and self.chunk_size
         stages = gpt_stages(workload, self.num_stages)
-        gpt = CutGpt(workload, recomputes=self.schedule != "varuna" and self.num_stages > 1)
+        cls = CutGpt if workload.config is None else CutHub
+        whole = cls(workload, recomputes=self.schedule != "varuna" and self.num_stages > 1)
         model = Varuna(
-            gpt, str(RankMap.make(self.num_stages, self.world_size // self.num_stages)), gpt.shapes,
-            workload.batch_size, self.chunk_size, workload.dtype == "fp16", device=device, shared_weights=SHARED,
+            whole, str(RankMap.make(self.num_stages, self.world_size // self.num_stages)), whole.shapes,
+            workload.batch_size, self.chunk_size, workload.dtype == "fp16", device=device, shared_weights=whole.shared,
             cuts=[stage.layers.stop - 1 for stage in stages[:-1]], bf16=workload.dtype == "bf16",
-            schedule=self.schedule, init_weights=gpt.init_weights, limit_seconds=float(self.peer_seconds),
+            schedule=self.schedule, init_weights=whole.init_weights, limit_seconds=float(self.peer_seconds),
         )  # fmt: skip
         optimizer = adamw(model.parameters())
         model.set_optimizer(optimizer, LossScale(workload))
@@ -141,7 +144,7 @@ class VarunaMethod(Method):
             if self.checkpoint and step % self.checkpoint_every == 0:
                 model.checkpoint(self.checkpoint, notes=GptProgress.notes(workload, steps, source))
             yield steps[-1]
-        return Trained(model.leave(), schedule={"stages": [str(stage) for stage in stages], **before})
+        return Trained(whole.of_model(model.leave()), schedule={"stages": [str(stage) for stage in stages], **before})
 
     def _begins_there(self) -> bool:
         """True if the folder to resume from is the one that this job writes to, which has nothing complete yet."""

@@ -36,6 +36,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
     adam = "fused"
     kernel = "async_io"
+    takes_config = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         folder = writable(self.disk)

@@ -43,8 +43,12 @@ class HubModel(nn.Module):
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         causal = made(*_key(workload))
-        causal.activation_checkpointing_enable({"use_reentrant": False})
         _adopt(self, causal.train())
+        self.recompute(reentrant=False)
+
+    def recompute(self, *, reentrant: bool) -> None:
+        """Recompute every layer by torch's newer way, or its older one."""
+        _base(self).activation_checkpointing_enable({"use_reentrant": reentrant})
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -90,8 +94,11 @@ class HubEnds(nn.Module):
         _adopt(self, causal)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D)."""
+        """(B, T) token ids to (B, T, D); of ids without memory the shape alone, by the table."""
         base = _base(self)
+        if inputs.is_meta:  # the loop may choose a mask by numbers, which these lack
+            shaped: Tensor = base.get_input_embeddings()(inputs)
+            return shaped
         with _replaced(base._modules, _norm_name(base), nn.Identity()):
             embedded: Tensor = base(input_ids=inputs, use_cache=False)[0]
         return embedded

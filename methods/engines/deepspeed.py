@@ -230,6 +230,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     from deepspeed.utils import safe_set_full_fp32_param
 
     from harness.core.gpt import DTYPES, GPT, adamw_groups, initials
+    from harness.core.hub_model import HubModel
     from harness.core.model import whole
 
     class ReentrantGPT(GPT):
@@ -243,6 +244,8 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if workload.config is not None and is_partitioned:
         model = whole(workload).to_empty(device="cpu")  # Init cannot make it: DeepSpeed partitions it whole
+        assert isinstance(model, HubModel)
+        model.recompute(reentrant=reentrant)
     elif is_partitioned:
         # The configuration decides the dtype, because Init's dtype argument makes bf16 of fp32 on a CPU.
         with deepspeed.zero.Init(config_dict_or_path=config), undrawn():

@@ -6,7 +6,7 @@ Shapes: B samples of a micro-batch, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.gpt import Ends, Layer, initialize
 from harness.core.job import Workload
+from harness.core.method import TensorState
 from methods.pipeline.cut import CutPoint
-
-SHARED = [("ends.wte.weight", "ends.wte.weight")]  # the embedding of the first stage is the head of the last
 
 
 class RepeatedLayer(Layer):
@@ -30,6 +29,9 @@ class RepeatedLayer(Layer):
 class CutGpt(nn.Module):
     """The GPT, by the names of harness.core.gpt, with a CutPoint after each layer, on torch's meta device.
     `recomputes`: in the backward pass each layer repeats its forward pass."""
+
+    # The embedding of the first stage is the head of the last.
+    shared: ClassVar = [("ends.wte.weight", "ends.wte.weight")]
 
     def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -55,3 +57,7 @@ class CutGpt(nn.Module):
         """Return a batch without memory."""
         tokens = torch.empty(size, self.workload.seq_len, dtype=torch.long, device="meta")
         return {"inputs": tokens, "targets": tokens}
+
+    def of_model(self, tensors: Iterable[TensorState]) -> Iterable[TensorState]:
+        """Return tensors by their names in the model."""
+        return tensors

@@ -1,5 +1,5 @@
-"""Stages of the published GPT: which layers each one has, by predicted time, and the bytes that it needs; standard
-library only."""
+"""Stages of the model: which layers each one has, by predicted time, and the bytes that it needs; standard library
+only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.forecast.resources import OPTIMIZER_BYTES, pass_seconds
 
-SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer, as in methods/hydra.py
+SAVED_BOUNDARIES = 17.2  # of a layer of the published GPT, as in methods/hydra.py
 IN_FLIGHT = 4  # messages of a kind that a rank has under way
 BUCKET_BYTES = 2**25  # of gradients that replicas sum at once
 
 
 @dataclass(frozen=True)
 class GptStage:
-    """A run of layers. The first stage has the embedding, the last one the head, which is the token embedding again."""
+    """A run of layers. The first stage has the embedding, the last one the head, which may be the embedding again."""
 
     first_layer: int
     num_layers: int
@@ -30,10 +30,9 @@ class GptStage:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     def num_params(self, workload: Workload) -> int:
-        tokens, positions, norm = _end_params(workload)
-        ends = (tokens + positions) * self.is_first + (tokens + norm) * self.is_last
-        both = tokens if self.is_first and self.is_last else 0
-        return self.num_layers * workload.layer_params + ends - both
+        anatomy = workload.anatomy
+        ends = (anatomy.embedding if self.is_first else {}) | (anatomy.head if self.is_last else {})
+        return self.num_layers * workload.layer_params + sum(map(math.prod, ends.values()))
 
     def __str__(self) -> str:
         names = ["embedding"] * self.is_first
@@ -99,10 +98,10 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
     return layer["F"] + layer["B"] + layer["R"] * (not is_last), beside
 
 
-def _end_params(workload: Workload) -> tuple[int, int, int]:
-    """Parameters of the token embedding, the positions, and the final norm."""
-    size = workload.hidden_size
-    return workload.vocab_size * size, workload.seq_len * size, 2 * size
+def _saved_boundaries(workload: Workload) -> float:
+    """Return the tensors of a boundary's size that autograd saves of a layer; of a model by its config.json also those
+    of its backward pass, from which its sketch does not tell them apart."""
+    return SAVED_BOUNDARIES if workload.config is None else workload.anatomy.boundaries
 
 
 def stage_bytes(
@@ -113,14 +112,16 @@ def stage_bytes(
     num_micro_batches = -(-workload.batch_size // num_replicas // chunk_size)
     part = replace(workload, batch_size=chunk_size, micro_batches=1)
     params, size, boundary = stage.num_params(workload), workload.weight_bytes, part.boundary_bytes
-    embedding = size * _end_params(workload)[0]
+    anatomy, saved_boundaries = workload.anatomy, _saved_boundaries(workload)
+    embedding = size * max(map(math.prod, anatomy.embedding.values()))
     head = part.head_bytes if stage.is_last else 0
     if schedule == "varuna" or num_stages == 1:
         # The inputs of all micro-batches, and of one all that its backward pass needs.
-        saved = math.ceil(SAVED_BOUNDARIES * stage.num_layers) * boundary
+        saved = math.ceil(saved_boundaries * stage.num_layers) * boundary
         inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
-        layer = part.layer_bytes - math.floor(SAVED_BOUNDARIES) * boundary if stage.num_layers else 0
-        tied = embedding if num_stages == 1 else 0  # the head's gradient waits for that of the look-up
+        layer = part.layer_bytes - math.floor(saved_boundaries) * boundary if stage.num_layers else 0
+        is_tied = num_stages == 1 and not anatomy.embedding.keys().isdisjoint(anatomy.head)
+        tied = embedding if is_tied else 0  # the head's gradient waits for that of the look-up
         moments = [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
         messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
     else:
@@ -136,6 +137,6 @@ def stage_bytes(
         "weights": size * params,
         "gradients": 4 * params,
         "optimizer": OPTIMIZER_BYTES[workload.dtype] * params,
-        "activations": max(moments),
+        "activations": max(moments) + workload.given_bytes,
         "buffers": messages,
     }

@@ -156,7 +156,7 @@ class Varuna(nn.Module):
         made = {
             name: torch.empty_like(tensor, device=self.device,
                                    dtype=torch.float32 if self.dtype and tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in {**named, **dict(module.named_buffers())}.items()
+            for name, tensor in {**named, **dict(module.named_buffers())}.items() if tensor.is_meta
         }  # fmt: skip
         init_weights(made.items())
         return made
@@ -395,6 +395,8 @@ class Varuna(nn.Module):
 
     def _sent_tensors(self) -> Iterator[TensorState]:
         for name, shape in self.weight_shapes.items():
+            if name not in self.stage_of:  # another name of a weight of the same stage
+                continue
             source = self.ranks.ranks[self.stage_of[name]][0]
             if self.rank not in (0, source):
                 continue

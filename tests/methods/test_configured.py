@@ -62,9 +62,38 @@ def test_engines_that_take_the_model_apart_pass_the_gate(name: str, tmp_path: Pa
     assert Sweep(tmp_path).run([job])[0].gate.passed
 
 
+@pytest.mark.heavy
+def test_states_on_the_disk_pass_the_gate_where_layers_are_recomputed_by_torchs_older_way(
+    tmp_path: Path, libaio: None
+) -> None:
+    job = resolve(Job("zero-infinity-nvme", configured("qwen2"), {"disk": str(tmp_path)}, steps=5, warmup=1))[0]
+    assert Sweep(tmp_path).run([job])[0].gate.passed
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_pipeline_of_one_stage_trains_as_resident(family: str) -> None:
+    """Its head apart from the embedding, or tied to it; names are the model's."""
+    workload = configured(family)
+    piped, resident = (train(name, workload, STEPS) for name in ("varuna", "resident"))
+    assert largest_difference(piped.losses, resident.losses) < 1e-6
+    names = [[tensor.name for tensor in result.trained.tensors] for result in (piped, resident)]
+    assert sorted(names[0]) == sorted(names[1])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("family", "schedule", "num_stages"), [("llama", "varuna", 2), ("qwen2", "varuna", 3), ("qwen2", "1f1b", 2)]
+)
+def test_a_pipeline_of_stages_passes_the_gate(family: str, schedule: str, num_stages: int, tmp_path: Path) -> None:
+    options = {"world_size": num_stages, "num_stages": num_stages, "schedule": schedule}
+    job = resolve(Job("varuna", configured(family), options, steps=5, warmup=1))[0]
+    (record,) = Sweep(tmp_path).run([job])
+    assert record.gate.passed, record.gate.text
+
+
 def test_methods_that_train_the_published_gpt_alone_say_so() -> None:
     workload = configured("llama")
     for name, cls in loadable(()).items():
-        if not cls.takes_config and not cls.verbs:
+        if not cls.takes_config:
             with pytest.raises(ValueError, match=r"trains the published GPT alone, not llama: try -m .*resident"):
                 check(create(name, {}), workload)

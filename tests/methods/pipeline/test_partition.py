@@ -7,21 +7,25 @@ from typing import Any
 
 import pytest
 
+from harness.core import hub_config
 from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
 from methods.pipeline.simulate import simulate
+from tests.support.configured import config_of
 from tests.support.ranks import on_ranks
 from tests.support.training import small_bytes
 
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "seq_len": 128, "batch_size": 8}
-# Stages, replicas, schedule, samples of a micro-batch, words, dtype.
-JOBS = [
+# Stages, replicas, schedule, samples of a micro-batch, words, dtype; of a model by its config.json its family.
+JOBS: list[tuple[Any, ...]] = [
     (1, 1, "varuna", 2, 8000, "bf16"), (1, 2, "varuna", 1, 500, "fp32"), (2, 1, "varuna", 1, 8000, "fp32"),
     (2, 2, "varuna", 2, 500, "fp32"), (4, 1, "varuna", 1, 500, "bf16"), (4, 1, "varuna", 2, 8000, "fp32"),
     (2, 1, "1f1b", 1, 8000, "bf16"), (2, 2, "1f1b", 1, 500, "fp32"), (4, 1, "1f1b", 1, 8000, "fp32"),
     (2, 1, "gpipe", 1, 8000, "fp32"), (2, 2, "gpipe", 2, 8000, "bf16"), (4, 1, "gpipe", 1, 500, "fp32"),
+    (2, 1, "varuna", 1, 8000, "fp32", "llama"), (1, 1, "varuna", 2, 8000, "bf16", "qwen2"),
+    (2, 1, "1f1b", 1, 8000, "bf16", "qwen2"),
 ]  # fmt: skip
 
 
@@ -38,14 +42,21 @@ def peaks() -> dict[Any, list[int]]:
 
 
 def workload_of(each: Any) -> Workload:
-    return Workload(**SIZES, vocab_size=each[4], dtype=each[5])
+    if len(each) == 6:
+        return Workload(**SIZES, vocab_size=each[4], dtype=each[5])
+    config = config_of(
+        each[6], hidden_size=128, intermediate_size=344, num_hidden_layers=4, vocab_size=each[4],
+        max_position_embeddings=128,
+    )  # fmt: skip
+    sizes = {**hub_config.sizes_of(config), "seq_len": 128, "batch_size": 8, "dtype": each[5]}
+    return Workload(**sizes, model=each[6], config=hub_config.text_of(config))
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("each", JOBS, ids=str)
 def test_the_plan_of_each_stage_is_its_peak_and_at_most_a_quarter_more(each: Any, peaks: Any) -> None:
     """GPipe's last stage included, which keeps a gradient of the head for each micro-batch."""
-    num_stages, num_replicas, schedule, chunk_size, _, _ = each
+    num_stages, num_replicas, schedule, chunk_size, *_ = each
     workload = workload_of(each)
     for number, stage in enumerate(gpt_stages(workload, num_stages)):
         need = stage_bytes(workload, stage, (number, num_stages), chunk_size, num_replicas, schedule)

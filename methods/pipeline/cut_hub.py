@@ -1,0 +1,79 @@
+"""A model by its config.json with CutPoints, without memory: each rank makes its own stage of it.
+
+Its embedding, each layer and its head are modules of harness/core/hub_model.py, which a trace leaves whole.
+
+Shapes: B samples of a micro-batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.core.gpt import initialize
+from harness.core.job import Workload
+from harness.core.method import TensorState
+from harness.core.model import new_chain
+from methods.pipeline.cut import CutPoint
+
+
+class CutHub(nn.Module):
+    """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: in the backward pass each layer
+    repeats its forward pass. `shared`: pairs of names of a weight that embedding and head share."""
+
+    def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.embedding, *layers, self.head = new_chain(workload)
+        self.layers = nn.ModuleList(layers)
+        if recomputes:
+            for layer in layers:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        self.cutpoints = [CutPoint() for _ in layers]
+        self.workload = workload
+        self.shared: list[tuple[str, str]] = []
+        below = dict(self.embedding.named_parameters())
+        for name, _ in list(self.head.named_parameters()):
+            if name in below:
+                owner, _, leaf = name.rpartition(".")
+                self.head.get_submodule(owner)._parameters[leaf] = below[name]
+                self.shared.append((f"embedding.{name}", f"head.{name}"))
+
+    def forward(self, inputs: Tensor, targets: Tensor, loss_scale: float = 1.0) -> Tensor:
+        """Return the mean loss of a micro-batch, (B, T) tokens each; its gradient is multiplied by the loss scale."""
+        x = self.embedding(inputs)
+        for layer, cutpoint in zip(self.layers, self.cutpoints, strict=True):
+            x = cutpoint(layer(x))
+        loss: Tensor = self.head(x, targets, loss_scale)
+        return loss
+
+    def init_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill tensors, in place, with the starting values of their names."""
+        initialize(((self._name(own), tensor) for own, tensor in named), self.workload)
+
+    def shapes(self, size: int, device: Any = None) -> dict[str, Tensor]:
+        """Return a batch without memory."""
+        tokens = torch.empty(size, self.workload.seq_len, dtype=torch.long, device="meta")
+        return {"inputs": tokens, "targets": tokens}
+
+    def of_model(self, tensors: Iterable[TensorState]) -> Iterator[TensorState]:
+        """Yield tensors by their names in the model; of a shared one the first."""
+        seen: set[str] = set()
+        for tensor in tensors:
+            name = self._name(tensor.name)
+            if name not in seen:
+                seen.add(name)
+                yield tensor._replace(name=name)
+
+    def _name(self, own: str) -> str:
+        """Return a tensor's name in the model."""
+        part, _, name = own.partition(".")
+        anatomy = self.workload.anatomy
+        if part != "layers":
+            return anatomy.ends_prefix + name
+        number, _, within = name.partition(".")
+        return anatomy.layer_name(int(number)) + within
