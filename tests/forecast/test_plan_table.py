@@ -228,7 +228,17 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
         "seq_len": 64,
     }
     rest = {"vocab_size": 512, "dtype": "fp32", "dropout": 0.0, "clip_norm": 1.0, "learning_rate": 1e-4, "seed": 1}
-    words |= {**sizes, **rest, "corpus": None, "device": "auto", "steps": 5, "warmup": 2, "options": (), "model": {}}
+    words |= {
+        **sizes,
+        **rest,
+        "corpus": None,
+        "weights": None,
+        "device": "auto",
+        "steps": 5,
+        "warmup": 2,
+        "options": (),
+        "model": {},
+    }
     (job,) = make_jobs({**words, "method_names": "l2l", "machine_name": "v100-vm"}, ())
     assert job.device == ("sim" if "cuda" not in machine.devices() else "cuda")
     assert job.budget.device_bytes == named_machines.load("v100-vm").budget_on(job.device).device_bytes
