@@ -333,6 +333,9 @@ def _compute_buffers(causal: Any) -> None:
     for name, module in list(causal.named_modules()):
         if not module._buffers:
             continue
+        if list(module._buffers) == ["embed_scale"]:  # of Gemma's embedding
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device="cpu")
+            continue
         if module._parameters or not hasattr(module, "config") or ".layers." in name:
             raise Unlike(f"{name} ({type(module).__name__}) holds buffers that are no function of the configuration")
         with torch.device("cpu"):
