@@ -170,8 +170,9 @@ def test_the_lock_serves_every_python_and_platform_with_cuda(copy: Path, tmp_pat
     locked = "".join(path.read_text() for path in lock.glob("*.txt"))
     words = [str(copy / ".venv/bin/uv"), "pip", "install", "--no-config", "--dry-run", "--target", str(tmp_path)]
     words += ["--verify-hashes", "--default-index", "https://pypi.org/simple", "-r", str(ROOT / "pyproject.toml")]
-    words += ["--extra", "test", "--extra", "notebook"]
-    words += [word for name in ("run", "test", "notebook", "cuda") for word in ("-c", str(lock / f"{name}.txt"))]
+    words += ["--extra", "test", "--extra", "notebook", "--extra", "kubernetes"]
+    lists = ("run", "test", "notebook", "kubernetes", "cuda")
+    words += [word for name in lists for word in ("-c", str(lock / f"{name}.txt"))]
     for version, machine in itertools.product(("3.11", "3.12", "3.13"), ("x86_64", "aarch64")):
         platform = ["--python-version", version, "--python-platform", f"{machine}-manylinux_2_28"]
         done = subprocess.run([*words, *platform], capture_output=True, text=True)

@@ -244,14 +244,15 @@ class Kubernetes(Place):
         try:
             has_jobsets, note = self.cluster.has_jobsets, ""
         except (Unavailable, ImportError) as error:
-            has_jobsets, note = False, f"# {error}: what a cluster without JobSet would get\n"
+            has_jobsets, note = False, f"# As for a cluster without JobSet: {error}\n"
         code, texts = packed(folders), []
         for job, key in jobs:
             draft = order(job, key, Path("log"), ())
             for document in self.manifest(job, draft, code, "harness-draft", "draft", has_jobsets):
                 if "binaryData" in document:
                     document["binaryData"] = {CODE_FILE: f"({len(code[0])} bytes)"}
-                texts.append(yaml.safe_dump(document, sort_keys=False))
+                plain = json.loads(json.dumps(document))  # the same part twice would be an alias
+                texts.append(yaml.safe_dump(plain, sort_keys=False))
         return note + "---\n".join(texts)
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:

@@ -32,6 +32,7 @@ from tests.support.kubernetes import LoopbackCluster, loopback_cluster, need_pac
 from tests.support.packages import still_running
 from tests.support.tiny import TINY
 
+pytestmark = pytest.mark.timeout(600)
 WORDS = [*tiny.WORDS, "--on", "kubernetes"]
 ONE = Job("resident", TINY, steps=4, warmup=1)
 END = {"name": "job", "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
