@@ -284,7 +284,8 @@ class Kubernetes(Place):
         """Create what a job needs, and count it among the running. If Kubernetes refuses that, neither log nor job is
         left, and the refusal is raised."""
         files = [f"--option {name}" for name in IN_FILES if job.options.get(name)]
-        files += ["--data"] if job.workload.corpus else []
+        named = {"--data": job.workload.corpus, "--weights": job.workload.weights}
+        files += [option for option, value in named.items() if value]
         if files:
             running.append(PodJob(job, key, stem, "", 1))
             text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"

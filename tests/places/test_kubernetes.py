@@ -291,11 +291,18 @@ def test_a_cluster_that_does_not_answer_is_unavailable(cluster: LoopbackCluster,
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_files_of_this_machine_are_refused(tmp_path: Path) -> None:
-    job = dataclasses.replace(ONE, workload=dataclasses.replace(TINY, corpus=str(tmp_path / "text")))
+@pytest.mark.parametrize(
+    ("job", "option"),
+    [
+        (dataclasses.replace(ONE, workload=dataclasses.replace(TINY, corpus="/text")), "--data"),
+        (dataclasses.replace(ONE, options={"resume": "/checkpoints"}), "--option resume"),
+    ],
+    ids=["data", "resume"],
+)
+def test_files_of_this_machine_are_refused(tmp_path: Path, job: Job, option: str) -> None:
     (path,) = place().launch([(job, "key")], tmp_path, (), lambda event: None)
     record = Record.read(path)
-    assert record.status == "unavailable" and "leave --data out" in record.reason
+    assert record.status == "unavailable" and f"leave {option} out" in record.reason
 
 
 @only_jobs
