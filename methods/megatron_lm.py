@@ -17,6 +17,7 @@ from importlib.util import find_spec
 
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Method, Step, TensorState, Trained, Training, Unavailable
+from methods.engines import megatron_names
 from methods.shared.data_parallel import multiples, rank_part
 from methods.shared.memory_needs import describe
 
@@ -36,6 +37,7 @@ class MegatronLM(Method):
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
     can_rehearse = True
     accumulates = True
+    takes_config = True
     scales_loss = True
     drops_alike = False
 
@@ -48,7 +50,9 @@ class MegatronLM(Method):
         return Plan(max(needs, key=lambda need: sum(need.values())), stages=stages)
 
     def _num_pipelines(self, workload: Workload) -> int:
-        """Return how many pipelines share each batch. Raises ValueError if ranks, model or batch do not divide."""
+        """Return how many pipelines share each batch. Raises ValueError if ranks, model or batch do not divide, or for
+        a model that megatron-core does not have."""
+        megatron_names.check(workload)
         shared, stages, ranks = self.tensor_parallel, self.pipeline_parallel, self.world_size
         if shared < 1 or ranks % shared:
             told = f"expected a divisor of --ranks {ranks}, got {shared}{_try_ranks(shared)}"
@@ -61,11 +65,18 @@ class MegatronLM(Method):
             nearest = " or ".join(map(str, multiples(workload.num_layers, stages)))
             told = f"expected a divisor of num_layers {workload.num_layers}, got {stages}; try -l {nearest}"
             raise ValueError(f"pipeline_parallel: {told}")
-        for name in ("num_heads", "vocab_size", *(["seq_len"] if self.sequence_parallel else [])):
-            if getattr(workload, name) % shared:
-                most = math.gcd(getattr(workload, name), ranks)
-                told = f"expected a divisor of {name} {getattr(workload, name)}, got {shared}"
-                raise ValueError(f"tensor_parallel: {told}; try tensor_parallel={most}")
+        sizes = megatron_names.sizes_of(workload)
+        divided = {
+            "num_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_groups,
+            "intermediate_size": sizes.ffn_size,
+            "vocab_size": workload.vocab_size,
+            "seq_len": workload.seq_len if self.sequence_parallel else 0,
+        }
+        for name, number in divided.items():
+            if number % shared:
+                told = f"expected a divisor of {name} {number}, got {shared}"
+                raise ValueError(f"tensor_parallel: {told}; try tensor_parallel={math.gcd(number, ranks)}")
         if self.sequence_parallel and shared == 1:
             raise ValueError("sequence_parallel: expected tensor_parallel above 1, got 1; try tensor_parallel=2")
         if workload.dropout and ranks > 1:
@@ -84,14 +95,17 @@ class MegatronLM(Method):
         return {**states, "activations": activations}
 
     def _stage_params(self, workload: Workload, stage: int) -> int:
-        """Return the parameters of a rank: its part of each matrix and of the embedding, which both ends of a pipeline
-        have, and all norms, the biases after a sum and the positions."""
-        is_first, is_last = stage == 0, stage == self.pipeline_parallel - 1
-        num_layers = workload.num_layers // self.pipeline_parallel
-        whole = (6 * num_layers + workload.seq_len * is_first + 2 * is_last) * workload.hidden_size
-        tokens = workload.vocab_size * workload.hidden_size if is_first or is_last else 0
-        shared = num_layers * (workload.layer_params - 6 * workload.hidden_size) + tokens
-        return whole + -(-shared // self.tensor_parallel)
+        """Return the parameters of a rank: its part of each matrix and of the embedding, which both ends have where it
+        is tied, and all norms, the biases after a sum and the positions."""
+        anatomy, last = workload.anatomy, self.pipeline_parallel - 1
+        is_tied, num_ranks = megatron_names.sizes_of(workload).is_tied, self.tensor_parallel
+        ends = {
+            name: ours
+            for name, ours in megatron_names.end_tensors(workload).items()
+            if stage == _stage_of_end(self, name) or (stage == last and is_tied and name == megatron_names.EMBEDDING)
+        }
+        layer = megatron_names.rank_numel(megatron_names.layer_tensors(workload), anatomy.layer, num_ranks)
+        return _num_layers(self, workload) * layer + megatron_names.rank_numel(ends, anatomy.ends, num_ranks)
 
     def _activation_bytes(self, part: Workload, stage: int) -> int:
         """Beside the states, at the fullest moment of the passes."""
@@ -100,8 +114,10 @@ class MegatronLM(Method):
         logits = part.batch_size // num_parts * part.seq_len * part.vocab_size // self.tensor_parallel
         embedding = size * part.vocab_size * part.hidden_size // self.tensor_parallel
         # Its loss works in the logits' place; in bf16 beside their fp32 copy.
-        head = 3 * boundary + max(4 * logits + embedding, (4 if size == 4 else 6) * logits)
-        num_embeddings = 3 if num_stages == 1 else 1  # the tied embedding's two gradients and their sum, at the end
+        normed = 3 * boundary + int(part.anatomy.head_boundaries * boundary)
+        head = normed + max(4 * logits + embedding, (4 if size == 4 else 6) * logits)
+        # A tied embedding has two gradients and their sum, at the end.
+        num_embeddings = 3 if num_stages == 1 and megatron_names.sizes_of(part).is_tied else 1
         ends = num_embeddings * embedding + 2 * boundary if stage == 0 else 0
         ahead = min(num_stages - stage, num_parts)  # micro-batches under way
         kept = ahead * part.num_layers // num_stages * boundary
@@ -169,6 +185,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 def _build(method: MegatronLM, workload: Workload, device: str):
     """GPTModel with our weights, in gradient buffers, and Megatron's optimizer."""
     import torch
+    import torch.nn.functional as F
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -185,12 +202,17 @@ def _build(method: MegatronLM, workload: Workload, device: str):
     from harness.core.gpt import DTYPES, initials
     from methods.engines import megatron
 
+    sizes, is_gpt = megatron_names.sizes_of(workload), workload.config is None
     on_gpu, dtype, is_mixed = device == "cuda", DTYPES[workload.dtype], workload.dtype != "fp32"
     precision = {"bf16": workload.dtype == "bf16", "fp16": workload.dtype == "fp16", "params_dtype": dtype}
     tensor_parallel.model_parallel_cuda_manual_seed(workload.seed, inference_rng_tracker=not on_gpu)
     config = TransformerConfig(
         num_layers=workload.num_layers, hidden_size=workload.hidden_size, num_attention_heads=workload.num_heads,
-        ffn_hidden_size=4 * workload.hidden_size, hidden_dropout=workload.dropout, attention_dropout=workload.dropout,
+        num_query_groups=sizes.num_groups, kv_channels=sizes.head_size, ffn_hidden_size=sizes.ffn_size,
+        hidden_dropout=workload.dropout, attention_dropout=workload.dropout,
+        normalization="LayerNorm" if is_gpt else "RMSNorm", layernorm_epsilon=sizes.epsilon,
+        qk_layernorm=sizes.norms_heads, add_qkv_bias=sizes.has_qkv_bias, add_bias_linear=is_gpt,
+        gated_linear_unit=not is_gpt, activation_func=F.gelu if is_gpt else F.silu, apply_rope_fusion=False,
         use_cpu_initialization=True, perform_initialization=False, **precision,
         # Fused kernels that need Apex or Transformer Engine, or compute GELU otherwise than our model.
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_activation_fusion=False,
@@ -201,26 +223,32 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         **(RECOMPUTE if on_gpu else {}),
     )  # fmt: skip
     spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = megatron.FusedAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = megatron.FusedAttention
     if not on_gpu:
         spec.module = _recomputed_layer()
-    if method.sequence_parallel:
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = megatron.ShardedNorm
-        spec = TransformerBlockSubmodules([spec] * _num_layers(method, workload), layer_norm=megatron.ShardedNorm)
+    if method.sequence_parallel or not is_gpt:
+        norm = megatron.ShardedNorm if is_gpt else megatron.RootMeanSquareNorm
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+        if sizes.norms_heads:
+            attention.q_layernorm = attention.k_layernorm = norm
+        spec = TransformerBlockSubmodules([spec] * _num_layers(method, workload), layer_norm=norm)
     model = GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=workload.vocab_size,
-        max_sequence_length=workload.seq_len, position_embedding_type="learned_absolute",
-        share_embeddings_and_output_weights=True, parallel_output=True,
+        max_sequence_length=workload.seq_len, position_embedding_type="learned_absolute" if is_gpt else "rope",
+        share_embeddings_and_output_weights=sizes.is_tied, parallel_output=True,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
+    if not is_gpt:
+        model.rotary_pos_emb.inv_freq = megatron.inverse_frequencies(workload)
     starts = {}
     with torch.no_grad():
         named = dict(_named(method, workload, model))
-        shapes = ((name, megatron.whole_shape(name, parameter.shape)) for name, parameter in named.items())
-        drawn = initials(shapes, workload)
-        for (name, parameter), start in zip(named.items(), drawn, strict=True):
+        held = {name: ours for name, _, ours in _tensors(method, workload)}
+        drawn = initials((pair for name in named for pair in held[name].items()), workload)
+        for name, parameter in named.items():
             megatron.mark_shard(name, parameter)
-            start = megatron.shard_of(name, start, workload.num_heads)
+            start = megatron.shard_of(name, megatron.joined(name, [next(drawn) for _ in held[name]], sizes))
             parameter.copy_(start)
             if is_mixed:
                 starts[name] = start
@@ -264,40 +292,58 @@ def _num_layers(method: MegatronLM, workload: Workload) -> int:
     return workload.num_layers // method.pipeline_parallel
 
 
+def _stage_of_end(method: MegatronLM, name: str) -> int:
+    """Return the stage that has a tensor of the embedding or the head."""
+    return 0 if megatron_names.is_of_first_stage(name) else method.pipeline_parallel - 1
+
+
 def _named(method: MegatronLM, workload: Workload, model):
-    """Yield each parameter of this rank with its name in our model; a stage numbers its layers from 0."""
+    """Yield each parameter of this rank with its name in the whole GPTModel: a stage numbers its layers from 0, and its
+    head may be the tied embedding."""
     from methods.engines import megatron
 
-    first_layer = megatron.stage() * _num_layers(method, workload)
-    for name, parameter in model.named_parameters():
-        yield megatron.our_name(re.sub(r"^(module\.)+", "", name), first_layer), parameter
+    first_layer, is_tied = megatron.stage() * _num_layers(method, workload), megatron_names.sizes_of(workload).is_tied
+    for wrapped, parameter in model.named_parameters():
+        name = re.sub(r"^(module\.)+", "", wrapped)
+        if name.startswith(megatron_names.LAYERS):
+            number, _, within = name.removeprefix(megatron_names.LAYERS).partition(".")
+            name = f"{megatron_names.LAYERS}{first_layer + int(number)}.{within}"
+        yield megatron_names.EMBEDDING if is_tied and name == megatron_names.HEAD else name, parameter
 
 
-def _places(method: MegatronLM, workload: Workload):
-    """Yield stage, name and shape of each tensor of our model; both ends of a pipeline have a tied embedding."""
-    anatomy, last = workload.anatomy, method.pipeline_parallel - 1
-    for name, shape in anatomy.ends.items():
-        yield 0 if name in anatomy.embedding else last, name, shape
+def _tensors(method: MegatronLM, workload: Workload):
+    """Yield each tensor of the whole GPTModel: its name, its stage (of the tied embedding the first), and the shapes of
+    those of ours that it holds, by name."""
+    anatomy = workload.anatomy
+    for name, ours in megatron_names.end_tensors(workload).items():
+        yield name, _stage_of_end(method, name), {each: anatomy.ends[each] for each in ours}
+    of_layer = megatron_names.layer_tensors(workload)
     for layer in range(workload.num_layers):
-        for name, shape in anatomy.layer.items():
-            yield layer // _num_layers(method, workload), anatomy.layer_name(layer) + name, shape
+        stage, prefix = layer // _num_layers(method, workload), anatomy.layer_name(layer)
+        for name, ours in of_layer.items():
+            shapes = {prefix + each: anatomy.layer[each] for each in ours}
+            yield f"{megatron_names.LAYERS}{layer}.{name}", stage, shapes
 
 
 def _states(method: MegatronLM, workload: Workload, model, optimizer):
-    """Yield the model's tensors on rank 0, to which the stages send theirs; on other ranks none."""
+    """Yield the tensors of our model on rank 0, to which the stages send theirs; on other ranks none."""
     import torch
     import torch.distributed as dist
 
     from methods.engines import megatron
 
-    held = dict(_named(method, workload, model))
-    for stage, name, shape in _places(method, workload):
+    sizes, held = megatron_names.sizes_of(workload), dict(_named(method, workload, model))
+    for name, stage, ours in _tensors(method, workload):
         if stage == megatron.stage():
             states = megatron.states_of(optimizer, held[name])
-            states = [megatron.whole_of(name, each, workload.num_heads).contiguous() for each in states]
+            states = [megatron.whole_of(name, each).contiguous() for each in states]
         else:
-            states = [torch.empty(shape, device=next(model.parameters()).device) for _ in range(3)]
+            (_, *columns), rows = next(iter(ours.values())), sum(shape[0] for shape in ours.values())
+            states = [torch.empty((rows, *columns), device=next(model.parameters()).device) for _ in range(3)]
         for state in states if stage else ():
             dist.broadcast(state, group=megatron.pipeline_group(), group_src=stage)
         if dist.get_rank() == 0:
-            yield TensorState(name, *states if method.world_size == 1 else (state.cpu() for state in states))
+            if method.world_size > 1:
+                states = [state.cpu() for state in states]
+            for each in zip(ours, *(megatron.apart(name, state, len(ours), sizes) for state in states), strict=True):
+                yield TensorState(*each)

@@ -7,7 +7,6 @@ megatron-core 0.16.1; docstrings name the lines that make these calls.
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from harness.core.job import Workload
+from harness.core.model import new_ends
+from methods.engines.megatron_names import QKV, Sizes, shared_dim
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Apex and Transformer Engine are absent
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -28,79 +31,66 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import MegatronModule
 
-NAMES = {
-    "ends.wte.weight": "embedding.word_embeddings.weight",
-    "ends.wpe.weight": "embedding.position_embeddings.weight",
-    "ends.lnf": "decoder.final_layernorm",
-    "ln1": "input_layernorm",
-    "qkv": "self_attention.linear_qkv",
-    "proj": "self_attention.linear_proj",
-    "ln2": "pre_mlp_layernorm",
-    "fc1": "mlp.linear_fc1",
-    "fc2": "mlp.linear_fc2",
-}
-OURS = {theirs: ours for ours, theirs in NAMES.items()}
+
+def joined(name: str, ours: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    """Return the whole tensor of GPTModel that holds these of ours. The rows of its fused QKV lie by groups of heads: a
+    group's queries, its key, its value; with us all queries, all keys, all values, of the GPT in one tensor. Of the two
+    first matrices of an MLP each rank has its parts one after the other."""
+    if QKV in name:
+        parts = ours if len(ours) == 3 else ours[0].chunk(3)
+        rows = [part.reshape(sizes.num_groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(rows, 1).flatten(0, 1)
+    if len(ours) == 2:
+        num_parts = parallel_state.get_tensor_model_parallel_world_size()
+        return torch.cat(
+            [part for parts in zip(*(each.chunk(num_parts) for each in ours), strict=True) for part in parts]
+        )
+    return ours[0]
 
 
-def our_name(name: str, first_layer: int = 0) -> str:
-    """The name in harness.core.gpt.GPT of a parameter of GPTModel, or of a stage of it that begins with this layer."""
-    if name == "output_layer.weight":  # the last stage's copy of the embedding
-        return "ends.wte.weight"
-    if name in OURS:
-        return OURS[name]
-    match = re.fullmatch(r"(decoder\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
-    assert match, name
-    layer = f"layers.{first_layer + int(match[2])}." if match[1] else ""
-    return f"{layer}{OURS[match[3]]}.{match[4]}"
+def apart(name: str, whole: Tensor, num_ours: int, sizes: Sizes) -> list[Tensor]:
+    """Return as many tensors of ours from a whole one of GPTModel: the inverse of joined()."""
+    if QKV in name:
+        groups = whole.view(sizes.num_groups, -1, *whole.shape[1:])
+        rows = [sizes.num_heads // sizes.num_groups * sizes.head_size, sizes.head_size, sizes.head_size]
+        parts = [part.flatten(0, 1) for part in groups.split(rows, 1)]
+        return parts if num_ours == 3 else [torch.cat(parts)]
+    if num_ours == 2:
+        parts = list(whole.chunk(2 * parallel_state.get_tensor_model_parallel_world_size()))
+        return [torch.cat(parts[::2]), torch.cat(parts[1::2])]
+    return [whole]
 
 
-def reordered(name: str, tensor: Tensor, num_heads: int, *, to_megatron: bool) -> Tensor:
-    """The rows of a fused QKV are (3, heads, head size) with us and (heads, 3, head size) in Megatron; others as is."""
-    if ".qkv." not in name:
-        return tensor
-    outer, inner = (3, num_heads) if to_megatron else (num_heads, 3)
-    rows = tensor.view(outer, inner, tensor.shape[0] // (3 * num_heads), *tensor.shape[1:])
-    return rows.transpose(0, 1).reshape(tensor.shape)
-
-
-def shard_dim(name: str) -> int | None:
-    """Return the dimension in which tensor parallel ranks share a parameter; None: each has all of it."""
-    if name == "ends.wte.weight" or ".qkv." in name or ".fc1." in name:
-        return 0
-    return 1 if name.endswith(("proj.weight", "fc2.weight")) else None
-
-
-def whole_shape(name: str, shape: torch.Size) -> torch.Size:
-    """Return the shape of a parameter of which a rank has a part of this shape."""
-    num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shard_dim(name)
-    return torch.Size(size * num_parts if at == dim else size for at, size in enumerate(shape))
-
-
-def shard_of(name: str, whole: Tensor, num_heads: int) -> Tensor:
-    """Return this rank's part of a parameter of ours, in Megatron's order."""
-    ordered, dim = reordered(name, whole, num_heads, to_megatron=True), shard_dim(name)
-    if dim is None:
-        return ordered
+def shard_of(name: str, whole: Tensor) -> Tensor:
+    """Return this rank's part of a tensor of GPTModel."""
+    if (dim := shared_dim(name)) is None:
+        return whole
     num_parts, rank = (
         getattr(parallel_state, f"get_tensor_model_parallel_{what}")() for what in ("world_size", "rank")
     )
-    return ordered.chunk(num_parts, dim)[rank]
+    return whole.chunk(num_parts, dim)[rank]
 
 
-def whole_of(name: str, shard: Tensor, num_heads: int) -> Tensor:
-    """Return a parameter, or a state of it, in our order, from all ranks' parts. Each rank must call this."""
-    num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shard_dim(name)
-    if num_parts > 1 and dim is not None:
-        parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(num_parts)]
-        dist.all_gather(parts, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-        shard = torch.cat(parts, dim)
-    return reordered(name, shard, num_heads, to_megatron=False)
+def whole_of(name: str, shard: Tensor) -> Tensor:
+    """Return a tensor of GPTModel, or a state of it, from all ranks' parts. Each rank must call this."""
+    num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shared_dim(name)
+    if num_parts == 1 or dim is None:
+        return shard
+    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(num_parts)]
+    dist.all_gather(parts, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim)
 
 
 def mark_shard(name: str, parameter: Tensor) -> None:
     """Tell Megatron that ranks share this parameter: where initialization is ours it does not, and its gradient norm
     would count the first rank's part alone."""
-    parameter.tensor_model_parallel = shard_dim(name) is not None  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = shared_dim(name) is not None  # type: ignore[attr-defined]
+
+
+def inverse_frequencies(workload: Workload) -> Tensor:
+    """Return by how much each pair of a head's elements turns from token to token, as transformers computes it."""
+    buffers = dict(new_ends(workload).named_buffers())
+    return next(buffer.clone() for name, buffer in buffers.items() if name.endswith("rotary_emb.inv_freq"))
 
 
 def stage() -> int:
@@ -180,6 +170,21 @@ class ShardedNorm(nn.LayerNorm):
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
 
+class RootMeanSquareNorm(nn.Module):
+    """The norm of Llama, Mistral and Qwen, rounded as transformers rounds: in fp32, then to the dtype, then times the
+    weight. torch's own rounds once."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
 class FusedAttention(MegatronModule):
     """torch's scaled_dot_product_attention in the place of core attention: flash kernels on a GPU without Transformer
     Engine, where Megatron's own would hold (B, heads, T, T). query, key, value: (T, B, heads, head size)."""
@@ -190,7 +195,8 @@ class FusedAttention(MegatronModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=self.dropout)
+        how = {"is_causal": True, "dropout_p": self.dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+        mixed = F.scaled_dot_product_attention(query, key, value, **how)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -15,6 +15,7 @@ from harness.core.method import Unavailable, create
 from harness.devices import machine
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
+from tests.support.configured import configured
 from tests.support.published_megatron import published_megatron
 from tests.support.training import settled, small_bytes, tiny
 
@@ -85,6 +86,15 @@ def test_the_plan_of_resident_training_is_within_a_tenth_of_the_rehearsal(size: 
 @pytest.mark.parametrize("size", [*SIZES[::2], MANY_PARTS])
 def test_the_plan_of_megatron_core_is_within_a_tenth_of_the_rehearsal(size: dict, dtype: str) -> None:
     workload, trained = Workload(**size, dtype=dtype), create("megatron-lm", {})
+    assert trained.plan(workload, Room()).device_bytes == pytest.approx(
+        predict(trained, workload).device_bytes, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_so_is_its_plan_of_a_model_by_its_config(dtype: str) -> None:
+    workload = configured("qwen3", seq_len=64, batch_size=8, dtype=dtype)
+    trained = create("megatron-lm", {})
     assert trained.plan(workload, Room()).device_bytes == pytest.approx(
         predict(trained, workload).device_bytes, rel=0.1
     )

@@ -29,6 +29,17 @@ def distances(name: str, workload: Workload) -> tuple[dict[str, float], list[str
     return found, sorted(sys.modules)
 
 
+def loss_differences(name: str, workloads: dict[str, Workload]) -> dict[str, float]:
+    """How far the losses of five steps are from resident's at most, relative, for each of the workloads."""
+    return {
+        of: max(
+            abs(ours / theirs - 1)
+            for ours, theirs in zip(*(train(each, load, 5).losses for each in (name, "resident")), strict=True)
+        )
+        for of, load in workloads.items()
+    }
+
+
 def drawn(name: str, workload: Workload) -> tuple[dict[str, int], int]:
     """How often each tensor's values are drawn by the first step, and by how many threads."""
     counts, threads, drawing = collections.Counter[str](), set[int](), gpt._drawing

@@ -1,0 +1,144 @@
+"""Our models' tensors in megatron-core's GPTModel: which of ours one of its tensors holds, and which dimension of it
+the tensor parallel ranks share; standard library only.
+
+Of the published GPT each tensor is one of Megatron's. Of Llama, Mistral, Qwen2 and Qwen3 Megatron fuses query, key and
+value, and the MLP's two first matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harness.core import hub_config
+from harness.core.anatomy import Shapes
+from harness.core.job import Workload
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # values of model_type
+QKV, FIRST_OF_MLP = "self_attention.linear_qkv", "mlp.linear_fc1"
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+LAYERS = "decoder.layers."  # of the names of a layer's tensors in GPTModel, before the layer's number
+BY_ROWS = ("embedding.word_embeddings", "output_layer", QKV, FIRST_OF_MLP)  # ranks share their rows
+BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")  # ranks share the columns of their matrix
+
+Table = dict[str, list[str]]
+# The modules of GPTModel, of a layer and of both ends, each with those modules of ours whose tensors it holds.
+GPT_LAYER: Table = {
+    "input_layernorm": ["ln1"], QKV: ["qkv"], "self_attention.linear_proj": ["proj"],
+    "pre_mlp_layernorm": ["ln2"], FIRST_OF_MLP: ["fc1"], "mlp.linear_fc2": ["fc2"],
+}  # fmt: skip
+GPT_ENDS: Table = {
+    "embedding.word_embeddings": ["ends.wte"], "embedding.position_embeddings": ["ends.wpe"],
+    "decoder.final_layernorm": ["ends.lnf"],
+}  # fmt: skip
+LLAMA_LAYER: Table = {
+    "input_layernorm": ["input_layernorm"],
+    QKV: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "self_attention.q_layernorm": ["self_attn.q_norm"], "self_attention.k_layernorm": ["self_attn.k_norm"],
+    "self_attention.linear_proj": ["self_attn.o_proj"],
+    "pre_mlp_layernorm": ["post_attention_layernorm"],
+    FIRST_OF_MLP: ["mlp.gate_proj", "mlp.up_proj"], "mlp.linear_fc2": ["mlp.down_proj"],
+}  # fmt: skip
+LLAMA_ENDS: Table = {
+    "embedding.word_embeddings": ["model.embed_tokens"], "decoder.final_layernorm": ["model.norm"],
+    "output_layer": ["lm_head"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What GPTModel is told of a model beside its width."""
+
+    num_heads: int
+    num_groups: int  # of heads that share a key and a value
+    head_size: int
+    ffn_size: int  # inner width of the MLP
+    is_tied: bool
+    has_qkv_bias: bool
+    norms_heads: bool  # queries and keys are normalized head by head
+    epsilon: float  # of norms
+
+
+def check(workload: Workload) -> None:
+    """Raise ValueError for a model whose weights have no place in GPTModel, or which computes otherwise there."""
+    if workload.config is None:
+        return
+    config = hub_config.parsed(workload.config)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    asked: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("a model of type", config["model_type"], FAMILIES),
+        ("the activation", config.get("hidden_act", "silu"), ("silu",)),
+        ("positions of type", rope.get("rope_type", rope.get("type", "default")), ("default", "linear", "llama3")),
+        ("positions in this share of a head:", rope.get("partial_rotary_factor", 1), (1,)),
+    ]
+    for told, given, known in asked:
+        if given not in known:
+            raise ValueError(f"expected {told} {', '.join(map(str, known))}, got {given}; try -m stronghold, or l2l")
+    held = {**layer_tensors(workload), **end_tensors(workload)}
+    if others := {*workload.anatomy.layer, *workload.anatomy.ends}.difference(*held.values()):
+        told = f"expected tensors that megatron-core has, too, got {min(others)}"
+        raise ValueError(f"{told}; try -m stronghold, or l2l")
+
+
+def sizes_of(workload: Workload) -> Sizes:
+    """Return the sizes of a model that passes check()."""
+    num_heads, size, anatomy = workload.num_heads, workload.hidden_size, workload.anatomy
+    if workload.config is None:
+        return Sizes(
+            num_heads, num_heads, size // num_heads, 4 * size, is_tied=True, has_qkv_bias=True, norms_heads=False,
+            epsilon=1e-5,
+        )  # fmt: skip
+    layer = anatomy.layer
+    head_size = layer["self_attn.q_proj.weight"][0] // num_heads
+    return Sizes(
+        num_heads, layer["self_attn.k_proj.weight"][0] // head_size, head_size, layer["mlp.gate_proj.weight"][0],
+        is_tied="lm_head.weight" not in anatomy.ends, has_qkv_bias="self_attn.q_proj.bias" in layer,
+        norms_heads="self_attn.q_norm.weight" in layer,
+        epsilon=hub_config.parsed(workload.config).get("rms_norm_eps", 1e-6),
+    )  # fmt: skip
+
+
+def layer_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:
+    """Return the names of a layer's tensors in GPTModel, within the layer, each with names of ours that it holds."""
+    if workload.config is None:
+        return dict(_held(GPT_LAYER, workload.anatomy.layer, biased=GPT_LAYER))
+    return dict(_held(LLAMA_LAYER, workload.anatomy.layer, biased=(QKV,)))
+
+
+def end_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:
+    """Return the same of embedding and head; a tied head has no tensor of its own."""
+    if workload.config is None:
+        return dict(_held(GPT_ENDS, workload.anatomy.ends, biased=GPT_ENDS))
+    return dict(_held(LLAMA_ENDS, workload.anatomy.ends, biased=()))
+
+
+def _held(table: Table, shapes: Shapes, *, biased: Collection[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for module, ours in table.items():
+        for kind in ("weight", "bias") if module in biased else ("weight",):
+            names = tuple(f"{each}.{kind}" for each in ours)
+            if names[0] in shapes:
+                yield f"{module}.{kind}", names
+
+
+def shared_dim(name: str) -> int | None:
+    """Return the dimension in which tensor parallel ranks share a tensor of GPTModel; None: each has all of it."""
+    module, _, kind = name.rpartition(".")
+    if module.endswith(BY_ROWS):
+        return 0
+    return 1 if module.endswith(BY_COLUMNS) and kind == "weight" else None
+
+
+def is_of_first_stage(name: str) -> bool:
+    """True for one of the ends' tensors that the first stage of a pipeline has, False for one that the last has."""
+    return name.startswith("embedding.")
+
+
+def rank_numel(held: dict[str, tuple[str, ...]], shapes: Shapes, num_ranks: int) -> int:
+    """Return the elements of these tensors that each of the tensor parallel ranks has."""
+    return sum(
+        -(-math.prod(shapes[name]) // (1 if shared_dim(theirs) is None else num_ranks))
+        for theirs, names in held.items()
+        for name in names
+    )

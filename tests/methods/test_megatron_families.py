@@ -1,0 +1,64 @@
+"""megatron-core trains models by their config.json as resident training does, and refuses those it does not have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core.job import Job, Room
+from harness.core.method import create
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
+from tests.support import engine_runs, forks
+from tests.support.configured import configured
+
+FAMILIES = ("llama", "llama3.1", "qwen2", "qwen3", "mistral")
+
+
+def test_megatrons_own_layers_train_the_families_whose_names_it_knows() -> None:
+    """Rotary pairs and their scaling, grouped keys, norms of heads, biases, tied heads."""
+    workloads = {family: configured(family) for family in FAMILIES}
+    assert max(forks.call(engine_runs.loss_differences, "megatron-lm", workloads).values()) <= 1e-6
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        ("qwen3", "fp32", {"tensor_parallel": 2, "sequence_parallel": True}),
+        ("llama3.1", "fp32", {"pipeline_parallel": 2}),
+        ("qwen2", "bf16", {"tensor_parallel": 2}),
+    ],
+)
+def test_megatrons_ranks_train_them_too(family: str, dtype: str, options: dict[str, Any], tmp_path: Path) -> None:
+    load = configured(family, num_layers=4, micro_batches=2, vocab_size=128, dtype=dtype)
+    record = Sweep(tmp_path).run(
+        [resolve(Job("megatron-lm", load, {"world_size": 2, **options}, steps=5, warmup=1))[0]]
+    )
+    assert record[0].gate.passed, record[0].gate.text
+    assert record[0].gate.evidence["loss_difference"] <= (1e-6 if dtype == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "told"),
+    [
+        ("smollm3", {}, "expected a model of type llama, mistral, qwen2, qwen3, got smollm3; try -m stronghold"),
+        ("llama", {"world_size": 4, "tensor_parallel": 4}, "a divisor of num_key_value_heads 2, got 4; try ten"),
+        ("qwen2", {"world_size": 2, "tensor_parallel": 2}, "a divisor of vocab_size 101, got 2; try tensor_parallel=1"),
+    ],
+)
+def test_what_megatron_does_not_have_is_one_line(family: str, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        create("megatron-lm", options).plan(configured(family), Room())
+
+
+def test_megatron_refuses_what_it_computes_otherwise() -> None:
+    for changes in ({"hidden_act": "gelu"}, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {"mlp_bias": True}):
+        load = configured("llama")
+        load = dataclasses.replace(load, config=json.dumps(json.loads(str(load.config)) | changes))
+        with pytest.raises(ValueError, match=r"^expected .*, got (gelu|yarn|mlp\.\w+_proj\.bias); try -m"):
+            create("megatron-lm", {}).plan(load, Room())
