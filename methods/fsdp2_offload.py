@@ -58,6 +58,7 @@ class Fsdp2Offload(Method):
 
         from harness.core.gpt import DTYPES, adamw, initialize, initials
         from harness.core.model import whole
+        from harness.devices.exchange import leave_others
         from harness.devices.streams import require_device
         from methods.shared.loss_scale import LossScale
 
@@ -113,4 +114,4 @@ class Fsdp2Offload(Method):
             )
             return Trained([state for state in states if rank == 0])  # all ranks gather the whole tensors, for rank 0
         finally:
-            dist.destroy_process_group()
+            leave_others()

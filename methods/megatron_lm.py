@@ -138,7 +138,7 @@ class MegatronLM(Method):
         import torch.distributed as dist
 
         try:
-            from harness.devices.exchange import join_alone, join_others
+            from harness.devices.exchange import join_alone, join_others, leave_others
             from methods.engines.megatron import cuda_questions_answered, forward_and_backward, parallel_state
         except ImportError as error:
             raise Unavailable(NEEDS_MEGATRON) from error
@@ -172,7 +172,7 @@ class MegatronLM(Method):
                 return Trained(list(_states(self, workload, model, optimizer)))  # all ranks gather them
         finally:
             parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+            leave_others()
 
 
 def _try_ranks(divisor: int) -> str:

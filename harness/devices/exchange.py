@@ -7,6 +7,7 @@ exchanges nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -77,7 +78,7 @@ class Ranks:
     def leave(self) -> None:
         if self.is_joined:
             self.is_joined = False
-            dist.destroy_process_group()
+            leave_others()
 
 
 def join_alone(device: str) -> None:
@@ -91,3 +92,11 @@ def join_alone(device: str) -> None:
 def join_others(device: str) -> None:
     """Start torch.distributed for the ranks that torchrun's variables name; sim passes no messages."""
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+
+
+def leave_others() -> None:
+    """Leave torch.distributed. A rank between GPUs that fails, whose exception is on its way, only ends: NCCL would
+    wait for the others, which wait for this rank."""
+    is_failing = sys.exc_info()[0] is not None
+    if not (is_failing and dist.get_world_size() > 1 and "nccl" in dist.get_backend_config()):
+        dist.destroy_process_group()

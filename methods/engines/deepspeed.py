@@ -75,10 +75,10 @@ def train(
     import torch
     import torch.distributed as dist
 
-    from harness.devices.exchange import join_alone, join_others
+    from harness.devices.exchange import join_alone, join_others, leave_others
 
     join_alone(device) if num_ranks == 1 else join_others(device)
-    needed.callback(dist.destroy_process_group)
+    needed.callback(leave_others)
     rank = dist.get_rank()
     config = {**engine_config(workload, adam, zero, num_ranks), **extra}
     engine = _engine(deepspeed, workload, config, device, adam, reentrant)
