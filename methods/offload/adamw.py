@@ -80,7 +80,7 @@ def update(
     if not runs:
         return
     is_ahead = target.weights is not source.weights
-    if takes_one_pass(grads, source):
+    if takes_one_pass(source, grads.device.type):
         start, stop = runs[0][0].start, runs[-1][-1].stop
         slabs = [[slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target)]
         known, computed = (factor, None) if isinstance(factor, float) else (1.0, factor)
@@ -113,10 +113,10 @@ def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings
     return calls
 
 
-def takes_one_pass(grads: Tensor, state: State) -> bool:
-    """True if a compiled kernel updates this state; a GPU's only takes split states, torch's kernel takes the
-    others."""
-    if grads.device.type == "cuda":
+def takes_one_pass(state: State, device: str) -> bool:
+    """True if a compiled kernel updates this state on a device; a GPU's only takes split states, torch's kernel takes
+    the others."""
+    if device == "cuda":
         return state.is_split and adamw_cuda.load() is not None
     return adamw_kernel.load() is not None
 

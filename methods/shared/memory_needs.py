@@ -48,7 +48,7 @@ def writable(disk: str | None) -> Path:
 
 def block_numel(dtype: str) -> int:
     """Elements that the device updates at once without a kernel of ours: few where an update copies most."""
-    return CHUNK if dtype == "bf16" else BLOCK
+    return CHUNK // 4 if dtype == "bf16" else BLOCK
 
 
 def state_bytes(workload: Workload) -> dict[str, int]:

@@ -20,8 +20,7 @@ from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.core.model import new_layer
 from harness.devices.streams import Device, num_update_threads
-from methods.offload import adamw_kernel
-from methods.offload.adamw import AdamStep, Factor, Settings, chunks, update
+from methods.offload.adamw import AdamStep, Factor, Settings, chunks, takes_one_pass, update
 from methods.offload.clip import Clip, norms_of
 from methods.offload.layout import cut, install, layout_of
 from methods.offload.state import State, joined, keep_, kept_dtypes, master_of
@@ -81,9 +80,10 @@ class LayerState:
         self.grads = device.room(numel, dtype, host=host) if self.has_gradient else torch.empty(0, dtype=dtype)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
-        # The compiled kernel takes a whole layer at once, and has threads of its own.
-        by_call = numel if adamw_kernel.load() else CHUNK
-        self.chunks = chunks(self.pieces, block_numel(terms.dtype) if streamed or not host else by_call)
+        # A compiled kernel takes a whole layer at once, the host's by threads of its own.
+        block = block_numel(terms.dtype) if streamed or not host else CHUNK
+        by_kernel = takes_one_pass(self.current, self.steps.device.type)
+        self.chunks = chunks(self.pieces, numel if by_kernel else block)
         self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
