@@ -46,8 +46,9 @@ def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: 
     assert difference(streamed, train("resident", workload, STEPS)) == ""
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(name, marks=pytest.mark.heavy) for name in OTHERS if name != "gemma3")]
+)
 def test_other_families_train_so_too(family: str) -> None:
     workload = configured(family)
     resident = train("resident", workload, STEPS)

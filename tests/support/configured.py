@@ -28,7 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     **{name: {"model_type": name, "pad_token_id": 0} for name in ("phi3", "olmo2", "smollm3", "granite", "gpt_neox")},
     "gemma": {"model_type": "gemma", "pad_token_id": 0, "head_dim": 8},
-    "gemma3": {"model_type": "gemma3_text", "pad_token_id": 0, "head_dim": 8, "sliding_window": 64},
+    "gemma3": {"model_type": "gemma3_text", "pad_token_id": 0, "head_dim": 8, "sliding_window": 64, "rope_theta": 1e6,
+               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }  # fmt: skip
 SIZES = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 64}  # fmt: skip
