@@ -1,5 +1,5 @@
-"""Faults of models by their config.json: each breaks one convention of Llama, Qwen or Mistral in transformers' own
-modules, as a method that computes layers by code of its own may. bench/faults/planted.py trains them."""
+"""Faults of models by their config.json: each breaks one convention of Llama, Qwen, GPT-NeoX or Gemma in transformers'
+own modules, as a method that computes layers by code of its own may. bench/faults/planted.py trains them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,47 @@ def of(workload: Workload) -> dict[str, Breaks]:
     """Return the faults that the workload's model can have, by name."""
     if workload.config is None:
         return {}
-    config = hub_config.parsed(workload.config)
+    config, layer = hub_config.parsed(workload.config), workload.anatomy.layer
+    tensors, is_gemma = {name.rpartition(".")[0].rpartition(".")[2] for name in layer}, "gemma" in config["model_type"]
     found = dict(ALL)
-    if config.get("num_key_value_heads", workload.num_heads) != workload.num_heads:
-        found["queries of the next group of keys"] = _other_groups
+    if "gate_proj" in tensors:
+        found["gate and up projection swapped"] = _swapped("mlp", "gate_proj", "up_proj")
+        if not is_gemma:
+            found["tanh GELU for SiLU"] = _other_activation
+    if "k_proj" in tensors:
+        found["keys and values swapped"] = _swapped("self_attn", "k_proj", "v_proj")
+        if config.get("num_key_value_heads", workload.num_heads) != workload.num_heads:
+            found["queries of the next group of keys"] = _other_groups
     if workload.dtype != "fp32":
-        found |= OF_HALVES
-    if "llama3" in str(config.get("rope_scaling") or config.get("rope_parameters")):
+        found["angles rounded to bf16"] = _rounded_angles
+        if config["model_type"] != "gpt_neox" and not is_gemma:
+            found["norm rounded after its weight"] = _norm_in_half
+    rope = {"rope_theta": config.get("rope_theta", 1e4), **(config.get("rope_parameters") or {})}
+    if rope["rope_theta"] != 1e4:
+        found["angles of base 10,000"] = lambda model: _other_angles(model, rope_theta=1e4)
+    if "llama3" in str(config.get("rope_scaling") or rope):
         found["angles not scaled"] = lambda model: _other_angles(model, rope_type="default")
-    if any(name.endswith("q_norm.weight") for name in workload.anatomy.layer):
+    if "q_norm" in tensors:
         found["queries and keys not normalized"] = _without_query_norm
-    if any(name.endswith("q_proj.bias") for name in workload.anatomy.layer):
+        if not is_gemma and layer["self_attn.q_norm.weight"][0] < layer["self_attn.q_proj.weight"][0]:
+            found["one norm over all heads"] = _over_all_heads
+    if "self_attn.q_proj.bias" in layer:
         found["biases of queries left out"] = _without_bias
+    if config["model_type"] == "gpt_neox":
+        found["whole heads rotated"] = lambda model: _other_angles(model, partial_rotary_factor=1.0)
+        found["attention and MLP one after the other"] = _one_after_the_other
+    if is_gemma:
+        found["tokens not scaled"] = _unscaled_tokens
     return found
 
 
-def _all(model: Any, name: str) -> Iterator[Any]:
-    """Yield the modules of this name in all layers."""
-    return (module for path, module in model.named_modules() if path.rpartition(".")[2] == name)
+def _all(model: Any, *names: str) -> Iterator[Any]:
+    """Yield the modules of one of these names in all layers."""
+    return (module for path, module in model.named_modules() if path.rpartition(".")[2] in names)
+
+
+def _attentions(model: Any) -> Iterator[Any]:
+    return _all(model, "self_attn", "attention")
 
 
 def _interleaved(model: Any) -> None:
@@ -45,7 +68,7 @@ def _interleaved(model: Any) -> None:
     def rotate(x: Any) -> Any:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
-    for attention in _all(model, "self_attn"):
+    for attention in _attentions(model):
         code = sys.modules[type(attention).__module__]
         original = code.rotate_half  # type: ignore[attr-defined]
         forward = attention.forward
@@ -62,18 +85,27 @@ def _interleaved(model: Any) -> None:
 
 def _other_angles(model: Any, **changes: Any) -> None:
     """Compute the angles of positions by other parameters."""
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):
-            config = copy.deepcopy(module.config)
-            config.rope_parameters = {**config.rope_parameters, **changes}
-            other = type(module)(config)
-            module.inv_freq, module.attention_scaling = other.inv_freq, other.attention_scaling
+    for module in _rotary(model):
+        config = copy.deepcopy(module.config)
+        own = config.rope_parameters
+        by_kind = all(isinstance(each, dict) for each in own.values())  # of a layer's attention
+        config.rope_parameters = (
+            {kind: {**each, **changes} for kind, each in own.items()} if by_kind else {**own, **changes}
+        )
+        other = type(module)(config)
+        module._buffers.update(other._buffers)
+        vars(module).update({name: value for name, value in vars(other).items() if name.endswith("attention_scaling")})
 
 
 def _rounded_angles(model: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):
-            module.inv_freq = module.inv_freq.bfloat16().float()
+    for module in _rotary(model):
+        for name, frequencies in module._buffers.items():
+            module._buffers[name] = frequencies.bfloat16().float()
+
+
+def _rotary(model: Any) -> Iterator[Any]:
+    """Yield the modules that compute angles of positions."""
+    return (module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers))
 
 
 def _other_groups(model: Any) -> None:
@@ -83,14 +115,23 @@ def _other_groups(model: Any) -> None:
 
 
 def _other_scale(model: Any) -> None:
-    for attention in _all(model, "self_attn"):
-        attention.scaling = model.layers[0].self_attn.config.hidden_size ** -0.5
+    for attention in _attentions(model):
+        attention.scaling = attention.config.hidden_size**-0.5
 
 
 def _without_query_norm(model: Any) -> None:
-    for name in ("q_norm", "k_norm"):
-        for norm in _all(model, name):
-            norm.forward = lambda x, norm=norm: x * norm.weight
+    for norm in _all(model, "q_norm", "k_norm"):
+        norm.forward = lambda x, norm=norm: x * norm.weight
+
+
+def _over_all_heads(model: Any) -> None:
+    """Normalize queries and keys, (B, T, heads, head size), over both last dimensions."""
+    import torch
+
+    for norm in _all(model, "q_norm", "k_norm"):
+        norm.forward = lambda x, norm=norm: (
+            norm.weight * torch.nn.functional.rms_norm(x, x.shape[-2:], None, norm.variance_epsilon)
+        )
 
 
 def _without_bias(model: Any) -> None:
@@ -98,9 +139,23 @@ def _without_bias(model: Any) -> None:
         _then(linear, lambda y, linear=linear: y - linear.bias)
 
 
-def _swapped_gate(model: Any) -> None:
-    for mlp in _all(model, "mlp"):
-        mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+def _swapped(owner: str, one: str, other: str) -> Breaks:
+    def swap(model: Any) -> None:
+        for module in _all(model, owner):
+            children = module._modules
+            children[one], children[other] = children[other], children[one]
+
+    return swap
+
+
+def _one_after_the_other(model: Any) -> None:
+    for layer in model.layers:
+        layer.use_parallel_residual = False
+
+
+def _unscaled_tokens(model: Any) -> None:
+    for embedding in _all(model, "embed_tokens"):
+        embedding.embed_scale.fill_(1)
 
 
 def _other_activation(model: Any) -> None:
@@ -127,12 +182,5 @@ def _then(module: Any, function: Callable[[Any], Any]) -> None:
 
 ALL: dict[str, Breaks] = {
     "rotated neighbours": _interleaved,
-    "angles of base 10,000": lambda model: _other_angles(model, rope_theta=1e4),
     "scores scaled by the hidden size": _other_scale,
-    "gate and up projection swapped": _swapped_gate,
-    "tanh GELU for SiLU": _other_activation,
-}
-OF_HALVES: dict[str, Breaks] = {
-    "angles rounded to bf16": _rounded_angles,
-    "norm rounded after its weight": _norm_in_half,
 }

@@ -1,0 +1,65 @@
+"""The gate's probe sees each convention of models by their config.json that a training takes otherwise."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from bench import convention_faults, gate_power
+from bench.gate_power import PowerCase
+from harness.core.record import Record
+from harness.gate import departures
+from harness.gate.trial import Trial
+from tests.support.configured import configured
+
+# By the family that has a convention, the faults that break it.
+BROKEN = {
+    "llama3.1": ["rotated neighbours", "angles of base 10,000", "angles not scaled", "gate and up projection swapped",
+                 "keys and values swapped", "queries of the next group of keys", "tanh GELU for SiLU"],
+    "qwen2": ["biases of queries left out"],
+    "qwen3": ["scores scaled by the hidden size", "queries and keys not normalized", "one norm over all heads"],
+    "gpt_neox": ["whole heads rotated", "attention and MLP one after the other"],
+    "gemma3": ["tokens not scaled", "angles of base 10,000"],
+}  # fmt: skip
+SLOW = {"gpt_neox", "gemma3"}  # a floor of roundings for each family takes seconds
+
+
+def case_of(family: str, fault: str = "") -> PowerCase:
+    return PowerCase("planted", {"fault": fault}, {}, "fp32", gate_power.SEEDS[0], fault, configured(family))
+
+
+@functools.cache
+def honest(family: str) -> tuple[Record, Record]:
+    """The reference's training of a family, and those that round otherwise."""
+    case = case_of(family)
+    return trained(case.reference()), trained(case.rounded())
+
+
+def trained(case: PowerCase) -> Record:
+    return gate_power.train(case.probe("fp32"))
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        pytest.param(family, fault, id=f"{family}: {fault}", marks=[pytest.mark.heavy] * (family in SLOW))
+        for family in BROKEN
+        for fault in BROKEN[family]
+    ],
+)
+def test_a_convention_taken_otherwise_is_seen(family: str, fault: str) -> None:
+    reference, rounded = honest(family)
+    trial = Trial(trained(case_of(family, fault)), reference, tuple(rounded.models()))
+    assert departures.beyond_rounding(trial, is_held_to_bits=False) is not None
+
+
+def test_without_a_fault_the_training_is_the_reference_s() -> None:
+    reference, rounded = honest("qwen3")
+    trial = Trial(trained(case_of("qwen3")), reference, tuple(rounded.models()))
+    assert departures.beyond_rounding(trial, is_held_to_bits=True) is None
+
+
+def test_every_convention_of_these_families_is_tried_in_fp32() -> None:
+    known = {fault for family in BROKEN for fault in convention_faults.of(configured(family))}
+    assert known == {fault for faults in BROKEN.values() for fault in faults}
