@@ -51,9 +51,9 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
             raise ValueError(f"{source}: {told}; models of type {config['model_type']} are not trained here")
     if config.get("quantization_config"):
         raise ValueError(f"{source}: expected weights that can be trained, got quantized ones: try the original model")
-    if (kind := _rope_type(config)) not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise ValueError(f"{source}: expected positions of type {known}, got {kind}, which changes with the sample")
+    if others := [kind for kind in _rope_types(config) if kind not in ROPE_TYPES]:
+        known, got = ", ".join(ROPE_TYPES), others[0]
+        raise ValueError(f"{source}: expected positions of type {known}, got {got}, which changes with the sample")
     return config
 
 
@@ -102,8 +102,10 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
     return config | {name: 0.0 for name in config if name.endswith(("dropout", "_pdrop"))}
 
 
-def _rope_type(config: dict[str, Any]) -> str:
-    """Return how positions are scaled; newer files say so in rope_parameters."""
+def _rope_types(config: dict[str, Any]) -> list[str]:
+    """Return how positions are scaled, for each kind of layer that differs; newer files say so in rope_parameters."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
-    return str(kind)
+    if not isinstance(scaling, dict):
+        return [str(scaling)]
+    kinds = [each for each in scaling.values() if isinstance(each, dict)] or [scaling]
+    return [str(each.get("rope_type", each.get("type", "default"))) for each in kinds]

@@ -112,6 +112,7 @@ REFUSED = [
     ({"sliding_window": 8}, "slides over 8 tokens"),
     ({"max_position_embeddings": 8}, "has 8 positions"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type default, linear, llama3, yarn, got dynamic"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "got dynamic"),
     ({"quantization_config": {"bits": 4}}, "got quantized ones"),
     ({"num_hidden_layers": None}, "expected num_hidden_layers as a number"),
 ]  # fmt: skip
