@@ -27,9 +27,9 @@ from harness.places.shared import place
 OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
               "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks",
               "resume": "--resume"}  # fmt: skip
-LISTED = ("num_layers", "hidden_size", "batch_size")  # workload options that take several values
-OF_WORKLOAD = ("micro_batches", "seq_len", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate",
-               "seed", "corpus", "weights")  # fmt: skip
+LISTED = ("num_layers", "hidden_size", "batch_size", "seq_len")  # workload options that take several values
+OF_WORKLOAD = ("micro_batches", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate", "seed",
+               "corpus", "weights")  # fmt: skip
 
 # Defaults that --as sets, by the artifact's name; options given beside it override them.
 SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
@@ -48,7 +48,7 @@ workload_options = options.together(
     click.option("-b", "batch_size", type=Numbers(), default="4", help="Samples per step."),
     click.option("--micro-batches", type=int, default=1, help="Split each batch into N equal parts, run in turn."),
     options.num_heads,
-    options.seq_len,
+    click.option("--seq", "seq_len", type=Numbers(), default="1024", help="Tokens per sample."),
     click.option("--vocab", "vocab_size", type=int, default=50304, help="Vocabulary size."),
     options.dtype,
     click.option("--dropout", type=float, default=0.0, help="Dropout probability; the published runs used 0.1."),

@@ -17,13 +17,14 @@ from harness.forecast import published_laws
 from harness.forecast.fit import largest, resolve
 from harness.forecast.step import least_seconds
 
+SIZES = {"num_layers": "layers", "hidden_size": "hidden", "batch_size": "batch", "seq_len": "tokens"}
+
 
 def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
     """Return the row of a job; if it cannot be planned, the row has an `error` and no numbers. `page_locks`: plan as on
     a machine with a GPU, even if this one has none."""
     workload = job.workload
-    sizes = ("num_layers", "hidden_size", "batch_size", "num_params")
-    row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in sizes}}
+    row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in (*SIZES, "num_params")}}
     try:
         # On a GPU attention that drops elements has a kernel of its own: nothing is set aside for it.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
@@ -82,21 +83,22 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
 def show(found: list[dict[str, Any]], exact: bool) -> None:
     """Show each method's needs by memory; what follows; a line for each that does not fit or has no plan."""
     planned = [row for row in found if "error" not in row]
-    depth = ["num_layers"] if len({row["num_layers"] for row in planned}) > 1 else []
-    numbers = ["layers"] * len(depth) + [*STATE_KINDS, "in all"] + ["exact"] * exact
-    needs = [line for row in planned for line in _needs(row, ["method", *depth], exact)]
-    ends = ["layers", "fits", "binds", "largest", "moved a step", "seconds, at least"]
-    columns = ["method", *numbers[: len(depth)], "memory", *numbers[len(depth) :]]
+    sizes = [name for name in SIZES if len({row[name] for row in planned}) > 1]
+    numbers = [*(SIZES[name] for name in sizes), *STATE_KINDS, "in all"] + ["exact"] * exact
+    needs = [line for row in planned for line in _needs(row, ["method", *sizes], exact)]
+    shown = list(dict.fromkeys(["num_layers", *sizes]))
+    ends = [*(SIZES[name] for name in shown), "fits", "binds", "largest", "moved a step", "seconds, at least"]
+    columns = ["method", *numbers[: len(sizes)], "memory", *numbers[len(sizes) :]]
     print_table(columns, needs, "What training needs, by arithmetic", numbers=numbers)
-    print_table(["method", *ends], map(_end, planned), "What comes of it", numbers=ends)
+    print_table(["method", *ends], [_end(row, shown) for row in planned], "What comes of it", numbers=ends)
     for row in planned:
         options = ", ".join(f"{name}={value}" for name, value in row["options"].items() if value not in (None, False))
         if row["time_binds"]:
             options += f"; {row['least_step_seconds']:.3g} s a step, bound by {row['time_binds']}"
         if options:
-            print(f"{row['method']}, {row['num_layers']} layers: {options}")
+            print(f"{_title(row, sizes)}: {options}")
         for name, size in row["stages"].items():
-            print(f"{row['method']}, {row['num_layers']} layers, {name}: {gib(size)}")
+            print(f"{_title(row, sizes)}, {name}: {gib(size)}")
     if any(row["options"].get("world_size", 1) > 1 for row in planned):
         print("world_size: bytes are one rank's, which has a device of its own and its part of the host's budget.")
     print("binds: the memory that one layer more than the largest would pass.")
@@ -107,12 +109,18 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
         print(caution)
     for row in found:
         if "error" in row:
-            print(f"left out: {row['method']}, {row['num_layers']} layers: {row['error']}")
+            print(f"left out: {_title(row, sizes)}: {row['error']}")
         elif row["shortfall"]:
             print(f"does not fit: {row['shortfall']}")
     for text in dict.fromkeys(row["exact"].get("unavailable") for row in found if "exact" in row):
         if text:
             print(text)
+
+
+def _title(row: dict[str, Any], sizes: list[str]) -> str:
+    """Return a row's method and depth, and the other sizes in which rows differ."""
+    others = [f"{SIZES[name]} {row[name]}" for name in sizes if name != "num_layers"]
+    return ", ".join([row["method"], f"{row['num_layers']} layers", *others])
 
 
 def _needs(row: dict[str, Any], title: list[str], exact: bool) -> Iterator[list[str]]:
@@ -125,10 +133,10 @@ def _needs(row: dict[str, Any], title: list[str], exact: bool) -> Iterator[list[
             cells = [""] * len(title)
 
 
-def _end(row: dict[str, Any]) -> list[str]:
+def _end(row: dict[str, Any], sizes: list[str]) -> list[str]:
     seconds = row["least_step_seconds"]
     return [
-        row["method"], str(row["num_layers"]), "yes" if row["fits"] else "no", row["binding"] or "-",
+        row["method"], *(str(row[name]) for name in sizes), "yes" if row["fits"] else "no", row["binding"] or "-",
         f"-l {row['largest_layers']}", _size(row["moved_bytes"]), f"{seconds:.3g}" if seconds else "-",
     ]  # fmt: skip
 

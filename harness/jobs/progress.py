@@ -49,7 +49,7 @@ def _title(event: dict[str, Any]) -> str:
     job: Job = event["job"]
     load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
-    sizes = f"{load.layers_text} x {load.hidden_size}, batch {load.batch_size}"
+    sizes = f"{load.layers_text} x {load.hidden_size}, batch {load.batch_size} x {load.seq_len} tokens"
     cut = f" in {load.micro_batches} parts" if load.micro_batches > 1 else ""
     dtype = f", {load.dtype}" if load.dtype != "fp32" else ""
     return f"{place}{job.method}, {sizes}{cut}, learning rate {_rates_text(job)}{dtype}"

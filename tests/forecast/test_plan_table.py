@@ -225,7 +225,7 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
         "hidden_size": [128],
         "batch_size": [2],
         "num_heads": 4,
-        "seq_len": 64,
+        "seq_len": [64],
     }
     rest = {"vocab_size": 512, "dtype": "fp32", "dropout": 0.0, "clip_norm": 1.0, "learning_rate": 1e-4, "seed": 1}
     words |= {

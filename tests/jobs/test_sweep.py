@@ -276,7 +276,7 @@ def test_two_references_of_one_call_do_not_print_alike(change: dict) -> None:
     titles = [line.partition(":")[0] for line in lines]
     assert (
         titles[0]
-        == "(reference) resident, 2 layers x 32, batch 2, learning rate 4.69e-08 to 1.87e-07 (peak 0.00015)"
+        == "(reference) resident, 2 layers x 32, batch 2 x 16 tokens, learning rate 4.69e-08 to 1.87e-07 (peak 0.00015)"
         != titles[1]
     )
 
