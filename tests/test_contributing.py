@@ -87,7 +87,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> No
         ("metric = 1", "must hold one class of harness.figures.case.Case with jobs(); see CONTRIBUTING.md"),
         (CASE.replace("def jobs", "def job"), "must hold one class of harness.figures.case.Case with jobs()"),
         ("1 +", "does not load: SyntaxError"),
-        (CASE.replace("samples_per_second", "speed"), "metric: expected one of params, samples_per_second, step_s"),
+        (CASE.replace("samples_per_second", "speed"), "metric: expected one of params, samples_per_second, tokens"),
         (CASE.replace('("resident", "l2l")', "()"), "methods: expected names of methods, got none"),
     ],
     ids=["lacking", "unfinished", "broken", "metric", "methods"],
@@ -197,9 +197,9 @@ def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
 
 
 def test_a_case_that_picks_is_a_table_of_runs_made_by_hand(tmp_path: Path) -> None:
-    (tmp_path / "case9.py").write_text(CASE.replace("    methods", "    picks = True\n    methods"))
+    (tmp_path / "case13.py").write_text(CASE.replace("    methods", "    picks = True\n    methods"))
     records.write(tmp_path / "results", records.record(Job("l2l", TINY)))
-    done = run("case", "9", "--extract", "--cases", tmp_path, "--results", tmp_path / "results")
+    done = run("case", "13", "--extract", "--cases", tmp_path, "--results", tmp_path / "results")
     assert done.returncode == 0 and [line.split(",")[3] for line in done.stdout.splitlines()] == ["method", "l2l"]
 
 

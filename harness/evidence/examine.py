@@ -40,7 +40,8 @@ def value_text(row: FigureRow) -> str:
         return "none"
     if row.metric == "params":
         return params_text(int(row.value))
-    return f"{row.value:.4g} {'samples/s' if row.metric == 'samples_per_second' else 's'}"
+    units = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
+    return f"{row.value:.4g} {units.get(row.metric, 's')}"
 
 
 def shortened(texts: list[str]) -> str:

@@ -41,9 +41,11 @@ SCALES = {
     "params": ((1e9, "billions"), (1e6, "millions")),
     "step_seconds": ((1e-3, "ms"),),
     "samples_per_second": ((1.0, ""),),
+    "tokens_per_second": ((1.0, ""),),
 }
 LABELS = {
     "params": "Parameters", "step_seconds": "Step time", "samples_per_second": "Throughput (samples/s)",
+    "tokens_per_second": "Throughput (tokens/s)",
 }  # fmt: skip
 
 

@@ -31,6 +31,9 @@ METRICS: dict[str, Metric] = {
     "samples_per_second": lambda run: (
         run.samples_per_step / run.median_step_seconds if run.median_step_seconds else None
     ),
+    "tokens_per_second": lambda run: (
+        run.samples_per_step * run.job.workload.seq_len / run.median_step_seconds if run.median_step_seconds else None
+    ),
     "step_seconds": lambda record: record.median_step_seconds,
 }
 
@@ -38,8 +41,8 @@ METRICS: dict[str, Metric] = {
 @dataclass(frozen=True)
 class FigureRow:
     """A row of a figure. `value`: the median of `num_runs` processes in the metric's unit (parameters, samples/s,
-    seconds). `low`, `high`: the 95 % interval of their mean (Student's t), from three processes on. `valid`: all of
-    them passed the gate."""
+    tokens/s, seconds). `low`, `high`: the 95 % interval of their mean (Student's t), from three processes on. `valid`:
+    all of them passed the gate."""
 
     metric: str
     method: str
@@ -119,7 +122,10 @@ def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
         return ()
     if metric == "step_seconds":
         return tuple(seconds for record in repeats for seconds in record.timed_seconds)
-    return tuple(record.samples_per_step / seconds for record in repeats for seconds in record.timed_seconds if seconds)
+    found = ((record, seconds) for record in repeats for seconds in record.timed_seconds if seconds)
+    if metric == "tokens_per_second":
+        return tuple(record.samples_per_step * record.job.workload.seq_len / seconds for record, seconds in found)
+    return tuple(record.samples_per_step / seconds for record, seconds in found)
 
 
 def _option(record: Record, name: str) -> str:

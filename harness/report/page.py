@@ -242,7 +242,8 @@ def untrained(entries: Sequence[Entry]) -> list[Entry]:
 def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
     """Return the commands that repeat the runs: cases by profile, then jobs of no case; references run by
     themselves."""
-    cases = _each(scaled.call("all" if each.case.isdigit() else each.case, each.profile) for each in sections)
+    of_all = [str(number) for number in case.numbers_of_all()]
+    cases = _each(scaled.call("all" if each.case in of_all else each.case, each.profile) for each in sections)
     used = list(_profiles(runs))
     references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
     loose = _each(

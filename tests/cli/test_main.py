@@ -82,7 +82,7 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("compare " + "x" * 300 + " l2l", "File name too long"),
         (
             "case overlaps",
-            "expected a case of 1, 2, 3, 4, 5, 6, 7, 8, overlap, or all, got 'overlaps'",
+            "expected a case of 1, 2, 3, 4, 5, 6, 7, 8, 9, overlap, or all, got 'overlaps'",
         ),
         ("-m resident --methods /nowhere", "/nowhere"),
         ("-m resident --device cuda", "no cuda device"),

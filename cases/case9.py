@@ -1,0 +1,76 @@
+"""Ours: how does throughput grow with the tokens of a step? Each method at one size that all train, batch by batch.
+
+A larger batch has more arithmetic for each copy and update. A cross is a batch that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cases.case2 import STREAMED
+from harness.core import method
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.figures import measurements, plot
+from harness.figures.case import Case
+from harness.figures.point import FigureRow
+from harness.figures.profile import CaseProfile
+
+OURS = "stronghold"
+# Those that train like the reference on one device without a disk.
+METHODS = ("resident", "l2l", OURS, "hydra", "megatron-lm", "zero-offload", "zero-infinity", "fsdp2-offload")
+BATCHES = {"demo": (1, 4, 16)}
+FULL_BATCHES = (1, 2, 4, 8, 16, 32)
+PUBLISHED_DEPTH = 32
+SIZE_INCHES = (7.6, 4.2)
+
+
+class SpeedByTokens(Case):
+    metric = "tokens_per_second"
+    methods = METHODS
+    axis = "x"
+    in_all = False
+
+    def profiles(self, used: CaseProfile) -> list[CaseProfile]:
+        """Return a profile for each batch."""
+        loads = [replace(used.workload, batch_size=size) for size in BATCHES.get(used.kind, FULL_BATCHES)]
+        return [replace(used, workload=load) for load in loads]
+
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        """Return the jobs, STRONGHOLD with every layer streamed: resident ones have no copies to hide."""
+        depth = used.depth(PUBLISHED_DEPTH)
+        options = {OURS: {"window_size": used.window_at(depth), **STREAMED}}
+        return [each.job(name, depth, **options.get(name, {})) for name in self.methods for each in self.profiles(used)]
+
+    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+        return [
+            replace(row, x=float(job.workload.batch_size * job.workload.seq_len))
+            for job in self.jobs(used, {})
+            for row in measurements.rows(self.metric, [job], records)
+        ]
+
+    def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
+        """Draw a panel for each method, with the reference's speed dotted."""
+        with plot.empty(*SIZE_INCHES) as made:
+            panels = list(made.subplots(2, -(-len(self.methods) // 2)).flat)
+            for axes, name in zip(panels, self.methods, strict=True):
+                self._panel(axes, rows, name)
+            top = max(axes.get_ylim()[1] for axes in panels)
+            for axes in panels:
+                axes.set_ylim(0, 1.08 * top)
+            plot.legend(made, rows, {}, is_line=True)
+            plot.small_print(made, plot.caption(rows, [], f"{note}; dotted: the reference"))
+            made.supxlabel("Tokens of a step", fontsize=8, y=0.14)
+            made.supylabel(plot.LABELS[self.metric], fontsize=8, x=0.005)
+            made.subplots_adjust(left=0.085, right=0.985, top=0.87, bottom=0.23, wspace=0.32, hspace=0.45)
+        return made
+
+    def _panel(self, axes: plot.Axes, rows: Sequence[FigureRow], name: str) -> None:
+        axes.set_xscale("log", base=2)
+        plot.title(axes, method.load(name).label)
+        known = [(row.x or 0.0, row.value or 0.0) for row in rows if row.method == method.reference() and row.value]
+        if known:
+            axes.plot(*zip(*known, strict=True), ":", color=plot.EDGE, linewidth=0.8)
+        plot.line(axes, [(row.x or 0.0, row) for row in rows if row.method == name], "")
+        axes.minorticks_off()

@@ -1,0 +1,7 @@
+"""Draw case 9 from the CSV of case9_extract.sh; options --profile, --results and --out as for the case."""
+
+import os
+import sys
+from pathlib import Path
+
+os.execv(Path(__file__).parents[1] / "run.sh", ["run.sh", "case", "9", "--draw", *sys.argv[1:]])
