@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from harness.base.console import print_table
 from harness.base.whole_file import check_replaceable
@@ -20,12 +21,13 @@ from harness.core.job import Budget, Job, Room
 from harness.devices import budgets, machine, named_machines
 from harness.forecast import memories
 from harness.forecast.fit import resolve
+from harness.jobs import size_axis
 from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 from harness.places.shared.place import NO_DRAFT, Place
 
-PROBE = {"steps": "5", "warmup": "2", "num_layers": str(2**20)}  # defaults of `search largest`
+PROBE = {"steps": "5", "warmup": "2"}  # defaults of `search largest`
 EXAMPLES = """\b
 Examples:
   ./run.sh demo
@@ -109,26 +111,35 @@ def search(context: click.Context) -> None:
 
 
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
-@click.option("--repeats", type=click.IntRange(1), default=1, help="Runs of the largest depth and of the next.")
+@click.option("--of", type=click.Choice(size_axis.OF), default=size_axis.LAYERS,
+              help="What grows: layers, samples of a step, tokens of a sample, or tokens of a step.")  # fmt: skip
+@click.option("--repeats", type=click.IntRange(1), default=1, help="Runs of the largest size and of the next.")
 @job_options
-def largest(**words: Any) -> None:
-    """Find the largest depth that each method trains in these budgets, up to -l, and what fails above it.
+@click.pass_context
+def largest(context: click.Context, of: str, **words: Any) -> None:
+    """Find the largest size that each method trains in these budgets, and what fails above it. -l, -b or --seq, where
+    it is given, is the most of what grows.
 
     Every probe is a run with a record: the same call continues, or shows the table.
     """
-    from harness.jobs.largest_depth import FEWEST_STEPS, Probes, find, texts
+    from harness.jobs.largest_size import FEWEST_STEPS, Probes, find, texts
 
     if words["steps"] < FEWEST_STEPS:
         raise ValueError(f"--steps: expected at least {FEWEST_STEPS} for a probe, got {words['steps']}")
     probe, folders = options.probe_of(words), _folders(words)
-    jobs = make_jobs({**words, "num_layers": [1]}, folders)
+    grows = size_axis.OPTIONS[of]
+    is_given = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
+    given = max(words[grows]) if is_given else None
+    parts = words["micro_batches"] * (words["world_size"] or 1)
+    least = {"num_layers": 1, "batch_size": parts, "seq_len": max(words["seq_len"])}[grows]
+    jobs = make_jobs({**words, grows: [least]}, folders)
     budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     check_files(jobs[0].workload)
     with reporter(words["as_json"]) as report:
         runs = Sweep(words["results"], folders, report, words["rerun"], probe=probe)
-        probes = [Probes(runs, job) for job in jobs]
+        probes = [Probes(runs, job, of) for job in jobs]
         check_writable(words["results"])
-        found = [find(method_probes, words["repeats"], max(words["num_layers"])) for method_probes in probes]
+        found = [find(each, words["repeats"], each.most(given)) for each in probes]
     records = [result.pop("record") for result in found]
     if words["as_json"]:
         for result in found:

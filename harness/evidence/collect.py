@@ -31,7 +31,7 @@ from harness.figures.profile import CaseProfile
 from harness.forecast.fit import resolve
 from harness.forecast.run_time import PROCESS_SECONDS, run_seconds
 from harness.gate.probe import Extent
-from harness.jobs.largest_depth import Probes, find
+from harness.jobs.largest_size import Probes, find
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep
 

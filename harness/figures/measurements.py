@@ -11,7 +11,7 @@ from harness.core.job import Job
 from harness.core.record import Record
 from harness.figures.point import FigureRow, row_of
 from harness.figures.profile import PROBE
-from harness.jobs.depth_search import DepthAnswer, DepthOutcome, DepthTrial
+from harness.jobs.size_search import SizeAnswer, SizeOutcome, SizeTrial
 from harness.jobs.sweep import context, read_by
 
 _context = functools.cache(context)
@@ -73,14 +73,14 @@ def _probes(name: str, records: Sequence[Record]) -> list[Record]:
     return [each for each in records if (each.job.method, each.job.steps, each.job.warmup) == wanted]
 
 
-def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], DepthAnswer]:
+def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnswer]:
     """The runs with a result by number of layers, and what follows from them."""
     depths: dict[int, list[Record]] = {}
     for record in probes:
         if record.is_result and record.phase != "plan":
             depths.setdefault(record.job.workload.num_layers, []).append(record)
     passed = {depth: any(record.status == "ok" for record in found) for depth, found in depths.items()}
-    return depths, DepthAnswer(trials=[DepthTrial(depth, DepthOutcome(each)) for depth, each in passed.items()])
+    return depths, SizeAnswer(trials=[SizeTrial(depth, SizeOutcome(each)) for depth, each in passed.items()])
 
 
 def _is_refused_beyond(record: Record) -> bool:

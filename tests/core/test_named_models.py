@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from click.core import ParameterSource
 
 from harness.cli import main
 from harness.cli.job_options import make_jobs
@@ -19,7 +20,7 @@ from tests.support import cli
 def sizes(*words: str) -> tuple[int, ...]:
     """Layers, hidden size, heads, tokens a sample and vocabulary that a call asks for."""
     told = main.door.commands[words[0]].make_context("it", list(words[1:])).params
-    return (*told["num_layers"], *told["hidden_size"], told["num_heads"], told["seq_len"], told["vocab_size"])
+    return (*told["num_layers"], *told["hidden_size"], told["num_heads"], *told["seq_len"], told["vocab_size"])
 
 
 # Parameters of the published checkpoints whose architecture is ours, but for what pads: 47 words of GPT-2's vocabulary,
@@ -86,10 +87,12 @@ def test_a_model_gives_the_sizes_that_are_not_given(verb: str) -> None:
     assert sizes(verb, "-l", "2", "--seq", "128", "--model", "gpt2-xl") == (2, 1600, 25, 128, 50304)
 
 
-def test_a_search_takes_the_width_and_searches_the_depth() -> None:
+def test_a_search_takes_the_sizes_of_a_model_and_its_depth_bounds_no_search() -> None:
     search = main.door.commands["search"].commands["largest"]  # type: ignore[attr-defined]
-    told = search.make_context("it", ["-m", "l2l", "--model", "gpt2-xl"]).params
-    assert (told["hidden_size"], told["num_layers"], told["steps"]) == ([1600], [2**20], 5)
+    context = search.make_context("it", ["-m", "l2l", "--model", "gpt2-xl"])
+    told = context.params
+    assert (told["hidden_size"], told["num_layers"], told["steps"]) == ([1600], [48], 5)  # --of batch takes the depth
+    assert context.get_parameter_source("num_layers") is ParameterSource.DEFAULT_MAP
 
 
 def test_a_model_by_its_config_is_shortened_by_its_layers() -> None:

@@ -20,7 +20,7 @@ from harness.devices import named_machines
 from harness.evidence.collect import Campaign
 from harness.figures import case, case_files, measurements, profile
 from harness.figures.profile import PROBE, CaseProfile
-from harness.jobs.largest_depth import FEWEST_STEPS
+from harness.jobs.largest_size import FEWEST_STEPS
 from tests.support import records
 
 MIB = 2**20

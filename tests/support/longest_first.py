@@ -11,7 +11,7 @@ import pytest
 # Longest first; those that need the same server follow each other, and so have one.
 LONGEST = (
     "places/test_slurm", "places/test_accounting", "places/test_docker", "cli/test_demo", "bench/test_gpu_calls",
-    "methods/test_engines", "methods/test_varuna", "core/test_method", "jobs/test_largest_depth", "figures/test_case",
+    "methods/test_engines", "methods/test_varuna", "core/test_method", "jobs/test_largest_size", "figures/test_case",
     "run/test_ranks", "methods/sharding/test_rehearsal", "jobs/test_next_calls", "methods/pipeline/test_partition",
     "methods/pipeline/test_morphs", "devices/test_sim", "methods/pipeline/test_pipeline", "run/test_launch",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from harness.core.job import Budget, Job, Plan, Room, Workload
 from harness.core.method import create
 from harness.core.record import read_all
 from harness.forecast.fit import resolve
-from harness.jobs.largest_depth import Probes, find, texts
+from harness.jobs.largest_size import Probes, find, texts
 from harness.jobs.sweep import Sweep
 from methods.streaming.placement import placed_plan
 from tests.support.cli import run
@@ -48,6 +48,12 @@ class Wall(Method):
             raise eval(self.end)
         return (yield from L2L().train(workload, batches, device))
 """
+
+
+TOKENS = "workload.batch_size * workload.seq_len // 16"
+WALL_OF_TOKENS = WALL.replace("workload.num_layers > self.wall", f"{TOKENS} > self.wall").replace(
+    "workload.num_layers * 2**20", f"{TOKENS} * 2**20"
+)
 
 
 @settings(max_examples=50)
@@ -123,6 +129,29 @@ def test_each_confirmation_is_a_record_of_its_own(tmp_path: Path, in_process: No
 def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path, in_process: None) -> None:
     found, events = searched(tmp_path, budget_mib=2, wall=1, least=2)
     assert probes(events) == [2] and (found["largest"], found["fails_at"]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "largest", "fails_at", "tokens"),
+    [
+        (["--of", "batch", "-l", "1", "--seq", "16"], 3, 4, 48),
+        (["--of", "batch", "-l", "1", "--seq", "16", "-b", "2"], 2, None, 32),  # the most that was asked for
+        (["--of", "tokens", "-l", "2", "--seq", "16"], 48, 64, 48),
+        (["--of", "seq", "-l", "1", "-b", "3", "--seq", "24"], 21, 22, 63),
+    ],
+)
+def test_the_largest_batch_sample_or_step_is_searched_at_one_depth(
+    words: list[str], largest: int, fails_at: int | None, tokens: int, tmp_path: Path, in_process: None
+) -> None:
+    """The wall stands at 48 to 63 tokens a step, where a sixteen more would be begun."""
+    (with_wall(tmp_path) / "wall_of_tokens.py").write_text(WALL_OF_TOKENS)
+    sizes = "-m wall-of-tokens --option wall=3 -h 32 --heads 2 --vocab 97 --device cpu --device-memory 3MiB --json"
+    folders = ("--methods", tmp_path / "methods", "--results", tmp_path / "r")
+    done = run("search", "largest", *words, *sizes.split(), *folders)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # no traceback of a failed probe
+    (row,) = [line for line in map(json.loads, lines) if line["event"] == "answer"]
+    assert (row["largest"], row["fails_at"], row["tokens"]) == (largest, fails_at, tokens)
 
 
 @pytest.mark.heavy

@@ -1,43 +1,53 @@
-"""`search largest`: the search of harness/jobs/depth_search.py over real runs, each an ordinary record, and its table.
+"""`search largest`: the search of harness/jobs/size_search.py over real runs, each an ordinary record, and its table.
 
-The first guess is the plan's. Two small runs then show what a method takes beyond its plan, and later depths are
-planned in the room that is left: options that follow memory (a window, resident layers) are chosen anew at each depth.
+A size is what harness/jobs/size_axis.py counts: layers, samples or tokens. The first guess is the plan's. Two small
+runs then show what a method takes beyond its plan, and later sizes are planned in the room that is left: options that
+follow memory (a window, resident layers) are chosen anew at each size.
 A probe near the edge runs against its plan, unless it would exhaust this machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from typing import Any
 
 from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
-from harness.jobs.depth_search import DepthAnswer, DepthOutcome, extrapolate, search
+from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis
+from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
 
-BEYOND_PLAN = 4  # depths up to this many times the planned one are tried, and up to 64 layers
+BEYOND_PLAN = 4  # sizes up to this many times the planned one are tried, and up to FEWEST_BEYOND
+FEWEST_BEYOND = 64
 BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that count towards another's budget
 FEWEST_STEPS = 5  # of a probe: memory has settled when steps repeat with the optimizer's state in place
 
 
 class Probes:
-    """The runs of one method, by depth; calling it with a depth runs the next one there."""
+    """The runs of one method, by size; calling it with a size runs the next one there. `of`: what grows; the job has
+    the rest."""
 
-    def __init__(self, sweep: Sweep, job: Job) -> None:
+    def __init__(self, sweep: Sweep, job: Job, of: str = LAYERS) -> None:
         self.sweep, self.job = sweep, job
+        self.axis = SizeAxis(of, job.workload, parts=math.lcm(job.workload.micro_batches, job.world_size))
         self.room = machine.rank_room(job)
         self.records: list[Record] = []
-        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory, beyond the plan: depth, phases
+        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory, beyond the plan: size, phases
         self.lacking: dict[str, int] = {}  # the least excess, by failures that the plan did not foresee
-        self.decided: dict[int, Job] = {}  # by depth: the job for repeats
-        self.least = min(MOST_LAYERS, method.largest_depth(lambda depth: not self._has_plan(depth)) + 1)
+        self.decided: dict[int, Job] = {}  # by size: the job for repeats
+        self.least = 1
+        if of in STEPPED:
+            self.axis = self.axis.fitting(self.guess())
+        self.least = min(MOST_LAYERS, method.largest_depth(lambda size: not self._has_plan(size)) + 1)
         self._check()
 
     def _check(self) -> None:
-        """Raise the ValueError of options that fit no depth, or of a placement that fits one depth only."""
-        if not self.job.options.get("placement"):
+        """Raise the ValueError of options that fit no size, or of a placement that fits one depth only."""
+        if not self.job.options.get("placement") or self.axis.of != LAYERS:
             self._planned(self.least)
             return
         try:
@@ -46,38 +56,56 @@ class Probes:
             told = "a search is over depths: leave --placement out, or give its last run no length, as in R2W"
             raise ValueError(f"{error}; {told}") from error
 
-    def __call__(self, num_layers: int) -> DepthOutcome:
-        """Run at this depth. If a run fails against its plan and other options should need less memory, try them, too:
-        a depth is too large if no options train it."""
-        if num_layers in self.decided:
-            return self._run(self.decided[num_layers])
-        job, plan = self._planned(num_layers)
+    def __call__(self, size: int) -> SizeOutcome:
+        """Run at this size. If a run fails against its plan and other options should need less memory, try them, too:
+        a size is too large if no options train it."""
+        if size in self.decided:
+            return self._run(self.decided[size])
+        try:
+            job, plan = self._planned(size)
+        except ValueError as error:  # longer than the model's samples
+            return SizeOutcome(False, evidence=str(error))
         if refused := self._refusal(plan):
-            return DepthOutcome(False, evidence=refused)
+            return SizeOutcome(False, evidence=refused)
         tried, outcome = [job], self._run(job)
         while not outcome.passed and not outcome.stop:
             self._learn(outcome.evidence, plan)
-            job, plan = self._planned(num_layers)
-            if job in tried or not self._fits(plan, num_layers):
+            job, plan = self._planned(size)
+            if job in tried or not self._fits(plan, size):
                 break
             tried.append(job)
             outcome = self._run(job)
-        self.decided[num_layers] = tried[-1]
+        self.decided[size] = tried[-1]
         return outcome
 
-    def _run(self, job: Job) -> DepthOutcome:
+    def _run(self, job: Job) -> SizeOutcome:
         number = 1 + sum(record.job == job for record in self.records)
         record = self.sweep.attempt(job, number, {"role": f"probe {len(self.records) + 1}"})
         self.records.append(record)
-        stop = "" if record.is_result else f"{record.status}: {record.reason}"
-        return DepthOutcome(record.status == "ok", memory_of(record), stop, record)
+        at = self.axis.text(self.axis.number(job.workload))
+        stop = "" if record.is_result else f"at {at}: {record.status}: {record.reason}"
+        return SizeOutcome(record.status == "ok", memory_of(record), stop, record)
+
+    def most(self, given: int | None) -> int:
+        """The size at which what grows has this value; without one the most that there is."""
+        if given is None:
+            return MOST_LAYERS
+        asked: dict[str, Any] = {OPTIONS[self.axis.of]: given}
+        return max(1, self.axis.number(dataclasses.replace(self.job.workload, **asked)))
 
     def guess(self) -> int:
-        """Layers of the deepest model whose plan and expected excess fit."""
-        return method.largest_depth(lambda depth: depth < self.least or self._fits(self._planned(depth)[1], depth))
+        """The largest size whose plan and expected excess fit."""
 
-    def _fits(self, plan: Plan, num_layers: int) -> bool:
-        room = self._room_at(num_layers)
+        def fits(size: int) -> bool:
+            try:
+                return size < self.least or self._fits(self._planned(size)[1], size)
+            except ValueError:  # longer than the model's samples
+                return False
+
+        return method.largest_depth(fits)
+
+    def _fits(self, plan: Plan, size: int) -> bool:
+        room = self._room_at(size)
         return plan.shortfall(room) is None and not self._refusal(plan)
 
     def refine(self) -> int:
@@ -85,41 +113,41 @@ class Probes:
         self.lacking.clear()
         for record in (record for record in self.records if record.status == "ok"):
             planned = Plan(record.predicted["device"], record.predicted["host"]).pooled(self.room)
-            for memory, size in measured(record).items():
-                beyond = {"run": size - getattr(planned, f"{memory}_bytes")}
-                self.excess.setdefault(memory, []).append((record.job.workload.num_layers, beyond))
+            for memory, num_bytes in measured(record).items():
+                beyond = {"run": num_bytes - getattr(planned, f"{memory}_bytes")}
+                self.excess.setdefault(memory, []).append((self.axis.number(record.job.workload), beyond))
         return self.guess()
 
-    def _has_plan(self, num_layers: int) -> bool:
+    def _has_plan(self, size: int) -> bool:
         try:
-            self._planned(num_layers)
+            self._planned(size)
         except ValueError:  # such as a window beyond these few layers
             return False
         return True
 
-    def _planned(self, num_layers: int) -> tuple[Job, Plan]:
-        """The job at this depth with the options that its method chooses in the room there is."""
-        workload = self.job.workload.at_depth(num_layers)
+    def _planned(self, size: int) -> tuple[Job, Plan]:
+        """The job of this size with the options that its method chooses in the room there is."""
+        workload = self.axis.grown(size)
         trained = method.create(self.job.method, self.job.options, self.sweep.folders)
-        plan = trained.plan(workload, self._room_at(num_layers))
+        plan = trained.plan(workload, self._room_at(size))
         options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
         return dataclasses.replace(self.job, workload=workload, options=options), plan
 
     def _learn(self, record: Record, plan: Plan) -> None:
         """A run failed although its plan fitted: it takes more beyond the plan than was left."""
-        num_layers, lacked = record.job.workload.num_layers, memory_of(record)
-        memory, room = BUDGETED.get(lacked, lacked), self._room_at(num_layers)
+        size, lacked = self.axis.number(record.job.workload), memory_of(record)
+        memory, room = BUDGETED.get(lacked, lacked), self._room_at(size)
         have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, plan.pooled(room)))
         if have is not None and planned is not None and planned <= have:
             beyond = getattr(self.room, f"{memory}_bytes") - planned + 1
             self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))
 
-    def _room_at(self, num_layers: int) -> Room:
-        """The budget less the expected excess at this depth."""
+    def _room_at(self, size: int) -> Room:
+        """The budget less the expected excess at this size."""
         rooms = {}
         for memory in {**self.excess, **self.lacking}:
             have = getattr(self.room, f"{memory}_bytes")
-            beyond = [extrapolate(self.excess[memory], num_layers)] if memory in self.excess else []
+            beyond = [extrapolate(self.excess[memory], size)] if memory in self.excess else []
             beyond += [self.lacking[memory]] if memory in self.lacking else []
             if have is not None:
                 rooms[f"{memory}_bytes"] = max(1, have - max(beyond))
@@ -153,20 +181,25 @@ def measured(record: Record) -> dict[str, int]:
 def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
     """Search one method; returns its row of the table, with the record that decides the exit code."""
     guess = probes.guess()
-    most = min(most, max(64, probes.least, BEYOND_PLAN * guess))
+    most = min(most, max(FEWEST_BEYOND, probes.least, BEYOND_PLAN * guess))
     answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)
-    passed = [trial.outcome.evidence for trial in answer.trials if trial.num_layers == answer.largest]
+    passed = [trial.outcome.evidence for trial in answer.trials if trial.size == answer.largest]
     best: Record | None = passed[-1] if passed else None
     stop = probes.records[-1] if answer.stopped and probes.records and not probes.records[-1].is_result else None
+    axis, load = probes.axis, best.job.workload if best else None
+    above = answer.failed_above and _amount(axis, answer.failed_above)
     return {
         "method": probes.job.method,
-        "largest": answer.largest if best else 0,
-        "num_params": best.job.workload.num_params if best else 0,
+        "of": axis.of,
+        "num_layers": probes.job.workload.num_layers if axis.of != LAYERS else None,
+        "largest": axis.amount(answer.largest) if load else 0,
+        "num_params": load.num_params if load else 0,
+        "tokens": load.batch_size * load.seq_len if load else 0,
         "options": best.job.options if best else {},
-        "fails_at": answer.failed_above,
+        "fails_at": above,
         "is_sharp": answer.is_sharp,
-        "mixed": answer.mixed(),
-        "binding": _binding(answer, best, probes.room),
+        "mixed": [_amount(axis, size) for size in answer.mixed()],
+        "binding": _binding(answer, best, probes),
         "gate": best.gate.verdict if best else "",
         "trials": len(probes.records),
         "stopped": answer.stopped,
@@ -174,28 +207,38 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
     }
 
 
-def _binding(answer: DepthAnswer, best: Record | None, room: Room) -> str:
+def _amount(axis: SizeAxis, size: int) -> int | None:
+    """A size in its unit; None where the model takes no such size."""
+    with contextlib.suppress(ValueError):
+        return axis.amount(size)
+    return None
+
+
+def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
     """The memory that binds, and the largest run's share of it."""
     if answer.is_unlimited:
-        return f"none up to {answer.most} layers, the most tried"
-    above = [trial.outcome for trial in answer.trials if trial.num_layers == answer.failed_above]
+        return f"none up to {probes.axis.text(answer.most)}, the most tried"
+    above = [trial.outcome for trial in answer.trials if trial.size == answer.failed_above]
     if not above or isinstance(above[0].evidence, str):
         return above[0].evidence if above else ""
     memory, evidence = above[0].memory, above[0].evidence
     asked, used, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
     if used and limit:
         return f"{memory}: {gib(used)} of {gib(limit)} in use" + (f", {gib(asked)} more asked for" if asked else "")
-    peak, have = measured(best).get(memory) if best else 0, getattr(room, f"{memory}_bytes", None)
+    peak, have = measured(best).get(memory) if best else 0, getattr(probes.room, f"{memory}_bytes", None)
     return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
 
 
 def texts(result: dict[str, Any]) -> dict[str, str]:
     """A row of the table for people."""
     mixed = f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})" if result["mixed"] else ""
+    is_deep = result["of"] == LAYERS
+    found = params_text(result["num_params"]) if is_deep else str(result["tokens"])
     return {
         "method": result["method"],
-        "largest": str(result["largest"] or ("" if result["stopped"] else "none")),
-        "parameters": params_text(result["num_params"]) if result["num_params"] else "",
+        **({} if is_deep else {"layers": str(result["num_layers"])}),
+        f"largest, {UNITS[result['of']]}": str(result["largest"] or ("" if result["stopped"] else "none")),
+        "parameters" if is_deep else "tokens a step": found if result["largest"] else "",
         "fails at": f"{result['fails_at'] or ''}{mixed}",
         "what binds": f"no answer: {result['stopped']}" if result["stopped"] else result["binding"],
         "gate": result["gate"],

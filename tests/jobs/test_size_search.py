@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.jobs.depth_search import DepthAnswer, DepthOutcome, extrapolate, search
+from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 
-depths = st.integers(1, 500)
-
-
-def up_to(edge: int) -> Callable[[int], DepthOutcome]:
-    return lambda num_layers: DepthOutcome(num_layers <= edge, "device")
+sizes = st.integers(1, 500)
 
 
-@given(edge=depths, guess=depths, repeats=st.integers(1, 3))
+def up_to(edge: int) -> Callable[[int], SizeOutcome]:
+    return lambda size: SizeOutcome(size <= edge, "device")
+
+
+@given(edge=sizes, guess=sizes, repeats=st.integers(1, 3))
 def test_a_sharp_edge_is_found_from_any_guess(edge: int, guess: int, repeats: int) -> None:
     answer = search(up_to(edge), guess, repeats=repeats)
     assert (answer.largest, answer.failed_above, answer.is_sharp) == (edge, edge + 1, True)
     assert answer.passing.count(edge) == answer.failing.count(edge + 1) == repeats
 
 
-@given(edge=st.integers(0, 600), guess=depths, least=st.integers(1, 50), most=st.integers(51, 400))
+@given(edge=st.integers(0, 600), guess=sizes, least=st.integers(1, 50), most=st.integers(51, 400))
 def test_bounds_are_kept_and_reaching_them_is_said(edge: int, guess: int, least: int, most: int) -> None:
     answer = search(up_to(edge), guess, least=least, most=most)
-    assert all(least <= trial.num_layers <= most for trial in answer.trials)
+    assert all(least <= trial.size <= most for trial in answer.trials)
     assert answer.is_unlimited == (edge >= most)
     assert answer.largest == max(least - 1, min(edge, most))
     assert answer.failed_above == (None if edge >= most else max(least, edge + 1))
@@ -49,46 +49,46 @@ def test_six_trials_suffice_on_average_where_the_guess_is_ten_percent_off() -> N
     edge=st.integers(16, 400), error=st.floats(-0.5, 1.0), start=st.integers(0, 10**6), slope=st.integers(10**4, 10**5)
 )
 def test_two_small_runs_mend_a_plan_that_is_far_off(edge: int, error: float, start: int, slope: int) -> None:
-    """Real needs are a line in depth, the guess is half to twice as deep: two small runs, the edge, what fails."""
+    """Real needs are a line in size, the guess is half to twice as deep: two small runs, the edge, what fails."""
     budget, measured = start + slope * edge + slope // 2, []
 
-    def probe(num_layers: int) -> DepthOutcome:
-        need = start + slope * num_layers
-        measured.append((num_layers, {"run": need}))
-        return DepthOutcome(need <= budget, "device")
+    def probe(size: int) -> SizeOutcome:
+        need = start + slope * size
+        measured.append((size, {"run": need}))
+        return SizeOutcome(need <= budget, "device")
 
     def refine() -> int:
-        return max(depth for depth in range(1, 2000) if extrapolate(measured, depth) <= budget)
+        return max(size for size in range(1, 2000) if extrapolate(measured, size) <= budget)
 
     answer = search(probe, round(edge * (1 + error)), refine=refine)
     assert (answer.largest, answer.failed_above) == (edge, edge + 1)
     assert len(answer.trials) <= 4
 
 
-def test_beside_a_mended_guess_that_fails_the_next_depth_below_is_tried_first() -> None:
+def test_beside_a_mended_guess_that_fails_the_next_size_below_is_tried_first() -> None:
     answer = search(up_to(8), 8, refine=lambda: 9)
-    assert [trial.num_layers for trial in answer.trials] == [2, 4, 9, 8]
+    assert [trial.size for trial in answer.trials] == [2, 4, 9, 8]
 
 
-@given(flaky=st.integers(1, 400), guess=depths, repeats=st.integers(1, 3), seed=st.integers())
-def test_a_depth_that_passes_by_chance_lies_in_the_interval(flaky: int, guess: int, repeats: int, seed: int) -> None:
+@given(flaky=st.integers(1, 400), guess=sizes, repeats=st.integers(1, 3), seed=st.integers())
+def test_a_size_that_passes_by_chance_lies_in_the_interval(flaky: int, guess: int, repeats: int, seed: int) -> None:
     chance = random.Random(seed)
     answer = search(
-        lambda depth: DepthOutcome(depth < flaky or (depth == flaky and chance.random() < 0.5)), guess, repeats=repeats
+        lambda size: SizeOutcome(size < flaky or (size == flaky and chance.random() < 0.5)), guess, repeats=repeats
     )
     assert answer.failed_above is not None and answer.largest <= flaky <= answer.failed_above
     if flaky in answer.passing and flaky in answer.failing:
         assert (answer.largest, answer.failed_above, answer.mixed()) == (flaky - 1, flaky + 1, [flaky])
 
 
-@given(edge=depths, width=st.integers(1, 20), guess=depths, repeats=st.integers(1, 3), seed=st.integers())
+@given(edge=sizes, width=st.integers(1, 20), guess=sizes, repeats=st.integers(1, 3), seed=st.integers())
 def test_a_blurred_edge_is_an_interval_within_the_blur(
     edge: int, width: int, guess: int, repeats: int, seed: int
 ) -> None:
-    """All depths up to `edge` pass, all beyond edge + width fail."""
+    """All sizes up to `edge` pass, all beyond edge + width fail."""
     chance = random.Random(seed)
     answer = search(
-        lambda depth: DepthOutcome(depth <= edge or (depth <= edge + width and chance.random() < 0.5)),
+        lambda size: SizeOutcome(size <= edge or (size <= edge + width and chance.random() < 0.5)),
         guess, repeats=repeats, max_trials=1000,
     )  # fmt: skip
     assert answer.failed_above is not None and edge <= answer.largest < answer.failed_above <= edge + width + 1
@@ -96,7 +96,7 @@ def test_a_blurred_edge_is_an_interval_within_the_blur(
 
 @pytest.mark.parametrize("guess", [20, 10, 40, 19])
 def test_a_failure_below_a_pass_is_found_beside_the_edge_and_reported_as_an_interval(guess: int) -> None:
-    answer = search(lambda depth: DepthOutcome(depth <= 30 and depth != 20), guess=guess, repeats=2)
+    answer = search(lambda size: SizeOutcome(size <= 30 and size != 20), guess=guess, repeats=2)
     if 20 in answer.failing:
         assert (answer.largest, answer.failed_above, answer.is_sharp) == (19, 31, False)
         assert answer.mixed()[0] == 20 and answer.mixed()[-1] == 30
@@ -106,24 +106,22 @@ def test_a_failure_below_a_pass_is_found_beside_the_edge_and_reported_as_an_inte
 
 @given(passes=st.lists(st.booleans(), min_size=60, max_size=60), guess=st.integers(1, 60))
 def test_no_trial_contradicts_the_interval_whatever_the_oracle(passes: list[bool], guess: int) -> None:
-    answer = search(lambda depth: DepthOutcome(passes[depth - 1]), guess, most=60)
+    answer = search(lambda size: SizeOutcome(passes[size - 1]), guess, most=60)
     assert len(answer.trials) <= 40
-    assert all(depth > answer.largest for depth in answer.failing)
+    assert all(size > answer.largest for size in answer.failing)
     if answer.failed_above is not None:
-        assert all(depth < answer.failed_above for depth in answer.passing)
+        assert all(size < answer.failed_above for size in answer.passing)
 
 
 def test_an_end_that_is_not_about_size_stops_the_search() -> None:
-    answer = search(
-        lambda depth: DepthOutcome(True) if depth < 5 else DepthOutcome(False, stop="crash: bad luck"), guess=3
-    )
-    assert answer.stopped == "at 6 layers: crash: bad luck" and answer.failing == []
+    answer = search(lambda size: SizeOutcome(True) if size < 5 else SizeOutcome(False, stop="at 6: crash"), guess=3)
+    assert answer.stopped == "at 6: crash" and answer.failing == []
     assert answer.passing == [3, 4] and not answer.is_sharp
 
 
 def test_trials_are_bounded() -> None:
     chance = random.Random(2)
-    answer = search(lambda depth: DepthOutcome(chance.random() < 0.5), guess=200, repeats=5)
+    answer = search(lambda size: SizeOutcome(chance.random() < 0.5), guess=200, repeats=5)
     assert len(answer.trials) == 40 and answer.stopped == "no edge was found in 40 trials"
 
 
@@ -132,13 +130,13 @@ def test_two_small_runs_tell_the_published_peak_of_32_layers() -> None:
     assert extrapolate([(8, {"run": 10545}), (4, {"run": 7344})], 32) == pytest.approx(29775, rel=1e-3)
 
 
-@given(slopes=st.tuples(*[st.integers(0, 99)] * 2), starts=st.tuples(*[st.integers(0, 9999)] * 2), depth=depths)
-def test_each_phase_is_extrapolated_on_its_own(slopes: tuple[int, int], starts: tuple[int, int], depth: int) -> None:
-    def peaks(num_layers: int) -> dict[str, int]:
-        return {name: a * num_layers + b for name, a, b in zip(("build", "step"), slopes, starts, strict=True)}
+@given(slopes=st.tuples(*[st.integers(0, 99)] * 2), starts=st.tuples(*[st.integers(0, 9999)] * 2), size=sizes)
+def test_each_phase_is_extrapolated_on_its_own(slopes: tuple[int, int], starts: tuple[int, int], size: int) -> None:
+    def peaks(size: int) -> dict[str, int]:
+        return {name: a * size + b for name, a, b in zip(("build", "step"), slopes, starts, strict=True)}
 
-    assert extrapolate([(2, peaks(2)), (4, peaks(4))], depth) == max(peaks(depth).values())
+    assert extrapolate([(2, peaks(2)), (4, peaks(4))], size) == max(peaks(size).values())
 
 
 def test_an_answer_without_a_pass_says_so() -> None:
-    assert (DepthAnswer().largest, DepthAnswer().failed_above, DepthAnswer().is_unlimited) == (0, None, False)
+    assert (SizeAnswer().largest, SizeAnswer().failed_above, SizeAnswer().is_unlimited) == (0, None, False)

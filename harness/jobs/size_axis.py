@@ -1,0 +1,74 @@
+"""What `search largest` makes larger: layers, samples of a step, tokens of a sample, or tokens of a step.
+
+A search counts sizes from 1. Layers and samples are counted one by one, tokens in steps: a power of two that is at most
+a 32nd of what should fit, because nobody trains sequences that differ by a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from harness.core.job import Workload
+
+LAYERS, BATCH, SEQ, TOKENS = OF = ("layers", "batch", "seq", "tokens")
+OPTIONS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}  # that give a largest size
+UNITS = {LAYERS: "layers", BATCH: "samples", SEQ: "tokens a sample", TOKENS: "tokens a step"}
+STEPPED = (SEQ, TOKENS)  # counted in steps
+STEPS = 32  # steps of tokens up to the size that should fit, at least
+
+
+@dataclass(frozen=True)
+class SizeAxis:
+    """Workloads by their size. `parts`: samples are added by so many, which micro-batches and ranks share evenly.
+    `step`: tokens of one size more."""
+
+    of: str
+    asked: Workload
+    parts: int = 1
+    step: int = 1
+
+    def fitting(self, number: int) -> SizeAxis:
+        """Return the same in steps for a search around the size `number`."""
+        tokens = number * self.step // STEPS
+        if not tokens:
+            return self
+        return dataclasses.replace(self, step=1 << (tokens.bit_length() - 1))
+
+    def grown(self, number: int) -> Workload:
+        """Return the workload of a size. Tokens of a step are those of one sample of each part up to --seq, then of
+        more samples. Raises ValueError where the model takes no such size."""
+        load = self.asked
+        if self.of == LAYERS:
+            return load.at_depth(number)
+        if self.of == SEQ:
+            return dataclasses.replace(load, seq_len=number * self.step)
+        if self.of == BATCH:
+            return dataclasses.replace(load, batch_size=number * self.parts)
+        more = number - self._whole
+        if more < 0:
+            return dataclasses.replace(load, seq_len=number * self.step, batch_size=self.parts)
+        return dataclasses.replace(load, batch_size=(1 + more) * self.parts)
+
+    def number(self, load: Workload) -> int:
+        """Return the size of a workload, which grown() makes of it; of one between two sizes the smaller one."""
+        if self.of == LAYERS:
+            return load.num_layers
+        if self.of == SEQ or (self.of == TOKENS and load.seq_len < self.asked.seq_len):
+            return load.seq_len // self.step
+        samples = load.batch_size // self.parts
+        return samples if self.of == BATCH else self._whole - 1 + samples
+
+    @property
+    def _whole(self) -> int:
+        """The size at which one sample of each part has all of its tokens."""
+        return -(-self.asked.seq_len // self.step)
+
+    def amount(self, number: int) -> int:
+        """Return a size in its unit."""
+        load = self.grown(number)
+        amounts = {LAYERS: load.num_layers, BATCH: load.batch_size, SEQ: load.seq_len}
+        return amounts.get(self.of, load.batch_size * load.seq_len)
+
+    def text(self, number: int) -> str:
+        return f"{self.amount(number)} {UNITS[self.of]}"

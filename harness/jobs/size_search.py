@@ -1,0 +1,161 @@
+"""Finds the largest size that trains: bracket it, halve the bracket, confirm both sides of the edge. Runs nothing
+itself.
+
+Needs grow with size, so there is an edge. From a guess the search steps by 3 % of it, doubling, until the edge is
+between two probes, then halves. Two small runs may refine the guess first (then steps start at one): their bytes
+beyond the plan are extrapolated, by memory and phase. Real edges may be blurred (a size that both passed and failed)
+or out of order (a failure below a pass). Then the answer is an interval: every trial up to its lower end passed, every
+trial from its upper end on failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+GALLOP = 0.03  # first step, as a share of the guess; 5 trials on average for a guess 10 % off
+REFINED_FROM = 8  # a smaller guess is found sooner than refined
+MAX_TRIALS = 40
+
+
+class SizeOutcome(NamedTuple):
+    """The end of one probe."""
+
+    passed: bool
+    memory: str = ""  # the memory that did not suffice
+    stop: str = ""  # an end that does not depend on size: the search stops
+    evidence: Any = None
+
+
+class SizeTrial(NamedTuple):
+    size: int
+    outcome: SizeOutcome
+
+
+@dataclass
+class SizeAnswer:
+    """Every trial in order, and what follows from them."""
+
+    least: int = 1
+    most: int = 2**20
+    trials: list[SizeTrial] = field(default_factory=list)
+    stopped: str = ""  # why the search stopped without an answer
+
+    @property
+    def passing(self) -> list[int]:
+        return [trial.size for trial in self.trials if trial.outcome.passed]
+
+    @property
+    def failing(self) -> list[int]:
+        return [trial.size for trial in self.trials if not trial.outcome.passed]
+
+    @property
+    def first_failing(self) -> int:
+        return min(self.failing, default=self.most + 1)
+
+    @property
+    def last_passing(self) -> int:
+        return max(self.passing, default=self.least - 1)
+
+    @property
+    def largest(self) -> int:
+        """Return the largest size that passed with no failure at it or below; `least` - 1 if there is none."""
+        return max((size for size in self.passing if size < self.first_failing), default=self.least - 1)
+
+    @property
+    def failed_above(self) -> int | None:
+        """Return the smallest size that failed with no pass at it or above."""
+        return min((size for size in self.failing if size > self.last_passing), default=None)
+
+    @property
+    def is_unlimited(self) -> bool:
+        """True if the largest size allowed passed, and nothing failed."""
+        return not self.failing and self.last_passing == self.most
+
+    @property
+    def is_sharp(self) -> bool:
+        """True if passes and failures lie side by side."""
+        return not self.stopped and self.failed_above == self.largest + 1
+
+    def mixed(self) -> list[int]:
+        """Return sizes that contradict a sharp edge: failures at or below a pass, passes at or above a failure."""
+        passed = {size for size in self.passing if size >= self.first_failing}
+        return sorted(passed | {size for size in self.failing if size <= self.last_passing})
+
+
+def search(
+    probe: Callable[[int], SizeOutcome], guess: int, *, least: int = 1, most: int = 2**20, repeats: int = 1,
+    refine: Callable[[], int] | None = None, max_trials: int = MAX_TRIALS,
+) -> SizeAnswer:  # fmt: skip
+    """Find the largest size from `least` to `most` that trains.
+
+    `repeats` probes decide each side of the edge; several also look at the next one beyond. `refine` makes a better
+    guess after two small runs. The search stops early, with a reason, if a probe ends for another reason than size, or
+    after `max_trials`.
+    """
+    answer = SizeAnswer(least, most)
+    guess = max(least, min(guess, most))
+    stride = max(1, round(GALLOP * guess))
+    if refine is not None and guess >= max(REFINED_FROM, 4 * least):
+        for small in (guess // 4, guess // 2):
+            if not answer.stopped and not answer.failing:
+                _try(answer, probe, small)
+        if not answer.stopped and not answer.failing:
+            guess, stride = max(least, min(refine(), most)), 1
+    while not answer.stopped:
+        size, stride = _next(answer, guess, stride, repeats)
+        if size is None:
+            break
+        if len(answer.trials) >= max_trials:
+            answer.stopped = f"no edge was found in {max_trials} trials"
+            break
+        _try(answer, probe, size)
+    return answer
+
+
+def _try(answer: SizeAnswer, probe: Callable[[int], SizeOutcome], size: int) -> None:
+    outcome = probe(size)
+    if outcome.stop:
+        answer.stopped = outcome.stop
+    else:
+        answer.trials.append(SizeTrial(size, outcome))
+
+
+def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
+    """Return the next size to try and the stride after it; None if all is known."""
+    below, first = answer.largest, answer.first_failing
+    last, above = answer.last_passing, answer.failed_above
+    if guess not in (*answer.passing, *answer.failing) and last < guess < first:
+        return guess, stride
+    if first - below > 1 and below < answer.least:  # nothing passed below the first failure: go down
+        return max(answer.least, first - stride), 2 * stride
+    if above is None and last < answer.most:  # nothing failed above the last pass: go up
+        return min(answer.most, last + stride), 2 * stride
+    if first - below > 1 and first <= answer.most:  # from a failed guess go down by strides, as up
+        return max((below + first) // 2, first - stride), 2 * stride
+    if above is not None and above - last > 1:
+        return (last + above) // 2, stride
+    for size, known in ((below, answer.passing), (above, answer.failing)):
+        if size is not None and answer.least <= size and known.count(size) < repeats:
+            return size, stride
+    if repeats > 1 and above is not None and above < answer.most and above + 1 not in answer.failing:
+        return above + 1, stride  # look above what failed: it may be an exception, with passes above
+    return None, stride
+
+
+def extrapolate(points: Iterable[tuple[int, dict[str, int]]], size: int) -> int:
+    """Return the bytes at this size: the maximum over phases, each on the line through its first and last point.
+
+    points: size and bytes by phase. Memory is piecewise affine in size; the leading phase may change.
+    """
+    lines: dict[str, list[tuple[int, int]]] = {}
+    for at, phases in sorted(points, key=lambda point: point[0]):
+        for phase, num_bytes in phases.items():
+            lines.setdefault(phase, []).append((at, num_bytes))
+    values = []
+    for line in lines.values():
+        (x, y), (x_last, y_last) = line[0], line[-1]
+        slope = (y_last - y) / (x_last - x) if x_last > x else 0.0
+        values.append(y_last + slope * (size - x_last))
+    return round(max(values, default=0))
