@@ -68,11 +68,13 @@ def largest(trained: method.Method, job: Job, room: Room) -> int:
     """Layers of the deepest model of this job that fits the room by the method's plan; 0 if none does."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
-        try:
-            plan = trained.plan(job.workload.at_depth(num_layers), room)
-        except ValueError:  # a window beyond these few layers, or a placement of another number of them
-            return unplanned
-        return plan.shortfall(room) is None
+        for depth in range(num_layers, num_layers + job.world_size):  # stages may ask for as many layers in each
+            try:
+                plan = trained.plan(job.workload.at_depth(depth), room)
+            except ValueError:  # a window beyond these few layers, or a placement of another number of them
+                continue
+            return plan.shortfall(room) is None
+        return unplanned
 
     def may_fit(num_layers: int) -> bool:
         is_shallow = num_layers < job.world_size  # with fewer stages than ranks, each of which may need more

@@ -16,7 +16,7 @@ from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import Unavailable, create
 from harness.core.record import Record
 from harness.devices import machine
-from harness.forecast.fit import resolve
+from harness.forecast.fit import largest, resolve
 from harness.jobs.sweep import Sweep
 from harness.run.prepare import prepare
 from harness.simulation.batches import token_batches
@@ -162,6 +162,14 @@ def test_a_rank_of_megatron_plans_its_part() -> None:
     small = (6 * 8 + 2 + 64) * 512  # norms and biases of rows of 8 layers, the last norm, 64 positions
     assert shared["weights"] == 4 * (small + (load.num_params - small) / 2)
     assert grouped["weights"] == one["weights"] and grouped["optimizer"] * 2 == one["optimizer"]
+
+
+@pytest.mark.parametrize("num_layers", [3, 9, 12, 15, 21])
+def test_the_deepest_pipeline_that_fits_is_found_among_depths_that_stages_divide(num_layers: int) -> None:
+    load, options = dataclasses.replace(LARGE, num_layers=3, batch_size=3), {"world_size": 3, "pipeline_parallel": 3}
+    trained = create("megatron-lm", options)
+    needed = trained.plan(load.at_depth(num_layers), Room()).device_bytes
+    assert largest(trained, Job("megatron-lm", load, options), Room(needed)) == num_layers
 
 
 @pytest.mark.heavy
