@@ -33,7 +33,8 @@ WORKLOAD = Workload(
 SPLITS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "megatron-lm": [
         (2, {"distributed_optimizer": True}), (2, {"tensor_parallel": 2}),
-        (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (2, {"tensor_parallel": 2, "sequence_parallel": True}), (2, {"pipeline_parallel": 2}),
+        (4, {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}), (4, {"pipeline_parallel": 4}),
         (4, {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True}),
     ],
     "varuna": [(2, {"num_stages": 2}), (4, {"num_stages": 2}), (4, {"num_stages": 4})],
