@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import html
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -135,6 +136,43 @@ def test_the_page_refers_to_nothing_outside_of_it(page: Page, written: Path) -> 
     assert beside and beside <= set(values)
     assert all(value.startswith(("#", "data:image/svg+xml;base64,")) for value in set(values) - beside)
     assert not re.search(r"@import|url\(", written.read_text())
+
+
+def luminance(color: str) -> float:
+    """WCAG 2's relative luminance of #rgb or #rrggbb."""
+    digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
+    parts = [part / 255 for part in bytes.fromhex(digits)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_ink_of_the_page_is_legible_on_each_ground(scheme: str, written: Path) -> None:
+    """WCAG 2.1, 1.4.3: a contrast of at least 4.5 to 1; text of a failed row stands on a ground of its own."""
+    light, dark = re.findall(r":root \{(.*?)\}", written.read_text(), flags=re.DOTALL)
+    colors = dict(re.findall(r"--(\w+): (#\w+)", light if scheme == "light" else dark))
+    for ground in ("paper", "failed", "code"):
+        for ink in ("ink", "soft", "good", "bad", "open", "link"):
+            lighter, darker = sorted((luminance(colors[ink]), luminance(colors[ground])), reverse=True)
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, (ink, ground)
+
+
+def test_who_hears_or_tabs_through_the_page_misses_nothing(page: Page, written: Path) -> None:
+    """What axe checks and a file can show: a language, one name for each id, images with a text, fields with a label,
+    tables with a caption and heads with a scope, regions that scroll in reach of the keyboard and named, headings
+    without a gap."""
+    told = page.elements
+    of = {tag: [attributes for each, attributes in told if each == tag] for tag, _ in told}
+    assert of["html"] == [{"lang": "en"}] and len(of["title"]) == len(of["main"]) == len(of["h1"]) == 1
+    ids = [each["id"] for _, each in told if "id" in each]
+    assert len(ids) == len(set(ids))
+    assert all(each.get("alt") for each in of["img"]) and all(each.get("scope") == "col" for each in of["th"])
+    assert len(page.tables) == len(of["caption"]) == len(of["table"])
+    assert len(re.findall(r"<label>[^<]+<input ", written.read_text())) == len(of["input"])
+    scrolling = [each for each in of["div"] if each.get("class") == "scroll"]
+    assert all((each["tabindex"], each["role"]) == ("0", "region") and each["aria-label"] for each in scrolling)
+    levels = [int(tag[1]) for tag, _ in told if re.fullmatch(r"h[1-6]", tag)]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 def test_hostile_text_is_text(page: Page) -> None:
