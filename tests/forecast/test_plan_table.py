@@ -164,7 +164,9 @@ def test_resident_training_of_the_published_size_fits_the_published_machine(caps
 def test_a_machines_budgets_are_defaults(capsys, monkeypatch) -> None:
     words = ["-m", "resident", "-l", "32", "--machine", "v100-vm"]
     (wide, *_) = plan(capsys, monkeypatch, *words, "--device-memory", "80GiB")
-    assert wide["largest_layers"] > plan(capsys, monkeypatch, *words)[0]["largest_layers"]
+    (own, *_) = plan(capsys, monkeypatch, *words)
+    assert wide["largest_layers"] > own["largest_layers"]
+    assert plan(capsys, monkeypatch, *words[:-2], "--gpu", "V100 VM")[0] == own  # as advise spells it
 
 
 def test_a_machine_of_ones_own_is_an_entry(tmp_path: Path) -> None:
