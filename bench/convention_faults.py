@@ -29,10 +29,6 @@ def of(workload: Workload) -> dict[str, Breaks]:
         found["keys and values swapped"] = _swapped("self_attn", "k_proj", "v_proj")
         if config.get("num_key_value_heads", workload.num_heads) != workload.num_heads:
             found["queries of the next group of keys"] = _other_groups
-    if workload.dtype != "fp32":
-        found["angles rounded to bf16"] = _rounded_angles
-        if config["model_type"] != "gpt_neox" and not is_gemma:
-            found["norm rounded after its weight"] = _norm_in_half
     rope = {"rope_theta": config.get("rope_theta", 1e4), **(config.get("rope_parameters") or {})}
     if rope["rope_theta"] != 1e4:
         found["angles of base 10,000"] = lambda model: _other_angles(model, rope_theta=1e4)
@@ -165,22 +161,12 @@ def _other_activation(model: Any) -> None:
         mlp.act_fn = torch.nn.GELU(approximate="tanh")
 
 
-def _norm_in_half(model: Any) -> None:
-    """Multiply by the norm's weight before the rounding instead of after it."""
-    import torch
-
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = lambda x, norm=module: torch.nn.functional.rms_norm(
-                x, x.shape[-1:], norm.weight, norm.variance_epsilon
-            )
-
-
 def _then(module: Any, function: Callable[[Any], Any]) -> None:
     module.register_forward_hook(lambda module, args, y: function(y))
 
 
 ALL: dict[str, Breaks] = {
     "rotated neighbours": _interleaved,
+    "angles rounded to bf16": _rounded_angles,
     "scores scaled by the hidden size": _other_scale,
 }
