@@ -243,9 +243,10 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if workload.config is not None and is_partitioned:
-        model = whole(workload).to_empty(device="cpu")  # Init cannot make it: DeepSpeed partitions it whole
+        model = whole(workload).to_empty(device="cpu")  # Init cannot make it, and partitions it whole
         assert isinstance(model, HubModel)
         model.recompute(reentrant=reentrant)
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # by its dtype, as below
     elif is_partitioned:
         # The configuration decides the dtype, because Init's dtype argument makes bf16 of fp32 on a CPU.
         with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
