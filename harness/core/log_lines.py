@@ -59,7 +59,7 @@ def interval_lines(
         f"{loss}{scaling}"
         f" number of skipped iterations: {num_skipped:3d} | number of nan iterations: {interval - len(losses):3d} |",
         f"Effective Tera Flops per GPU: {load.flops_per_step / job.world_size / seconds / 1e12:.2f}"
-        f" and total parameters {load.num_params / 1e9:.3f} B",
+        f" and total parameters {_billions(load.num_params)} B",
         _since_the_third_step(load.batch_size, measured["step_seconds"])
         if is_deepspeed
         else f"NumWorkers: {job.world_size}; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
@@ -74,6 +74,11 @@ def interval_lines(
             f" reserved: {reserved} | max reserved: {reserved}"
         )
     return lines
+
+
+def _billions(num_params: int) -> str:
+    """Format as the artifact does; of a small model to the last parameter, where three digits would be 0.000."""
+    return f"{num_params / 1e9:.3f}" if num_params >= 1e8 else f"{num_params / 1e9:.9f}"
 
 
 def _since_the_third_step(batch_size: int, step_seconds: list[float]) -> str:

@@ -186,6 +186,15 @@ def test_scripts_made_for_the_published_logs_read_ours(wanted: str, column: int,
     assert fields[column - 1] == value
 
 
+def test_a_small_models_parameters_are_logged_to_the_last_one() -> None:
+    """They were 0.000 B, of which the original's scripts drew nothing."""
+    load = dataclasses.replace(JOB.workload, num_layers=1, hidden_size=32, num_heads=2, vocab_size=97, seq_len=16)
+    job = dataclasses.replace(JOB, workload=load, steps=10)
+    measured = {"losses": [5.0] * 10, "grad_norms": [1.0] * 10, "step_seconds": [2.0] * 10, **UNSCALED}
+    line = next(line for line in interval_lines(job, measured, {}) if "total parameters" in line)
+    assert round(float(line.split()[-2]) * 1e9) == load.num_params > 0
+
+
 def test_metric_lines_have_the_published_words() -> None:
     published = (
         " iteration       10/      50 | elapsed time per iteration (ms): 5400.3 | learning rate: 4.687E-07 |"
