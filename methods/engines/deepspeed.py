@@ -83,11 +83,11 @@ def train(
     config = {**engine_config(workload, adam, zero, num_ranks), **extra}
     engine = _engine(deepspeed, workload, config, device, adam, reentrant)
     for step, (inputs, targets) in enumerate(batches, start=1):
+        for group in _groups(engine):
+            group["lr"] = workload.learning_rate_at(step)  # before SuperOffload updates inside the backward pass
         scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
         loss = engine(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale)
         engine.backward(loss / scale)  # the engine multiplies by the scale again
-        for group in engine.optimizer.param_groups:
-            group["lr"] = workload.learning_rate_at(step)
         engine.step()
         norm, mean = engine.get_global_grad_norm(), loss.detach() / num_ranks
         if num_ranks > 1:
@@ -295,6 +295,12 @@ def undrawn() -> Iterator[None]:
         for module in (nn.Linear, nn.Embedding):
             stack.enter_context(mock.patch.object(module, "reset_parameters", lambda self: None))
         yield
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, and those of the one by which SuperOffload updates sub-groups on the device."""
+    backup = getattr(engine.optimizer, "backup_optimizer", None)
+    return [*engine.optimizer.param_groups, *(backup.param_groups if backup else [])]
 
 
 def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:

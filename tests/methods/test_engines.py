@@ -369,6 +369,16 @@ def test_superoffloads_process_compiles_nothing(tmp_path: Path) -> None:
     assert "RESULT [-0.5]" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_superoffload_trains_at_the_rate_of_each_step(clip_norm: float) -> None:
+    """Without clipping it updates inside the backward pass; the first sub-group on the device, the others beside it."""
+    forks.call(deepspeed.build, "cpu_adam")
+    load = dataclasses.replace(SMALL, clip_norm=clip_norm)
+    ours, theirs = forks.call(engine_runs.superoffload_losses, load)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_superoffloads_kernel_is_compiled_before_a_run_where_it_can_run(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool

@@ -6,13 +6,18 @@ import collections
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from harness.core import gpt
 from harness.core.job import Workload
-from tests.support.training import train
+from methods.engines import deepspeed, deepspeed_config
+from methods.engines.deepspeed_method import DeepSpeedMethod
+from methods.superoffload import SuperOffload
+from tests.support.training import TrainingResult, train
 
 
 def distances(name: str, workload: Workload) -> tuple[dict[str, float], list[str]]:
@@ -62,3 +67,27 @@ def read_one_by_one(name: str, workload: Workload) -> list[object]:
     next(tensors)
     held, is_open = gone() is not None, dist.is_initialized()
     return [held, is_open, sum(1 for _ in tensors), dist.is_initialized()]
+
+
+def superoffload_losses(workload: Workload) -> list[list[float]]:
+    """The losses of five steps, of SuperOffload and of resident."""
+    return [_superoffload(workload).losses, train("resident", workload, 5).losses]
+
+
+def _superoffload(workload: Workload) -> TrainingResult:
+    """Five steps of the real one, where "cpu:0", whose memory is the host's, stands for the GPU. It updates the first
+    of more than ten sub-groups there."""
+    deepspeed.import_deepspeed("cpu")
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.superoffload import superoffload_stage3
+
+    deepspeed.use_built_kernel_in_superoffload()
+    accelerator, stream = get_accelerator(), SimpleNamespace(synchronize=lambda: None)
+    with (
+        mock.patch.object(superoffload_stage3, "_validate_superoffload_accelerator", lambda: None),
+        mock.patch.object(type(accelerator), "current_stream", lambda self: stream),
+        mock.patch.object(accelerator, "_name", "cpu:0"),
+        mock.patch.object(deepspeed_config, "SUB_GROUP_PARAMS", workload.hidden_size**2),
+        mock.patch.object(SuperOffload, "train", DeepSpeedMethod.train),
+    ):
+        return train("superoffload", workload, 5)
