@@ -154,12 +154,37 @@ def use_built_kernel_in_superoffload() -> None:
     superoffload_utils.superoffload_optimizer_worker = superoffload_worker
 
 
-def superoffload_worker(*arguments: Any) -> None:
-    """Run SuperOffload's optimizer process with the compiled kernel."""
-    from deepspeed.runtime.superoffload.superoffload_utils import superoffload_optimizer_worker
+def superoffload_worker(tasks: Any, results: Any, config: Any, max_grad_numel: int, pin_memory: bool = True) -> None:
+    """Run SuperOffload's optimizer process with the compiled kernel; when it is told to end, answer with the states of
+    its sub-groups, which nobody else has.
+
+    Its buffer takes gradients from the host's memory: to lock its pages gains nothing, and would take a CUDA context.
+    """
+    from deepspeed.runtime.superoffload import superoffload_utils
 
     _load_built("cpu_adam")
-    superoffload_optimizer_worker(*arguments)
+    made = []
+
+    class KeptAdam(superoffload_utils.DeepSpeedCPUAdam):
+        def __init__(self, *arguments: Any, **words: Any) -> None:
+            super().__init__(*arguments, **words)
+            made.append(self)
+
+    with mock.patch.object(superoffload_utils, "DeepSpeedCPUAdam", KeptAdam):
+        superoffload_utils.superoffload_optimizer_worker(tasks, results, config, max_grad_numel, pin_memory=False)
+    results.put({number: dict(state) for number, state in made[0].state.items()})
+    tasks.get()  # the tensors' memory is this process's until the reader has mapped it
+
+
+def _fetch_superoffloads_states(optimizer: Any) -> None:
+    """Ask SuperOffload's process, and its optimizer of the device, for the states, and put them where stage 3 looks for
+    them."""
+    process = optimizer.superoffload_cpu_optimizer
+    process.param_queue.put(None)
+    found = process.result_queue.get()
+    for number, weights in enumerate(optimizer.fp32_partitioned_groups_flat):
+        on_host = optimizer.subgroup_to_device[number] == "cpu"
+        optimizer.optimizer.state[weights] = found[number] if on_host else optimizer.backup_optimizer.state[weights]
 
 
 def build(kernel: str) -> None:
@@ -311,6 +336,8 @@ def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
         # Stage 2 links the moments after its first group has stepped, when the second group has none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
+    if hasattr(engine.optimizer, "superoffload_cpu_optimizer"):
+        _fetch_superoffloads_states(engine.optimizer)
     with needed:
         for name, parameter in engine.module.named_parameters():
             weight = safe_get_full_fp32_param(parameter)

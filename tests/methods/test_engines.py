@@ -371,12 +371,19 @@ def test_superoffloads_process_compiles_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-def test_superoffload_trains_at_the_rate_of_each_step(clip_norm: float) -> None:
+def test_superoffload_trains_at_the_rate_of_each_step_and_tells_all_moments(clip_norm: float) -> None:
     """Without clipping it updates inside the backward pass; the first sub-group on the device, the others beside it."""
     forks.call(deepspeed.build, "cpu_adam")
     load = dataclasses.replace(SMALL, clip_norm=clip_norm)
-    ours, theirs = forks.call(engine_runs.superoffload_losses, load)
+    (ours, theirs), apart = forks.call(engine_runs.superoffload_losses_and_tensors, load)
     assert ours == pytest.approx(theirs, rel=1e-6)
+    assert len(apart) == 3 * 40 and max(apart) < 1e-3
+
+
+@pytest.mark.heavy
+def test_superoffloads_process_locks_no_pages_which_would_take_a_context_on_the_gpu() -> None:
+    forks.call(deepspeed.build, "cpu_adam")
+    assert forks.call(engine_runs.superoffloads_locked_numels) == []
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

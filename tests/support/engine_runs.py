@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import queue
 import sys
 import threading
 import weakref
@@ -69,9 +70,38 @@ def read_one_by_one(name: str, workload: Workload) -> list[object]:
     return [held, is_open, sum(1 for _ in tensors), dist.is_initialized()]
 
 
-def superoffload_losses(workload: Workload) -> list[list[float]]:
-    """The losses of five steps, of SuperOffload and of resident."""
-    return [_superoffload(workload).losses, train("resident", workload, 5).losses]
+def superoffload_losses_and_tensors(workload: Workload) -> tuple[list[list[float]], list[float]]:
+    """The losses of five steps, of SuperOffload and of resident; how far each weight and moment of SuperOffload ends
+    from resident's, relative to that."""
+    ours, theirs = _superoffload(workload), train("resident", workload, 5)
+    known = {state.name: state[1:] for state in theirs.trained.tensors}
+    norm = torch.linalg.vector_norm
+    apart = [
+        (norm(mine - value) / norm(value)).item()
+        for state in ours.trained.tensors
+        for mine, value in zip(state[1:], known[state.name], strict=True)
+    ]
+    return [ours.losses, theirs.losses], apart
+
+
+def superoffloads_locked_numels() -> list[int]:
+    """Elements of each tensor whose pages SuperOffload's optimizer process locks, if it is told to."""
+    deepspeed.import_deepspeed("cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    locked: list[int] = []
+
+    def lock(self: object, numel: int, **words: object) -> torch.Tensor:
+        locked.append(numel)
+        return torch.empty(numel)
+
+    tasks, results = queue.SimpleQueue[None](), queue.SimpleQueue[object]()
+    for _ in range(2):  # it ends, and its answer is read
+        tasks.put(None)
+    group = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+    with mock.patch.object(type(get_accelerator()), "pin_empty", lock):
+        deepspeed.superoffload_worker(tasks, results, [group], 16, True)
+    return locked
 
 
 def _superoffload(workload: Workload) -> TrainingResult:
