@@ -5,16 +5,17 @@ With clipping on, DeepSpeed 0.19.8 steps after the backward pass, as ZeRO-Infini
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Training, Unavailable
 from harness.devices import machine
-from methods.engines.deepspeed_config import stage_3, stage_3_plan
+from methods.engines.deepspeed_config import stage_3, stage_3_plan, sub_groups
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 GPU_ONLY = "DeepSpeed runs SuperOffload on NVIDIA GPUs only: on a CPU take zero-infinity"
+HOST_SHARE = 0.9  # of the sub-groups, rounded up: the host updates these, as in DeepSpeed's examples
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,15 @@ class SuperOffload(DeepSpeedMethod):
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        return stage_3_plan(workload, room)
+        """Add to stage 3's the first sub-groups, which stay on the device, and what the optimizer's process takes: a
+        copy of a sub-group's gradients, and all of them in memory that it shares, beside the page-locked ones."""
+        plan, numels = stage_3_plan(workload, room), sub_groups(workload)
+        kept = sum(numels[: int((1 - HOST_SHARE) * len(numels))])
+        home = plan.host
+        home["weights"] -= 4 * kept
+        home["optimizer"] -= 8 * kept
+        home["buffers"] += 4 * (max(numels) + sum(numels) - kept)
+        return replace(plan, device={**plan.device, "optimizer": 16 * kept}, host=home)
 
     def missing(self, device: str) -> str | None:
         return super().missing(device) if device == "cuda" else GPU_ONLY
@@ -34,7 +43,7 @@ class SuperOffload(DeepSpeedMethod):
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         zero = stage_3(workload, on_gpu)
-        zero["offload_optimizer"] |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.5}
+        zero["offload_optimizer"] |= {"super_offload": True, "ratio": HOST_SHARE, "cpuadam_cores_perc": 0.5}
         return zero
 
     def train(self, workload: Workload, batches, device: str) -> Training:

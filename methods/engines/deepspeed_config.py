@@ -5,6 +5,7 @@ DeepSpeed's binding of cores to ranks is left out: it divides a machine's cores,
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -93,6 +94,22 @@ def group_params(workload: Workload) -> tuple[int, int]:
     """Parameters of the optimizer's two groups, matrices, and biases and norms: each group is flat in memory."""
     small = num_small(workload)
     return workload.num_params - small, small
+
+
+def sub_groups(workload: Workload) -> list[int]:
+    """Parameters of each of stage 3's sub-groups, in its order: whole tensors, until SUB_GROUP_PARAMS are reached."""
+    tensors = [*workload.anatomy.ends.values(), *(workload.num_layers * [*workload.anatomy.layer.values()])]
+    found = []
+    for has_vectors in (False, True):
+        numel = 0
+        for shape in tensors:
+            if (len(shape) == 1) is has_vectors:
+                numel += math.prod(shape)
+            if numel >= SUB_GROUP_PARAMS:
+                found.append(numel)
+                numel = 0
+        found += [numel] if numel else []
+    return found
 
 
 def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:

@@ -371,13 +371,28 @@ def test_superoffloads_process_compiles_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-def test_superoffload_trains_at_the_rate_of_each_step_and_tells_all_moments(clip_norm: float) -> None:
+def test_superoffload_trains_at_the_rate_of_each_step_tells_all_moments_and_keeps_what_is_planned(
+    clip_norm: float,
+) -> None:
     """Without clipping it updates inside the backward pass; the first sub-group on the device, the others beside it."""
     forks.call(deepspeed.build, "cpu_adam")
-    load = dataclasses.replace(SMALL, clip_norm=clip_norm)
-    (ours, theirs), apart = forks.call(engine_runs.superoffload_losses_and_tensors, load)
-    assert ours == pytest.approx(theirs, rel=1e-6)
-    assert len(apart) == 3 * 40 and max(apart) < 1e-3
+    run = forks.call(engine_runs.superoffload_beside_resident, dataclasses.replace(SMALL, clip_norm=clip_norm))
+    assert run.losses[0] == pytest.approx(run.losses[1], rel=1e-6)
+    assert len(run.apart) == 3 * 40 and max(run.apart) < 1e-3
+    assert run.numels[0] == run.numels[1] and run.device_bytes[0] == run.device_bytes[1] > 0
+
+
+def test_superoffload_keeps_a_tenth_of_the_sub_groups_rounded_down_on_the_device() -> None:
+    """By hand: the embedding is a sub-group, the positions with two layers' matrices the next, then each two layers,
+    and one is all vectors: of 42 the first four stay. The host shares the gradients of the others with a process that
+    copies one sub-group's."""
+    kept = 50304 * 2048 + 1024 * 2048 + 3 * 24 * 2048**2
+    for num_layers, expected in ((80, kept), (16, 0)):
+        load = Workload(num_layers=num_layers)
+        plan, infinity = (create(name, {}).plan(load, Room()) for name in ("superoffload", "zero-infinity"))
+        assert plan.device == {**infinity.device, "optimizer": 16 * expected}
+        shared = 4 * (load.num_params - expected + 50304 * 2048)
+        assert plan.host_bytes - infinity.host_bytes == shared - 12 * expected
 
 
 @pytest.mark.heavy

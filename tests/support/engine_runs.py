@@ -8,13 +8,14 @@ import sys
 import threading
 import weakref
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from harness.core import gpt
-from harness.core.job import Workload
+from harness.core.job import Room, Workload
 from methods.engines import deepspeed, deepspeed_config
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.superoffload import SuperOffload
@@ -70,10 +71,18 @@ def read_one_by_one(name: str, workload: Workload) -> list[object]:
     return [held, is_open, sum(1 for _ in tensors), dist.is_initialized()]
 
 
-def superoffload_losses_and_tensors(workload: Workload) -> tuple[list[list[float]], list[float]]:
-    """The losses of five steps, of SuperOffload and of resident; how far each weight and moment of SuperOffload ends
-    from resident's, relative to that."""
-    ours, theirs = _superoffload(workload), train("resident", workload, 5)
+class SuperOffloadRun(NamedTuple):
+    """Five steps of SuperOffload beside resident's."""
+
+    losses: list[list[float]]  # its own, resident's
+    apart: list[float]  # how far each weight and moment ends from resident's, relative to that
+    numels: list[list[int]]  # of its sub-groups, as they are and as they are planned
+    device_bytes: list[int]  # of the state that stays on the device, as it is and as it is planned
+
+
+def superoffload_beside_resident(workload: Workload) -> SuperOffloadRun:
+    ours, numels, device_bytes = _superoffload(workload)
+    theirs = train("resident", workload, 5)
     known = {state.name: state[1:] for state in theirs.trained.tensors}
     norm = torch.linalg.vector_norm
     apart = [
@@ -81,7 +90,7 @@ def superoffload_losses_and_tensors(workload: Workload) -> tuple[list[list[float
         for state in ours.trained.tensors
         for mine, value in zip(state[1:], known[state.name], strict=True)
     ]
-    return [ours.losses, theirs.losses], apart
+    return SuperOffloadRun([ours.losses, theirs.losses], apart, numels, device_bytes)
 
 
 def superoffloads_locked_numels() -> list[int]:
@@ -104,20 +113,32 @@ def superoffloads_locked_numels() -> list[int]:
     return locked
 
 
-def _superoffload(workload: Workload) -> TrainingResult:
-    """Five steps of the real one, where "cpu:0", whose memory is the host's, stands for the GPU. It updates the first
-    of more than ten sub-groups there."""
+def _superoffload(workload: Workload) -> tuple[TrainingResult, list[list[int]], list[int]]:
+    """Train by the real one, where "cpu:0", whose memory is the host's, stands for the GPU. It has more than ten
+    sub-groups, so it updates the first there."""
     deepspeed.import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.superoffload import superoffload_stage3
 
     deepspeed.use_built_kernel_in_superoffload()
     accelerator, stream = get_accelerator(), SimpleNamespace(synchronize=lambda: None)
+    optimizers: list[Any] = []
+
+    class SeenOptimizer(superoffload_stage3.SuperOffloadOptimizer_Stage3):
+        def __init__(self, *arguments: Any, **words: Any) -> None:
+            super().__init__(*arguments, **words)
+            optimizers.append(self)
+
     with (
         mock.patch.object(superoffload_stage3, "_validate_superoffload_accelerator", lambda: None),
+        mock.patch.object(superoffload_stage3, "SuperOffloadOptimizer_Stage3", SeenOptimizer),
         mock.patch.object(type(accelerator), "current_stream", lambda self: stream),
         mock.patch.object(accelerator, "_name", "cpu:0"),
         mock.patch.object(deepspeed_config, "SUB_GROUP_PARAMS", workload.hidden_size**2),
         mock.patch.object(SuperOffload, "train", DeepSpeedMethod.train),
     ):
-        return train("superoffload", workload, 5)
+        trained = train("superoffload", workload, 5)
+        numels = [[flat.numel() for flat in optimizers[0].fp32_partitioned_groups_flat]]
+        numels.append(deepspeed_config.sub_groups(workload))
+        kept = sum(numels[0][number] for number, name in optimizers[0].subgroup_to_device.items() if name != "cpu")
+        return trained, numels, [16 * kept, SuperOffload().plan(workload, Room()).device["optimizer"]]
