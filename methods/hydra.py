@@ -22,7 +22,7 @@ from harness.core.method import Method, Step, Trained, Training, largest_depth
 from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
-from methods.shared.memory_needs import describe
+from methods.shared.memory_needs import describe, page_locked
 
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a gradient's norm on a device; number of other scalars there
 MOST_TURNS = 2000  # latest units of the timeline that a record keeps
@@ -87,11 +87,11 @@ class Hydra(Method):
             raise ValueError(f"shard_layers: expected 1 to {workload.num_layers}, got {asked}")
         device_bytes = room.device_bytes
         if asked is not None or device_bytes is None:
-            return self._plan(workload, asked or 1)
+            return self._plan(workload, room, asked or 1)
         most = largest_depth(
-            lambda n: n <= workload.num_layers and self._plan(workload, n).device_bytes <= device_bytes  # type: ignore[operator]
+            lambda n: n <= workload.num_layers and self._plan(workload, room, n).device_bytes <= device_bytes  # type: ignore[operator]
         )
-        return self._plan(workload, max(1, most))
+        return self._plan(workload, room, max(1, most))
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         shard_layers = None if self.shard_layers is None else max(1, self.shard_layers * twin_layers // num_layers)
@@ -166,19 +166,20 @@ class Hydra(Method):
             moved_bytes = sum(each.moved_bytes for each in devices)
             return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others, largest_peaks(devices))
 
-    def _plan(self, workload: Workload, num_layers: int) -> Plan:
+    def _plan(self, workload: Workload, room: Room, num_layers: int) -> Plan:
         size, whole, anatomy = workload.weight_bytes, workload.num_params, workload.anatomy
         states = OPTIMIZER_BYTES[workload.dtype]
         shards = model_shards(workload, num_layers)
         num_shards, largest = sum(count for count, _ in shards), max(each.num_bytes(workload) for _, each in shards)
         boundary = workload.boundary_bytes
+        at_home = page_locked(boundary, room)  # torch locks the pages of each copy that does not block
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
-            activations = (SAVED_BOUNDARIES * workload.num_layers + 3) * boundary
+            activations = (SAVED_BOUNDARIES * workload.num_layers + 3) * at_home
         else:
             device["activations"] = workload.working_bytes + (shards[-1][1].num_layers + 1) * boundary
-            activations = (workload.num_layers + 3) * boundary
+            activations = (workload.num_layers + 3) * at_home
         # An update, after the activations are gone: the first one makes a parameter's moments, mixed precision makes
         # fp32 gradients of a shard.
         updated = 8 * anatomy.largest_numel

@@ -126,6 +126,15 @@ def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str) 
     assert plan.host_bytes == pytest.approx(found.host_bytes, rel=0.1)
 
 
+@pytest.mark.parametrize(("intermediates", "num_copies"), [("checkpointed", 5), ("saved", 17.2 * 2 + 3)])
+def test_beside_a_gpu_each_copy_at_home_is_planned_as_torch_locks_it(intermediates: str, num_copies: float) -> None:
+    """3 MiB take 4."""
+    workload = Workload(hidden_size=768, num_layers=2, batch_size=2, seq_len=512)
+    assert workload.boundary_bytes == 3 * 2**20
+    plan = create("hydra", {"intermediates": intermediates}).plan(workload, Room(page_locks=True))
+    assert plan.host["activations"] == int(num_copies * 4 * 2**20)
+
+
 @pytest.mark.parametrize("options", [{}, {"double_buffer": False}], ids=str)
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_what_moves_is_about_what_is_planned(options: dict, clip_norm: float) -> None:
