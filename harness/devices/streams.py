@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -136,6 +137,9 @@ class Device:
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # place of a home in the order of the forward pass
         self._page_locked: list[torch.UntypedStorage] = []
+        # Memory that is unmapped while it is locked stays in the machine's memory, and its address cannot be locked
+        # again: so a device that is dropped unlocks it, too. The list keeps it mapped until then.
+        weakref.finalize(self, unlock, self._page_locked, self.name).atexit = False
 
     def __enter__(self) -> Device:
         return self
@@ -145,10 +149,7 @@ class Device:
             pool.shutdown(cancel_futures=exc[0] is not None)  # finish pending writes, unless the run failed
         if exc[0] is not None:
             self.ranks.leave()
-        if self._page_locked:
-            torch.cuda.synchronize()
-        for memory in self._page_locked:
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        unlock(self._page_locked, self.name)
 
     def span(self, track: str, work: str, of: str) -> AbstractContextManager[None]:
         """Mark work of one kind on a part of the model, for a trace: on a stream ("compute", "inbound", "outbound"),
@@ -182,8 +183,8 @@ class Device:
         return slab
 
     def page_lock(self, memory: torch.UntypedStorage) -> None:
-        """Lock host memory for this process's copies until the device is left; processes that share it lock it each.
-        Raises torch.OutOfMemoryError if there is not enough."""
+        """Lock host memory for this process's copies until the device is left or dropped; processes that share it lock
+        it each. Raises torch.OutOfMemoryError if there is not enough."""
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
         if code == NO_MEMORY:
             raise torch.OutOfMemoryError(f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}")
@@ -197,6 +198,14 @@ class Device:
             future.result()
         for stream in (self.inbound, self.compute, self.outbound):
             stream.synchronize()
+
+
+def unlock(locked: list[torch.UntypedStorage], device: torch.device) -> None:
+    """Unlock host memory after all that is queued on the device, and empty the list."""
+    if locked:
+        torch.cuda.synchronize(device)
+    while locked:
+        torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())
 
 
 def pages(numel: int, dtype: torch.dtype) -> Tensor:

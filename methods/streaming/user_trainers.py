@@ -173,8 +173,7 @@ class L2LTrainer(UserTraining):
     ) -> None:  # fmt: skip
         build_kernel()
         super().__init__(model, layers, optimizer, max_norm, device, accumulates=True)
-        self._place(OneLayerStream)
-        self._take_over()
+        self._set_up(OneLayerStream)
 
 
 class StrongholdTrainer(UserTraining):
@@ -222,8 +221,7 @@ class StrongholdTrainer(UserTraining):
         if "D" in kinds:
             disk = str(writable(disk))
         self.placement, self.window_size, self.clipping = placement or f"W{num_layers}", window, clipping
-        self._place(lambda parts: WindowStream(parts, kinds, window, clipping, disk))
-        self._take_over()
+        self._set_up(lambda parts: WindowStream(parts, kinds, window, clipping, disk))
 
 
 def measured(
@@ -235,8 +233,7 @@ def measured(
     name = trial.device.type
     if name == "cpu":
         raise ValueError("device_memory: expected a device with a memory of its own, got cpu; try placement=")
-    trial._place(TrialStream, bare=True)
-    trial._take_over()
+    trial._set_up(TrialStream, bare=True)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with trial, torch.random.fork_rng([torch.cuda.current_device()] if name == "cuda" else []):
         reset_peak(name)

@@ -8,6 +8,7 @@ goes through all layers once, bottom first; so does each backward pass, top firs
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, Self
@@ -309,6 +310,16 @@ class UserTraining:
         self._refetch()
 
     # ---- Set-up
+
+    def _set_up(self, make: Callable[[Parts], LayerStream], *, bare: bool = False) -> None:
+        """Place the layers, and take over their forward(). If that fails, as where the host's memory cannot be locked,
+        the model has its layers back and no memory stays locked, so that a smaller training may be tried."""
+        try:
+            self._place(make, bare=bare)
+            self._take_over()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
 
     def _place(self, make: Callable[[Parts], LayerStream], *, bare: bool = False) -> None:
         """Move the layers to their homes in a stream, and the rest to the device. `bare`: without states of AdamW."""

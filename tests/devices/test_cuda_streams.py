@@ -169,8 +169,9 @@ def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_
         models = [gpt.at_home(workload, [1, 1, 1, 1], host, is_shared=True, in_halves=False) for _ in range(2)]
     homes = [shards[0].slabs["weights"].untyped_storage() for shards in models]
     with cuda.running():
-        device_process.make_worker("cuda:1", models, {}, 0.25)
-    assert cuda.locked == {home.data_ptr(): home.nbytes() for home in homes}
+        made = device_process.make_worker("cuda:1", models, {}, 0.25)
+        assert cuda.locked == {home.data_ptr(): home.nbytes() for home in homes}
+        made.device.__exit__(None)
     assert sum(map(len, (shard.slabs["weights"] for shard in models[0]))) < homes[0].nbytes()
     assert (cuda.current_device(), gpu.fraction) == (1, 0.25)
 
@@ -180,7 +181,7 @@ def test_page_locked_memory_given_back_in_use_is_found(
     running: FakeCuda, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     if not waits:
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with Device("cuda:1") as device:
         there, home = (device.room(8, torch.float32, host=host) for host in (False, True))
         copy(device, "outbound", "state", "", [device.compute.record_event()], [(home, there)])

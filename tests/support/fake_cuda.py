@@ -164,9 +164,10 @@ class FakeCuda:
         thread.used.pop()
         thread.device, thread.streams = before
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: torch.device | None = None) -> None:
+        index = self.thread.device if device is None or device.index is None else device.index
         for stream in {id(stream): stream for stream in self.all_streams}.values():
-            if stream.device == self.thread.device:
+            if stream.device == index:
                 stream.synchronize()
 
     def register(self, address: int, size: int, flags: int) -> int:

@@ -78,7 +78,7 @@ class FakeGpu:
     def functions(self) -> dict[str, Any]:
         """Those of torch.cuda that tell of memory."""
         return {
-            "synchronize": lambda: None,
+            "synchronize": lambda device=None: None,
             "mem_get_info": self.mem_get_info,
             "memory_reserved": lambda: self.reserved_bytes,
             "max_memory_reserved": lambda: self.reserved_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -309,3 +310,42 @@ def test_training_on_the_second_gpu_breaks_no_rule(
         course = streamed("llama", make, dtype, parts=parts, steps=3, device="cuda:1")
     assert list(cuda.broken) == []
     assert course == by_plain_torch("llama", dtype, parts=parts, steps=3)
+
+
+def on_fake_gpu(trainer: str) -> Any:
+    model = made("llama", "fp32")
+    return TRAINERS[trainer](model, model.layers, optimizer_of(list(model.parameters())), device="cuda:1")
+
+
+@pytest.mark.parametrize("trainer", ["l2l", "default"])
+def test_a_trainer_for_which_memory_cannot_be_locked_leaves_none_locked(
+    trainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second, smaller trainer in the same script would find the pages taken."""
+    cuda = FakeCuda(2)
+    register = cuda.register
+    cuda.register = lambda *given: register(*given) if len(cuda.locked) < 3 else 2  # type: ignore[method-assign]
+    cuda.install(monkeypatch)
+    with cuda.running(), pytest.raises(torch.OutOfMemoryError, match="page-lock"):
+        on_fake_gpu(trainer)
+    assert cuda.locked == {}
+
+
+def test_after_a_failure_the_model_has_its_layers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(2)
+    cuda.register = lambda address, size, flags: 2  # type: ignore[method-assign]
+    cuda.install(monkeypatch)
+    model = made("llama", "fp32")
+    with cuda.running(), pytest.raises(torch.OutOfMemoryError):
+        L2LTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cuda:1")
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_a_trainer_that_is_dropped_unlocks_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(2).install(monkeypatch)
+    with cuda.running():
+        trainer = on_fake_gpu("l2l")
+        assert cuda.locked
+        del trainer
+        gc.collect()
+        assert cuda.locked == {}
