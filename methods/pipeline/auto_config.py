@@ -105,9 +105,10 @@ def predict(rows: Sequence[ConfigRow]) -> list[float]:
 
 
 class AutoConfig:
-    """Of `num_gpus` devices, `gpus_per_vm` on a machine, for a global batch. `gpu_memory_capacity`: bytes of a device;
-    None: of those profiled; CPUs' has no limit. `num_stages`: the numbers to choose from, None: all; `takes_all`: no
-    device is left over, and micro-batches are equal. Raises ValueError, one line, for what is no number or profile."""
+    """Of `num_gpus` devices, `gpus_per_vm` on a machine, for a global batch. `gpu_memory_capacity`: bytes that tensors
+    may fill on a device; None: of those profiled; CPUs' has no limit. `num_stages`: the numbers to choose from, None:
+    all; `takes_all`: no device is left over, and micro-batches are equal. Raises ValueError, one line, for what is no
+    number or profile."""
 
     def __init__(
         self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path | Profile | GptCosts,

@@ -83,7 +83,7 @@ class Sum(NotNegative):
 @dataclass(frozen=True)
 class Profile:
     fp16: bool
-    device_bytes: int | None  # memory of a device; None for a CPU, whose memory the ranks share
+    device_bytes: int | None  # that tensors may fill on a device; None for a CPU, whose memory the ranks share
     sections: list[Section]  # the model's parts between neighboring CutPoints
     messages: list[Message]  # empty if one rank measured
     sums: list[Sum]

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.core.failures import of_exception
+from harness.devices import cuda_budget, machine
 from harness.devices.memory_account import Tracker
 from harness.devices.streams import STREAMS
 from methods.pipeline.batches import Inputs, cast, moved
@@ -40,6 +41,14 @@ from methods.pipeline.transport import gathered, place
 MOST_REPEATS = 16
 RUNS = 7  # runs whose median counts, after one that does not count
 LIMIT_SECONDS = 1800.0  # longest wait for another rank
+
+
+def tensor_bytes(device: torch.device) -> int | None:
+    """Return the bytes that a stage's tensors may fill: of a GPU without a process's context and a reserve; None on a
+    CPU."""
+    if device.type != "cuda":
+        return None
+    return cuda_budget.tensor_bytes(torch.cuda.get_device_properties(device).total_memory, machine.context_bytes())
 
 
 class Values(NamedTuple):
@@ -117,7 +126,7 @@ class Profiler:
             sums = self._sums(min(BUCKET_BYTES, max(4 * sum(num_params), 64)))
         profile = Profile(
             self.fp16,
-            torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None,
+            tensor_bytes(self.device),
             [Section(each, updates.get(number, 0.0), costs.get(number, [])) for number, each in enumerate(num_params)],
             messages, sums, *self._crowding(),
         )  # fmt: skip

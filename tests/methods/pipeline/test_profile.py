@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.base.checkout import ROOT
+from harness.devices import machine
 from methods.pipeline.profile import Profile, read
+from methods.pipeline.profiler import tensor_bytes
 from methods.varuna import AutoConfig, CutPoint, Profiler
 from tests.methods.pipeline import user_model
 
@@ -94,6 +97,13 @@ def test_inputs_for_every_micro_batch_and_half_precision_are_taken(tmp_path: Pat
     crossing = 2 * user_model.TOKENS * user_model.WIDTH * (2 if fp16 else 4)
     assert [section.costs[0].activation_bytes for section in found.sections] == [crossing] * user_model.NUM_BLOCKS + [0]
     assert read(tmp_path) == found and found.fp16 == fp16
+
+
+def test_a_gpus_context_and_reserve_are_not_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "calibrations", list)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * 2**30))
+    assert tensor_bytes(torch.device("cuda")) == 15 * 2**30 * 31 // 32
+    assert tensor_bytes(torch.device("cpu")) is None
 
 
 def test_what_comes_too_early_or_has_no_sizes_is_refused(tmp_path: Path) -> None:
