@@ -215,9 +215,13 @@ class Varuna(nn.Module):
 
     def _note(self, work: str, number: int) -> AbstractContextManager[None]:
         """Note work for a trace of this process."""
-        span: Any = STREAMS[self.device.type].span
-        track = "compute" if work in ("forward", "recompute", "backward") else "messages"
-        return UNNOTED if span is None else span(None, track, work, f"micro-batch {number}")
+        streams = STREAMS[self.device.type]
+        span: Any = streams.span
+        if span is None:
+            return UNNOTED
+        if work in ("forward", "recompute", "backward"):  # queued on a stream; messages occupy the thread
+            return span(streams.current(), "compute", work, f"micro-batch {number}")
+        return span(None, "messages", work, f"micro-batch {number}")
 
     @torch.no_grad()
     def _same_weights(self, shared: Sequence[Shared]) -> None:
@@ -278,6 +282,8 @@ class Varuna(nn.Module):
         self._masters.zero_grad()
         waited = self._passes.waited_seconds
         self._passes.step()
+        if self._link:  # the first stage's last backward passes may only be queued yet
+            STREAMS[self.device.type].current().synchronize()
         busy = time.monotonic() - began - (self._passes.waited_seconds - waited)
         loss, norm = self._gradients.reduce(self._taken_loss(), self.scale.value)
         self.grad_norm = norm

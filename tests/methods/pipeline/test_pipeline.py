@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.base.checkout import ROOT
+from harness.core.job import Job
+from harness.devices.streams import STREAMS
+from harness.run.trace import Trace
+from methods.pipeline import pipeline
 from methods.pipeline.batches import micro_batch_sizes, split
 from methods.pipeline.checkpoint import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
@@ -26,7 +31,9 @@ from methods.pipeline.shared_weights import find_shared
 from methods.pipeline.stage import Stage
 from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
 from tests.methods.pipeline import user_model
+from tests.support.fake_cuda import FakeCuda, FakeEvent
 from tests.support.ranks import free_ports, on_ranks
+from tests.support.training import tiny
 
 STEPS, SIZE, DROPOUT = 6, 8, 0.3
 SHORT_BUG, RANDOM_BUG = "short_last_micro_batch_weighs_as_the_others", "random_state_of_the_recompute_not_restored"
@@ -355,6 +362,40 @@ def test_forward_and_step_say_what_to_call(single: Varuna) -> None:
 def test_cuts_unlike_the_stages_are_refused(single: Varuna, cuts: list[int]) -> None:
     with pytest.raises(ValueError, match="cuts: expected 0 of the 4 CutPoints, counted from 0, for 1 stages, got"):
         Varuna(user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), 4, 2, cuts=cuts)
+
+
+def test_on_a_gpu_passes_are_noted_by_events_and_messages_by_the_clock(
+    single: Varuna, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeCuda(1).install(monkeypatch)
+    monkeypatch.setattr(STREAMS["cuda"], "span", None)
+    trace = Trace(Job("varuna", tiny(), device="cuda"))
+    trace.is_on, single.device = True, torch.device("cuda")
+    for work in ("forward", "recompute", "backward", "send"):
+        with single._note(work, 0):
+            pass
+    kinds = [(track, type(end)) for track, *_, end in trace.notes]
+    assert kinds == [("compute", FakeEvent)] * 3 + [("messages", float)]
+
+
+class LinkOfOneStep:
+    """Keeps what a step tells."""
+
+    def at_boundary(self, model: Any) -> None: ...
+    def alive(self) -> None: ...
+    def tell_step(self, model: Any, inputs: Any, facts: dict[str, Any]) -> None:
+        self.facts = facts
+
+
+def test_a_stage_is_busy_until_its_queued_passes_have_ended(single: Varuna, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, link = [0.0], LinkOfOneStep()
+    queued = SimpleNamespace(synchronize=lambda: now.append(100.0))
+    monkeypatch.setattr(STREAMS["cpu"], "current", lambda: queued, raising=False)
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    single._link = link  # type: ignore[assignment]
+    single.set_optimizer(torch.optim.SGD(single.parameters()))
+    single.step(user_model.batch(0, 4))
+    assert link.facts["busy_seconds"] == 100.0
 
 
 def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
