@@ -153,11 +153,17 @@ class Transport:
 
 def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
     """Return this process's rank and the number of ranks, after it has met the others that torchrun's variables name;
-    without them a process is alone."""
+    without them a process is alone. Raises ValueError for a process group of the script's own that sends no memory of
+    the host."""
     if not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ:
             return 0, 1
         join(limit_seconds, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if "cpu:" not in (backend := dist.get_backend_config()):
+        raise ValueError(
+            f"expected a process group with a backend for the cpu, which messages take, got {backend}; try"
+            ' init_process_group("cpu:gloo,cuda:nccl"), or leave it out'
+        )
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -29,7 +29,7 @@ from methods.pipeline.pipeline import Varuna
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.shared_weights import find_shared
 from methods.pipeline.stage import Stage
-from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
+from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join, place
 from tests.methods.pipeline import user_model
 from tests.support.fake_cuda import FakeCuda, FakeEvent
 from tests.support.ranks import free_ports, on_ranks
@@ -362,6 +362,16 @@ def test_forward_and_step_say_what_to_call(single: Varuna) -> None:
 def test_cuts_unlike_the_stages_are_refused(single: Varuna, cuts: list[int]) -> None:
     with pytest.raises(ValueError, match="cuts: expected 0 of the 4 CutPoints, counted from 0, for 1 stages, got"):
         Varuna(user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), 4, 2, cuts=cuts)
+
+
+def test_a_group_of_the_script_that_sends_no_host_memory_is_refused() -> None:
+    """As of init_process_group("nccl"); inboxes would fail at their first message."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"backend for the cpu, which messages take, got cuda:gloo; try"):
+            place(1.0, torch.device("cuda"))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_on_a_gpu_passes_are_noted_by_events_and_messages_by_the_clock(
