@@ -1,12 +1,16 @@
-"""Writes a file whole or not at all. A writer that was killed leaves a temporary file, which the next one removes."""
+"""Writes a file or a folder whole or not at all. A writer that was killed leaves a temporary one, which the next writer
+removes."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import secrets
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 UNFINISHED = ".unfinished"  # end of a temporary file's name
@@ -34,6 +38,40 @@ def write_whole(path: Path, data: str | bytes) -> None:
         raise
 
 
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Make a new folder at once: yield a temporary one beside it, to write to, which gets the folder's name in the end.
+    Raises ValueError if there is something that the folder would replace."""
+    check_new(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*{UNFINISHED}"):
+        with contextlib.suppress(OSError), _locked(left):
+            if any(left.iterdir()):  # an empty one's writer may not have locked it yet
+                shutil.rmtree(left)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    temporary.mkdir()
+    with _locked(temporary):
+        try:
+            yield temporary
+            for path in temporary.iterdir():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # it has its name, unless something failed
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. Raises BlockingIOError if another process holds it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
+
+
 def _remove_left(folder: Path) -> None:
     """Remove the temporary files whose writers were killed. A writer holds its file locked before it writes to it, so
     an empty file may be one whose writer has not locked it yet."""
@@ -51,6 +89,12 @@ def own_folder(folder: Path) -> Path:
         raise ValueError(f"{folder}: expected a folder, got a symbolic link; remove it")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def check_new(folder: Path) -> None:
+    """Raise ValueError if there is something that a new folder of this name would replace."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
+        raise ValueError(f"{folder}: expected the name of a new folder, got one that is there; name another")
 
 
 def check_replaceable(path: Path) -> None:

@@ -12,11 +12,10 @@ import click
 from click.core import ParameterSource
 
 from harness.base.console import print_table
-from harness.base.whole_file import check_replaceable
+from harness.base.whole_file import check_new, check_replaceable
 from harness.cli import exit_codes, options
 from harness.cli.job_options import WithMethods, check_files, job_options, make_jobs, place_of, place_options
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
-from harness.core import weight_files
 from harness.core.job import Budget, Job, Room
 from harness.devices import budgets, machine, named_machines
 from harness.forecast import memories
@@ -235,7 +234,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     if words.get("save"):
         if len(asked) > 1 or words["on"] != "local" or len(jobs[0].workloads()) > 1 or jobs[0].workload.config is None:
             raise ValueError("--save needs one run here of one model by its config.json: one method and size, no --on")
-        weight_files.check_new(words["save"])
+        check_new(words["save"])
         check_writable(words["save"].resolve().parent, "--save")
         jobs = [dataclasses.replace(jobs[0], save=str(words["save"].resolve()))]
     place = place_of(words, jobs[0].device)

@@ -7,23 +7,17 @@ all of it is written: an interrupted write leaves nothing that loads.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import glob
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from harness.base.whole_file import UNFINISHED
+from harness.base.whole_file import whole_folder
 from harness.core.gpt import DTYPES
 from harness.core.hub_model import config_to_save
-from harness.core.weight_files import ALONE, INDEX, check_new
+from harness.core.weight_files import ALONE, INDEX
 
 if TYPE_CHECKING:
     from harness.core.job import Workload
@@ -45,8 +39,7 @@ class SavedWeights:
     def passing(self, states: Iterable[TensorState]) -> Iterator[TensorState]:
         """Write the tensors' weights, rounded to the workload's dtype, as they pass by. Raises ValueError in the end if
         the model has others, and OSError."""
-        check_new(self.folder)
-        with self._unfinished() as self.path:
+        with whole_folder(self.folder) as self.path:
             for state in states:
                 self.missing.remove(state.name)
                 weight = state.weight.detach().to("cpu", DTYPES[self.workload.dtype], copy=True)
@@ -79,37 +72,6 @@ class SavedWeights:
             told = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             (self.path / INDEX).write_text(json.dumps(told, indent=2) + "\n")
         config_to_save(self.workload).save_pretrained(self.path)
-        for path in self.path.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        self.path.rename(self.folder)
-
-    @contextlib.contextmanager
-    def _unfinished(self) -> Iterator[Path]:
-        """Make a folder beside the one that is meant, locked while this process lives; remove those of this name whose
-        writers were killed."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.parent.glob(f".{glob.escape(self.folder.name)}.*{UNFINISHED}"):
-            with contextlib.suppress(OSError), _locked(left):
-                shutil.rmtree(left)
-        path = self.folder.with_name(f".{self.folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
-        path.mkdir()
-        with _locked(path):
-            try:
-                yield path
-            finally:
-                shutil.rmtree(path, ignore_errors=True)  # it has its name, unless something failed
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises BlockingIOError if another process holds it."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(opened)
 
 
 def _num_bytes(tensors: dict[str, Tensor]) -> int:

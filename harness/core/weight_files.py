@@ -7,6 +7,7 @@ A tensor is mapped where it is needed and read in blocks: there is no second cop
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,19 +43,20 @@ def check(workload: Workload) -> None:
                 raise ValueError(f"{folder}: {told}; try --model {folder}")
 
 
-def check_new(folder: Path) -> None:
-    """Raise ValueError if there is something that the folder would replace."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise ValueError(f"--save: expected the name of a new folder, got {folder}, which is there; name another")
-
-
 def files_hash(folder: str) -> str:
     """Tell one content of the folder's weights from another, by the files' names and sampled_hash() of each."""
     digest = hashlib.sha256()
     with contextlib.suppress(ValueError):  # the run will say what cannot be read
-        for file in sorted(set(_files(Path(folder)).values())):
-            digest.update(f"{file} {sampled_hash(Path(folder) / file, HASHED_BLOCKS)} ".encode())
+        for name in sorted(set(_files(Path(folder)).values())):
+            path = Path(folder) / name
+            told = _hash(path, *_state(path)) if path.exists() else "missing"
+            digest.update(f"{name} {told} ".encode())
     return digest.hexdigest()[:16]
+
+
+def paths(folder: str) -> list[Path]:
+    """Return the folder's files of weights, where links lead to. Raises ValueError if there are none."""
+    return [(Path(folder) / name).resolve() for name in sorted({INDEX, *_files(Path(folder)).values()})]
 
 
 def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
@@ -73,13 +75,32 @@ def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
     return fill
 
 
+def _state(path: Path) -> tuple[int, int, int]:
+    """Return what changes with a file's content: its number, its size and the time of its last change."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=256)
+def _hash(path: Path, *state: int) -> str:
+    """Return sampled_hash() of a file in this state: a job's identity is asked for many times."""
+    return sampled_hash(path, HASHED_BLOCKS)
+
+
 def _files(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, by name. Raises ValueError if the folder has none, or a damaged index."""
-    if (folder / ALONE).exists():
+    for name in (ALONE, INDEX):
+        if (folder / name).exists():
+            return _listed(folder, name, *_state(folder / name))
+    raise ValueError(f"{folder}: expected {ALONE} or {INDEX}, as the Hub has them, got a folder without either")
+
+
+@functools.lru_cache(maxsize=8)
+def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
+    """Return the file of each tensor by the folder's only file of weights, or by its index, in this state."""
+    if name == ALONE:
         with _file(folder, ALONE, "np") as file:
             return dict.fromkeys(file.keys(), ALONE)
-    if not (folder / INDEX).exists():
-        raise ValueError(f"{folder}: expected {ALONE} or {INDEX}, as the Hub has them, got a folder without either")
     try:
         found = read_json((folder / INDEX).resolve())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import click
 
 from harness.base.checkout import ROOT
-from harness.core import failures
+from harness.core import failures, weight_files
 from harness.core.corpus_files import corpus_files
 from harness.core.job import Job
 from harness.core.method import Unavailable
@@ -206,7 +206,7 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
     corpus, weights = job.workload.corpus, job.workload.weights
     files = [*(corpus_files(str(Path(corpus).resolve())) if corpus else [])]
     if weights:  # the Hub's cache has links to files elsewhere
-        files += {Path(weights).resolve(), *(path.resolve().parent for path in Path(weights).iterdir())}
+        files += [Path(weights).resolve(), *weight_files.paths(weights)]
     named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
     written = {named[name] for name in WRITTEN if name in named}
     data = {*files, *named.values()} - written

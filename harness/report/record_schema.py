@@ -29,8 +29,8 @@ the method that `is_reference`; `harness.load()` marks them in a column.
 
 In it are
 
-- the job: method, every option, workload, steps, warm-up, device, budgets of memory and of the link's rate; folders
-  the corpus and the folder of the weights by their names, too;
+- the job: method, every option, workload, steps, warm-up, device, budgets of memory and of the link's rate; of folders,
+  of the corpus and of the folder of weights the names, too;
 - the source: the code that the method's file imports, directly or not, within the project and beside the file; of an
   installed package its version, of one that lies elsewhere on Python's path a hash of its code, and of the packages
   that it imports. A run that executes other Python code than this, such as a module whose name it computes, is
@@ -40,7 +40,7 @@ In it are
 - the machine: CPU or GPU, how many and which cores the run may use, versions of Python (such as 3.12), torch, numpy,
   DeepSpeed and megatron-core, variables that change kernels or threads, such as `OMP_NUM_THREADS`, and those of torch's
   allocator on a GPU;
-- the place: for containers and Slurm, what names the image and the nodes.
+- the place: for containers, Slurm, Kubernetes and torchrun, what names the image and the nodes.
 
 Not in it are the time limit, the trace, the folder of `--save`, the extent of the probe, comments and layout of Python,
 the harness around the method, the operating system, compilers, drivers, clocks and temperatures, and whatever else
