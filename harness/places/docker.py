@@ -40,7 +40,8 @@ WATCHER_BYTES = 96 * 2**20  # the worker's parent in the container: 60 MiB, roun
 START_SECONDS = 120.0  # allowed beyond the job's time, from the container's start, and from its worker's end
 POLL_SECONDS = 0.5
 STDOUT, ENDED = 1, -1  # the engine's number of a stream; this module's number for the end of all streams
-WRITTEN, READ = ("disk", "checkpoint"), ("resume",)  # options of methods that name folders
+# Options of methods that name folders, as the command line spells them.
+WRITTEN, READ = {"disk": "--disk", "checkpoint": "--option checkpoint"}, {"resume": "--resume"}
 SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it lies in memory
 CLOSED = Path("/root")  # a folder of the image through which the paths of shown files may lead
 MOST_PROCESSES = 4096

@@ -31,7 +31,7 @@ from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import new_stem
 from harness.forecast.run_time import deadline_seconds
-from harness.places.docker import PYTHON, default_image, memory_limit
+from harness.places.docker import PYTHON, READ, SCRATCH, WRITTEN, default_image, memory_limit
 from harness.places.shared.cluster import num_nodes, options_of
 from harness.places.shared.container_user import CODE, USER
 from harness.places.shared.place import KeyedJobs, Place, Report, order
@@ -53,7 +53,6 @@ JOBSET = ("jobset.x-k8s.io", "v1alpha2")
 LABEL, CALL = "harness/job", "harness/call"
 ORDER, WORK = "/order", "/work"  # folders of a pod; the code lies in WORK/harness
 CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
-IN_FILES = ("checkpoint", "resume")  # options of methods that name folders of the caller's
 NO_CLUSTER = "no Kubernetes answers: {}; let KUBECONFIG name one, or leave --on kubernetes out"
 
 
@@ -206,6 +205,14 @@ def refusal(error: Any) -> str:
         return f"{error.status} {error.reason}"
 
 
+def files_named(job: Job) -> list[str]:
+    """Return the options by which a job names files of this machine. A pod has its own folder for temporary files, to
+    which a method may write its states."""
+    named = {"--data": job.workload.corpus, "--weights": job.workload.weights}
+    named |= {option: job.options.get(name) for name, option in (WRITTEN | READ).items()}
+    return [option for option, path in named.items() if path and (option, path) != (WRITTEN["disk"], SCRATCH)]
+
+
 class Kubernetes(Place):
     """A place: Kubernetes with these options. Raises Unavailable if there is none."""
 
@@ -283,12 +290,10 @@ class Kubernetes(Place):
     ) -> None:
         """Create what a job needs, and count it among the running. If Kubernetes refuses that, neither log nor job is
         left, and the refusal is raised."""
-        files = [f"--option {name}" for name in IN_FILES if job.options.get(name)]
-        named = {"--data": job.workload.corpus, "--weights": job.workload.weights}
-        files += [option for option, value in named.items() if value]
-        if files:
+        if files := files_named(job):
             running.append(PodJob(job, key, stem, "", 1))
             text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"
+            text += f"; --disk {SCRATCH} is each pod's own" if WRITTEN["disk"] in files else ""
             running[-1].end = unavailable(text, "file")
             return
         name = f"harness-{secrets.token_hex(5)}"

@@ -22,12 +22,13 @@ from harness.core.record import Record, read_all
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.places.docker import memory_limit
-from harness.places.kubernetes import Kubernetes, packed
+from harness.places.kubernetes import Kubernetes, files_named, packed
 from harness.places.shared.place import order
 from harness.places.shared.pods import PodLog, named, state_of
 from harness.places.shared.torchrun_node import meet
 from tests.run.test_ranks import SHARDED, wait_for_steps
 from tests.support import cli, tiny
+from tests.support.configured import configured
 from tests.support.kubernetes import LoopbackCluster, loopback_cluster, need_package
 from tests.support.packages import still_running
 from tests.support.tiny import TINY
@@ -295,14 +296,21 @@ def test_a_cluster_that_does_not_answer_is_unavailable(cluster: LoopbackCluster,
     ("job", "option"),
     [
         (dataclasses.replace(ONE, workload=dataclasses.replace(TINY, corpus="/text")), "--data"),
-        (dataclasses.replace(ONE, options={"resume": "/checkpoints"}), "--option resume"),
+        (dataclasses.replace(ONE, workload=configured("llama", weights="/model")), "--weights"),
+        (Job("varuna", TINY, {"resume": "/checkpoints"}), "--resume"),
+        (Job("varuna", TINY, {"checkpoint": "/checkpoints"}), "--option checkpoint"),
+        (Job("zero-infinity-nvme", TINY, {"disk": "/scratch"}), "--disk"),
     ],
-    ids=["data", "resume"],
+    ids=["data", "weights", "resume", "checkpoint", "disk"],
 )
 def test_files_of_this_machine_are_refused(tmp_path: Path, job: Job, option: str) -> None:
     (path,) = place().launch([(job, "key")], tmp_path, (), lambda event: None)
     record = Record.read(path)
     assert record.status == "unavailable" and f"leave {option} out" in record.reason
+
+
+def test_states_on_the_disk_may_lie_in_a_pods_own_folder() -> None:
+    assert files_named(Job("zero-infinity-nvme", TINY, {"disk": "/tmp"})) == []
 
 
 @only_jobs
