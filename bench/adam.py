@@ -1,12 +1,13 @@
-"""The host's AdamW: beside the route by torch's kernels, beside a plain copy, and beside a thread that launches.
+"""Measures the host's AdamW kernel against torch's kernels and against a plain copy, and how much its threads delay a
+thread that launches kernels.
 
-The route by torch takes three passes in mixed precision (cast the gradient, torch's fused kernel, cast the weights), in
-fp32, with clipping, two: scale the gradient, torch's fused kernel. One layer of hidden size 2048 (50 M parameters), by
-threads; one alternating run, medians. The bytes that an update reads and writes in a second stand beside those of a
-copy by as many threads: what the host's memory gives. Then the launch of another layer's forward pass, with so few
-tokens and units that it computes next to nothing: alone, and beside such updates. What it waits for a core does not
-count: where a device computes, the launching thread has one. What it waits for the interpreter falls on few launches,
-which the mean shows.
+torch takes three passes over a layer in mixed precision (cast the gradient, fused kernel, cast the weights), and two in
+fp32 with clipping (scale the gradient, fused kernel). Each row updates one layer of hidden size 2048 (50 M parameters)
+with one number of threads; all alternate in one run, and medians are printed. The bytes per second of an update stand
+beside those of a copy by as many threads, which is the bandwidth of the host's memory. Then a forward pass of a tiny
+layer, which takes little but its launches, is timed alone and beside such updates. Its waits for a core do not count,
+because a thread that launches work on a GPU has a core. Its waits for Python's interpreter lock fall on few launches,
+so the mean shows them and the median does not.
 
     .venv/bin/python -m bench.adam [--rounds 15] [--dtype fp32] [--threads 1 --threads 14]
 """
@@ -34,12 +35,12 @@ from methods.streaming.layer_state import LayerState, draw
 
 FACTOR = torch.tensor(0.5)
 COPY_BYTES = 2**29  # more than any cache holds
-NUM_LAUNCHES = 32  # in a row
-NUM_UPDATES = 3  # under way
+NUM_LAUNCHES = 32  # launches timed in a row
+NUM_UPDATES = 3  # updates under way while launches are timed
 
 
 def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Start a layer's update by the threads of a training; return a function that tells if it is over."""
+    """Start a layer's update on the threads that training uses; return a function that tells if the update is over."""
     state = LayerState.of_model(device, layer, 0, host=True)
     state.grads.normal_()
     state.landed = device.outbound.record_event()
@@ -55,7 +56,7 @@ def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[
 
 
 def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
-    """Update flat slabs by torch's own threads; the fp32 gradient has its place from the start."""
+    """Update flat slabs by torch's own threads; the memory of the fp32 gradient is allocated beforehand."""
     numel, is_mixed = layer.layer_params, layer.dtype == "bf16"
     grads, weights = torch.randn(numel, dtype=DTYPES[layer.dtype]), torch.randn(numel, dtype=DTYPES[layer.dtype])
     exp_avg, exp_avg_sq = torch.zeros(2, numel)
@@ -80,7 +81,9 @@ def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
 
 
 def plain_copy(num_threads: int) -> Callable[[], None]:
-    """By the C library, which writes past the caches: torch's copies would read what they write over."""
+    """Copy by the C library, which writes past the caches; torch's copies would first read the memory that they
+    overwrite.
+    """
     here, there = torch.ones(COPY_BYTES // 4), torch.ones(COPY_BYTES // 4)
     pool, part = ThreadPoolExecutor(num_threads), COPY_BYTES // num_threads
 
@@ -94,8 +97,9 @@ def plain_copy(num_threads: int) -> Callable[[], None]:
 
 
 def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of forward passes alone and beside updates, of which one is always waiting; both take
-    turns."""
+    """Return the seconds of forward passes alone, and of forward passes while updates run and one more waits. The two
+    kinds alternate.
+    """
     tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
     launched = LayerState.of_model(device, tiny, 0, host=False)
     draw([launched], tiny)
@@ -122,7 +126,7 @@ def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float],
 
 
 def seconds_without_a_core() -> float:
-    """Return the seconds that this thread could have run if other threads had not."""
+    """Return the seconds that this thread has waited for a core that other threads occupied."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 

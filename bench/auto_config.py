@@ -1,11 +1,11 @@
-"""AutoConfig judged by reality: all configurations of the ranks here measured beside what profiles predict.
+"""Compares AutoConfig's predictions with measured steps, for all configurations of the ranks on this machine.
 
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 4 -m bench.auto_config [--rounds 8]
 
-Each round takes a profile, and then steps of all configurations, so that a busy while of the machine hits all alike: a
-prediction is held against the steps of its own round, a configuration against the best one of the same rounds.
-Configurations whose replicas and stages leave a rank idle are not measured: a Varuna takes all ranks of the world, so
-each number of ranks would need processes and profiles of its own, at another time.
+Each round measures a profile, and then steps of all configurations, so that other load on the machine hits all alike. A
+prediction is compared with the steps of its own round, and a configuration with the best one of the same rounds.
+Configurations whose replicas and stages leave a rank idle are not measured: class Varuna takes all ranks of the process
+group, so each number of ranks would need processes and profiles of its own, at another time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def get_batch(size: int, device: Any = None) -> dict[str, Tensor]:
 
 
 def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of ratios within the same rounds, and its 95 % t-interval."""
+    """Return the geometric mean of the ratios, each taken within one round, and the 95 % t-interval of this mean."""
     logs = [math.log(one / other) for one, other in zip(these, others, strict=True)]
     middle = statistics.mean(logs)
     half = scipy.stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / len(logs) ** 0.5
@@ -81,7 +81,7 @@ def report(rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], me
 @click.command()
 @click.option("--batch-size", default=12)
 @click.option("--rounds", default=6)
-@click.option("--steps", default=10, help="Of each configuration in a round, taken in turns.")
+@click.option("--steps", default=10, help="Steps of each configuration in a round; configurations take turns.")
 def main(batch_size: int, rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
     profiler = Profiler(MeasuredModel())

@@ -1,5 +1,7 @@
-"""Faults of models by their config.json: each breaks one convention of Llama, Qwen, GPT-NeoX or Gemma in transformers'
-own modules, as a method that computes layers by code of its own may. bench/faults/planted.py trains them."""
+"""Faults of models that are given by their config.json. Each fault breaks one convention of Llama, Qwen, GPT-NeoX or
+Gemma in the modules of transformers, as a method with its own code for layers could. bench/faults/planted.py trains
+models with these faults.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 from harness.core import hub_config
 from harness.core.job import Workload
 
-Breaks = Callable[[Any], None]  # of a HubModel, which computes otherwise from then on
+Breaks = Callable[[Any], None]  # changes a HubModel so that it computes with the fault
 
 
 def of(workload: Workload) -> dict[str, Breaks]:
@@ -49,7 +51,7 @@ def of(workload: Workload) -> dict[str, Breaks]:
 
 
 def _all(model: Any, *names: str) -> Iterator[Any]:
-    """Yield the modules of one of these names in all layers."""
+    """Yield the modules of all layers that have one of these names."""
     return (module for path, module in model.named_modules() if path.rpartition(".")[2] in names)
 
 
@@ -58,7 +60,7 @@ def _attentions(model: Any) -> Iterator[Any]:
 
 
 def _interleaved(model: Any) -> None:
-    """Rotate neighbours (2 i, 2 i + 1) instead of halves (i, i + size / 2)."""
+    """Rotate pairs of neighboring elements (2 i, 2 i + 1) instead of pairs from both halves (i, i + size / 2)."""
     import torch
 
     def rotate(x: Any) -> Any:
@@ -80,11 +82,11 @@ def _interleaved(model: Any) -> None:
 
 
 def _other_angles(model: Any, **changes: Any) -> None:
-    """Compute the angles of positions by other parameters."""
+    """Compute the rotary angles of positions with changed parameters."""
     for module in _rotary(model):
         config = copy.deepcopy(module.config)
         own = config.rope_parameters
-        by_kind = all(isinstance(each, dict) for each in own.values())  # of a layer's attention
+        by_kind = all(isinstance(each, dict) for each in own.values())  # parameters by the kind of a layer's attention
         config.rope_parameters = (
             {kind: {**each, **changes} for kind, each in own.items()} if by_kind else {**own, **changes}
         )
@@ -100,7 +102,7 @@ def _rounded_angles(model: Any) -> None:
 
 
 def _rotary(model: Any) -> Iterator[Any]:
-    """Yield the modules that compute angles of positions."""
+    """Yield the modules that compute the rotary angles of positions."""
     return (module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers))
 
 

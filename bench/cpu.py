@@ -1,9 +1,10 @@
-"""Measures the cost of the harness and of STRONGHOLD beside plain training, on a CPU: one alternating run, medians.
+"""Measures on a CPU how much slower the harness and STRONGHOLD are than plain training: medians of one alternating run.
 
     .venv/bin/python -m bench.cpu [--rounds 7]
 
-Prints the ratio of the harness's loop to a bare loop of the same model, of STRONGHOLD (window 2) to resident training
-at 8 layers x 512, sequence 256, batch 4, and the time from the start of a process to the end of its first step.
+Prints two ratios of step times, both at 8 layers x 512, sequence 256, batch 4: the harness's loop to a bare loop of the
+same model, and STRONGHOLD (window 2) to resident training. Also prints the time from the start of a process to the end
+of its first step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SMALL = Workload(num_layers=4, hidden_size=256, num_heads=8, seq_len=128, batch_
 
 
 def bare_step_seconds(workload: Workload, steps: int) -> list[float]:
-    """A loop as anyone would write it, without the harness around it."""
+    """Return the step times of a plain training loop without the harness."""
     tokens = torch.from_numpy(data.batches(workload, steps))
     model = build(workload)
     optimizer = adamw(model.parameters())
@@ -57,7 +58,9 @@ def harness_step_seconds(workload: Workload, steps: int) -> list[float]:
 
 
 def compare(title: str, ours, theirs, rounds: int) -> None:
-    """Alternate two measurements; each is the median step of one run after three steps of warm-up."""
+    """Alternate two measurements and print their ratio; each is the median step of one run after three steps of
+    warm-up.
+    """
     pairs = []
     for _ in range(rounds):
         pairs.append(tuple(statistics.median(measure()[3:]) for measure in (ours, theirs)))

@@ -1,9 +1,10 @@
-"""Measures what the gate's rule for other dropout sees.
+"""Measures which faults the gate's rule for runs with other dropout detects.
 
-A method that drops other elements than the reference is some multiple of dropout's own change away from it: this
-measures the multiple of honest runs and of faults. Honest: megatron-lm, and the reference's own training from another
-seed of dropout. Faults: of bench/faults/planted.py, from that other seed, too. Only the run itself is judged here; the
-probe, which has no dropout, sees more of them. Minutes on two cores; `--case` tries some alone, by the names it prints.
+A method that drops other elements than the reference differs from it by some multiple of the difference that dropout
+itself makes. This script measures the multiple for correct runs and for faults. Correct runs are megatron-lm, and the
+reference with another seed of dropout; the faults of bench/faults/planted.py train with that other seed, too. Only the
+run itself is judged here; the gate's probe, which has no dropout, detects further faults. Takes minutes on two cores;
+`--case` runs chosen cases alone, by the names that the script prints.
 
     .venv/bin/python -m bench.dropout_rule [--out results/dropout-rule.json] [--case "other seed 3"]
 """
@@ -40,7 +41,7 @@ SIZES = [
         {"num_layers": 2, "learning_rate": 0.01, "seed": 8},
         {"num_layers": 2, "dtype": "bf16", "seed": 9},
         {"num_layers": 2, "dtype": "fp16", "seed": 10},
-        # None of these was seen when the rule was made.
+        # None of these cases was used when the rule's limit was chosen.
         {
             "num_layers": 3,
             "hidden_size": 48,
@@ -69,7 +70,9 @@ FAULTS = (
 
 
 def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, str]:
-    """Return the distance as a multiple of dropout's change, and the tensor with it."""
+    """Return the record's distance from the reference as a multiple of dropout's own change, and the tensor that is
+    farthest.
+    """
     floor = limits.floor(reference, [undropped]).alike()
     far = {
         "loss": zip(evidence.differences(record.losses, reference.losses), floor.losses, strict=True),
@@ -90,7 +93,7 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/dropout-rule.json"))
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
-@click.option("--case", "chosen", multiple=True, metavar="NAME", help="Of those that are printed; default: all.")
+@click.option("--case", "chosen", multiple=True, metavar="NAME", help="A case to run, by printed name; default: all.")
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
     """Train all cases, print each distance, write them."""
     tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]

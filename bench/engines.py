@@ -1,9 +1,10 @@
-"""Every method beside resident on this machine: step time and host peak, one alternating run, medians.
+"""Compares the step time and host peak of every method with those of `resident` on this machine: medians of one
+alternating run.
 
     .venv/bin/python -m bench.engines [--rounds 3] [--results DIR] [-m METHOD[:OPTION=VALUE] ...] [--against METHOD]
 
-8 layers x 512, sequence 256, batch 4, vocabulary 8192, fp32, every layer recomputed. Prints a table in Markdown; ratios
-are taken within a round.
+8 layers x 512, sequence 256, batch 4, vocabulary 8192, fp32, every layer recomputed. Prints a table in Markdown; each
+ratio compares two runs of one round.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, bat
 @click.option("--rounds", default=3)
 @click.option("--steps", default=8)
 @click.option("--results", type=click.Path(path_type=Path))
-@click.option("-m", "chosen", multiple=True, help="Beside the reference; all if none is named.")
-@click.option("--against", default=method.reference(), help="The method, or one of -m, that ratios are taken to.")
+@click.option("-m", "chosen", multiple=True, help="A method to run beside the reference; default: all.")
+@click.option("--against", default=method.reference(), help="The method, or one value of -m, that ratios divide by.")
 def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...], against: str) -> None:
     reference = method.reference()
     others = list(chosen) or [name for name in method.names() if name != reference]

@@ -1,9 +1,9 @@
-"""Measures a newcomer's first minute: a fresh clone of this commit, the README's first command, and the same at another
+"""Measures a newcomer's first minute: clone this commit, run the README's first command, and run it again at another
 size.
 
     .venv/bin/python -m bench.first_minute [COMMIT]
 
-Prints the seconds of each part. An earlier commit gets the same command, without options that it lacks.
+Prints the seconds of each part. For an earlier commit, options that it lacks are left out of the command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ IMPORTS = ("process", "start", "import")
 
 
 def called(project: Path, words: list[str]) -> dict[str, float]:
-    """Return the seconds of a call's parts, by the lines that it prints, and of the whole call."""
+    """Run this project's run.sh with these words. Return the seconds of each part of the run, which begins at an output
+    line that PARTS names, and as `all` the seconds of the whole run.
+    """
     began = last = time.monotonic()
     part, found = "set-up", dict[str, float]()
     command = [str(project / "run.sh"), *words, "--results", "results"]
@@ -45,7 +47,9 @@ def called(project: Path, words: list[str]) -> dict[str, float]:
 
 
 def import_seconds(project: Path) -> float:
-    """Return the seconds of the worker's process until torch and the method are imported, in the run itself."""
+    """Return the seconds from the start of the worker's process until torch and the method are imported, as the run's
+    record has them.
+    """
     (path,) = (project / "results").glob("log_stronghold_l-4*.json")
     phases = json.loads(path.read_text())["phase_seconds"]
     return sum(phases.get(name, 0.0) for name in IMPORTS)

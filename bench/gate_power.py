@@ -1,15 +1,18 @@
-"""The power of the gate: how many planted faults it sees, names rightly, and how many honest runs it fails.
+"""Measures the power of the gate: how many planted faults it detects, how many of them it names rightly, and how many
+correct ("honest") runs it fails.
 
-Each of the 42 faults of bench/faults/planted.py trains 4 layers x 64 for 20 steps at the published rate and at the
-probe's, in each dtype, as honest runs do that round otherwise: other threads, micro-batches, sums of products,
-attention, loops of AdamW, and every method that is exact by design and runs here. The gate judges each as on a CPU, as
-on CUDA (its tolerances), and, where a method promises them, by bits. About 4 minutes on two cores. `--with` holds out:
-it tries the gate at other sizes than those its limits were set by. `--model` tries it on a model by its config.json,
-with the faults of its conventions (bench/convention_faults.py) beside those of the GPT that it can have.
+Each of the 42 faults of bench/faults/planted.py trains 4 layers x 64 for 20 steps at the published learning rate and at
+the probe's, in each dtype. So do honest runs, which round otherwise: other numbers of threads, micro-batches, sums of
+products, attention, loops of AdamW, and every method that is exact by design and runs here. The gate judges each run
+with its tolerances for a CPU, with those for CUDA, and, where a method promises the reference's bits, by bits. Takes
+about 4 minutes on two cores. `--with` tries the gate at other sizes than those by which its limits were chosen.
+`--model` tries the gate on a model by its config.json, with the faults of this model's conventions
+(bench/convention_faults.py) beside those faults of the GPT that the model can have.
 
     .venv/bin/python -m bench.gate_power [--out results/gate-power.json] [--with seq_len=256 --with batch_size=1]
 
-`--seeds` tries the roundings that the floor has not with each of its seeds; `--no-faults` leaves the faults out.
+`--seeds` tries the roundings that are not in the gate's floor with each of these seeds; `--no-faults` leaves the faults
+out.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ NARROW = {"num_layers": SIZE.num_layers, "hidden_size": SIZE.hidden_size, "vocab
 FOLDERS = (Path(__file__).parent / "faults", probe.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
-# Ways to judge a record: by a CPU's tolerances, by CUDA's, by bits, and without a probe.
+# Ways to judge a record: with a CPU's tolerances, with CUDA's, by bits, and without the probe.
 WAYS = ("cpu", "cuda", "bits", "without the probe")
 METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("resident", {}, {"micro_batches": 2}),
@@ -57,7 +60,7 @@ METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("varuna", {}, {}),
 ]
 OF_FLOOR = [name for names in probe.ROUNDINGS for name in names]
-UNSEEN = [name for name in ROUNDINGS if name not in OF_FLOOR]  # roundings that are not in the floor
+UNSEEN = [name for name in ROUNDINGS if name not in OF_FLOOR]  # roundings not in the gate's floor
 ROUNDED: list[dict[str, Any]] = [
     {"threads": 2}, {"adam": "foreach"}, {"adam": "loop"}, {"adam": "plain"},
     {"adam": "loop", "rounding": "split-products"}, {"adam": "plain", "rounding": "products-in-halves"},
@@ -65,10 +68,10 @@ ROUNDED: list[dict[str, Any]] = [
 ]  # fmt: skip
 # Engines take seconds to start; DeepSpeed also needs a process for each training.
 ENGINES = ("megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
-# What names a fault rightly: the gate's reason and, for a fault that strikes once, the step at which it shows.
+# The verdict that names a fault rightly: the gate's reason and, for a fault of one step, the step at which it shows.
 FORWARD, GRADIENT = {"forward"}, {"gradient"}
 UPDATE = {"update", "unchanged", "partial-update"}
-SECOND = UPDATE | {"later 3"}  # faults whose first update is right, or nearly
+SECOND = UPDATE | {"later 3"}  # faults whose first update is right or nearly right
 RIGHT: dict[str, set[str]] = {
     "a layer's update skipped once": {"later 6"},
     "a layer's update skipped always": UPDATE,
@@ -120,7 +123,7 @@ class PowerCase(NamedTuple):
 
     method: str
     options: dict[str, Any]
-    changes: dict[str, Any]  # changed fields of the size
+    changes: dict[str, Any]  # fields of the workload that differ from SIZE
     dtype: str
     seed: int
     fault: str = ""
@@ -128,7 +131,7 @@ class PowerCase(NamedTuple):
     probe_steps: int = probe.STEPS
 
     def job(self) -> Job:
-        """Return the run itself, at the published rate."""
+        """Return the job at the published learning rate, without those of its probe."""
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
@@ -154,12 +157,12 @@ class PowerCase(NamedTuple):
 
 class Outcome(NamedTuple):
     case: PowerCase
-    verdicts: dict[str, Gate]  # by WAYS
+    verdicts: dict[str, Gate]  # by the ways of WAYS
 
     def is_named(self, way: str) -> bool:
         verdict = self.verdicts[way]
         said = f"{verdict.reason} {verdict.evidence.get('step')}" if verdict.reason == "later" else verdict.reason
-        return said in RIGHT.get(self.case.fault, FORWARD)  # a convention is the forward pass's
+        return said in RIGHT.get(self.case.fault, FORWARD)  # a broken convention shows in the forward pass
 
 
 def fault_cases(
@@ -191,7 +194,9 @@ def faults_of(size: Workload) -> list[str]:
 def honest_cases(
     dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
 ) -> list[PowerCase]:
-    """Return the floor's unseen roundings with all seeds; the others and methods with two seeds."""
+    """Return the honest cases: roundings that are not in the gate's floor with all seeds; other roundings and methods
+    with two.
+    """
     ways = [(way, seeds[:2]) for way in [*METHODS, *(("planted", how, {}) for how in ROUNDED)]]
     ways += [(("planted", {"rounding": name}, {}), seeds) for name in UNSEEN]
     found = [PowerCase(*way, dtype, seed, "", size, probe_steps) for way, own in ways for seed in own]
@@ -205,7 +210,7 @@ def honest_cases(
 
 
 def is_trainable(case: PowerCase) -> bool:
-    """True if there is such a job and its method can plan it: a placement holds for one depth."""
+    """True if the case's job is valid and its method can plan it; a placement fits one depth only."""
     with contextlib.suppress(ValueError):
         return all(
             method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget.room) for job in case.jobs()
@@ -222,7 +227,7 @@ def train(job: Job) -> Record:
 
 
 def outcome(case: PowerCase, records: dict[str, Record]) -> Outcome:
-    """Return the verdicts on a case from the records of its jobs."""
+    """Return the gate's verdicts on a case, from the records of its jobs."""
 
     def record(each: PowerCase, dtype: str) -> Record:
         return records[each.probe(dtype).key()]
@@ -281,7 +286,7 @@ def _said(verdict: Gate) -> str:
 
 
 def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The figures for people, in Markdown."""
+    """Return the figures as a table in Markdown."""
     lines = ["| dtype | judged | faults seen | named rightly | honest runs failed |", "|---|---|---|---|---|"]
     told = {"cpu": "by the probe", "cuda": "by the probe, CUDA's tolerances", "bits": "by bits, where promised"}
     for dtype, ways in found.items():
@@ -293,7 +298,7 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
-    """Return the records by key. An engine's job has a process of its own."""
+    """Run the jobs; return their records by key. A job of an engine gets a process of its own."""
     unique = {job.key(): job for job in jobs}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
@@ -309,9 +314,23 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/gate-power.json"))
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
-@click.option("--model", metavar="NAME", help="A model of models.yaml by its config.json, narrowed; default: the GPT.")
-@click.option("--with", "changes", multiple=True, metavar="NAME=NUMBER", help="Of the workload, such as seq_len=256.")
-@click.option("--seeds", default=",".join(map(str, SEEDS)), help="The first one's are the faults.")
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="A model of models.yaml by its config.json, with its sizes reduced; default: a GPT of 4 layers x 64.",
+)
+@click.option(
+    "--with",
+    "changes",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help="Change a field of the workload, such as seq_len=256.",
+)
+@click.option(
+    "--seeds",
+    default=",".join(map(str, SEEDS)),
+    help="Seeds of the honest runs; the first one is also the faults' seed.",
+)
 @click.option("--dtypes", default=",".join(DTYPES))
 @click.option("--probe-steps", type=int, default=probe.STEPS)
 @click.option("--faults/--no-faults", default=True)
@@ -334,7 +353,7 @@ def main(
     records: dict[str, Record] = {}
     promised: set[str] = set()
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    # Honest runs first: a series that is ended early still tells how many of them fail.
+    # Honest runs come first, so that a series that is stopped early still shows how many of them fail.
     for some, dtype in itertools.product((honest_cases, fault_cases)[: 1 + faults], dtypes.split(",")):
         cases = [case for case in some(dtype, size=size, seeds=numbers, probe_steps=probe_steps) if is_trainable(case)]
         more = train_all((job for case in cases for job in case.jobs() if job.key() not in records), cores)

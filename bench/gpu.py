@@ -1,8 +1,9 @@
-"""Borrows a GPU for minutes: one list of steps, the most important first, in calls that end within their limit.
+"""Does a list of measurements on a GPU that is available for minutes at a time: the most important first, in calls with
+a time limit.
 
-The next call goes on where the last one stopped: it leaves out each step that has ended with a result of the code that
-is there now, and puts those last that failed or took too long. A call ends with a verdict of one screen and an archive
-(bench/gpu_results.py), which the next call reads.
+The next call goes on where the last one stopped: it skips each step that has a result of the current code, and puts
+steps that failed or took too long last. A call ends with a verdict of one screen and an archive (bench/gpu_results.py),
+which the next call reads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from harness.devices import machine
 from harness.run.launch import EXPANDABLE
 
 LIMIT_SECONDS = 540.0  # limit of a call, its archive included
-GRACE_SECONDS = 25.0  # for a step told to end: its worker finishes its record
+GRACE_SECONDS = 25.0  # time for a step that was told to end, in which its worker finishes its record
 ENDING_SECONDS = GRACE_SECONDS + 15.0  # part of the limit: the last step's grace, the verdict and the archive
 LEAST_SECONDS = 60.0  # a step needs at least this long, or its own limit
 RESULTS = (0, 4, 5)  # exit codes of done steps: success, out of memory, a failed gate; others may pass another time
@@ -51,22 +52,22 @@ _hash = functools.cache(source_hash)
 class Scale(NamedTuple):
     """Sizes and budgets of all steps; depths in layers."""
 
-    device: str  # of facts and rates
+    device: str  # device on which facts and rates are measured
     layer: str
     job: str  # the rest of the workload, and the limits of each job
-    capped: str  # budget of the device; `whole` stands for all of it
+    capped: str  # limit of device memory in the capped steps; `whole` means no limit
     whole: str
-    steps: dict[str, str]  # by dtype: more in bf16, whose first second a GPU spends to raise its clock
+    steps: dict[str, str]  # number of steps by dtype: more in bf16, since a GPU raises its clock in the first second
     small: int
     half: int
     headline: tuple[tuple[int, str], ...]
-    deep: int  # beyond the capped device
-    beyond: int  # beyond the whole device
+    deep: int  # depth that does not fit the capped device
+    beyond: int  # depth that does not fit the whole device
     methods: tuple[str, ...] = METHODS
 
 
 def cuda(host_bytes: int, gpu_bytes: int) -> Scale:
-    """The published sizes. The host's budget leaves the machine an eighth of its memory."""
+    """Return the published sizes. Jobs may use seven eighths of the host's memory."""
     host_gib = min(90, host_bytes * 7 // 8 // GIB)
     return Scale(
         "cuda", "-h 2048 -b 4", f"--device cuda --timeout 400 --host-memory {host_gib}GiB",
@@ -87,7 +88,7 @@ DEMO = Scale(
 
 
 class GpuStep(NamedTuple):
-    """A command, its limit in seconds, and the files whose code, with what they import, its result is of."""
+    """A command, its limit in seconds, and the files on whose code, imports included, its result depends."""
 
     title: str
     seconds: float
@@ -96,7 +97,7 @@ class GpuStep(NamedTuple):
 
 
 def steps(scale: Scale, results: Path) -> list[GpuStep]:
-    """Return all steps: does it work, are the plans' assumptions true, the headline, the largest sizes."""
+    """Return all steps: smoke tests, the assumptions of the plans, the main results, the largest sizes."""
     known, small, half, deep, python = method.REGISTRY.files(), scale.small, scale.half, scale.deep, sys.executable
 
     def harness(title: str, seconds: float, words: str, *more: str, files: Sequence[Path]) -> GpuStep:
@@ -116,7 +117,7 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         title, files = f"{title}, {depth} layers, {dtype}", [known[name] for name in {"resident", *names.split(",")}]
         return harness(title, seconds, f"run {sizes} {more} {probe}", *traced, files=sorted(files))
 
-    def several(depth: int, dtype: str) -> GpuStep:  # whichever does not fit is refused by its plan
+    def several(depth: int, dtype: str) -> GpuStep:  # the plan refuses a size that does not fit
         return train("all methods", ",".join(scale.methods), depth, dtype, seconds=400)
 
     def probes(depth: int, dtype: str) -> GpuStep:
@@ -151,7 +152,9 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
 
 
 class GpuCall:
-    """One call: does steps, and keeps each one's last exit code, seconds, full tries and source in steps.json."""
+    """One call: does steps, and keeps in steps.json each step's last exit code, seconds, number of full tries, and
+    source.
+    """
 
     def __init__(self, results: Path, out: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
         self.results, self.out, self.file = results, out, results / "steps.json"
@@ -169,7 +172,7 @@ class GpuCall:
                 self.attempt(step, min(left, step.seconds))
 
     def left(self, steps: Sequence[GpuStep]) -> list[GpuStep]:
-        """Return the steps without a result of this code, these packages and this GPU."""
+        """Return the steps that have no result with this code, these packages and this GPU."""
         done = {(title, told["source"]) for title, told in self.tried.items() if told["code"] in RESULTS}
         return [step for step in steps if (step.title, self.source(step)) not in done]
 
@@ -183,7 +186,7 @@ class GpuCall:
         with open(log, "w") as file:
             code = ended(step.command, file, seconds)
         spent, times = round(time.monotonic() - started, 1), self.tried.get(step.title, {"times": 0})["times"]
-        times += code is not None or seconds == step.seconds  # one that the call's end cut off keeps its place
+        times += code is not None or seconds == step.seconds  # a step that the call's end cut off keeps its place
         self.tried[step.title] = {"code": code, "seconds": spent, "times": times, "source": self.source(step)}
         write_whole(self.file, json.dumps(self.tried, indent=1))
         gpu_results.pack(self.results, self.out)  # pack now, because this call may be killed
@@ -196,7 +199,7 @@ class GpuCall:
         return f"{step.title}: {told}"
 
     def verdict(self, steps: Sequence[GpuStep]) -> list[str]:
-        """Return one screen: facts, steps left, failures, the runs."""
+        """Return a text of one screen: facts, steps left, failures, and the runs."""
         facts, left, runs = self.results / "facts.json", self.left(steps), defaultdict[str, list[Record]](list)
         for record in read_all(self.results)[0].values():
             runs[record.key].append(record)
@@ -218,7 +221,7 @@ def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:  # or this call itself is interrupted
+        if process.poll() is None:  # still running: its limit is over, or this call was interrupted
             os.killpg(process.pid, signal.SIGINT)
             try:
                 process.wait(GRACE_SECONDS)
@@ -228,8 +231,9 @@ def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
 
 
 def row(runs: Sequence[Record]) -> str:
-    """Return a job in a line: speed and peak of the device in its last run, each with the plan's share of it, the
-    verdict, and whether several runs had the same bits."""
+    """Return one line about a job: its last run's speed and device peak, each with the planned value as a share of it,
+    the verdict, and whether several runs had the same bits.
+    """
     record = runs[-1]
     job, predicted, options = record.job, record.predicted, record.job.options
     shown = "".join(f" {name}={options[name]}" for name in SHOWN_OPTIONS if options.get(name) is not None)
@@ -251,12 +255,13 @@ def _share(planned: float | None, measured: float) -> str:
 
 @click.command()
 @click.argument("name", default="gpu")
-@click.option("--demo", is_flag=True, help="Tiny sizes on the simulated device.")
-@click.option("--limit", "limit_seconds", type=float, default=LIMIT_SECONDS, help="Seconds of this call.")
+@click.option("--demo", is_flag=True, help="Use tiny sizes on the simulated device.")
+@click.option("--limit", "limit_seconds", type=float, default=LIMIT_SECONDS, help="Time limit of this call in seconds.")
 @click.option("--only", multiple=True, metavar="TITLE", help="Do this step alone, and again if it has a result.")
 def main(name: str, demo: bool, limit_seconds: float, only: tuple[str, ...]) -> None:
-    """Do the steps that are left, with records in results/NAME. The archive goes to the folder $OUT, else to
-    results."""
+    """Do the steps that are left, and write records to results/NAME. The archive goes to the folder $OUT if that is
+    set, else to results.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if missing := [package for package in NEEDED if importlib.util.find_spec(package) is None]:
         raise click.UsageError(f"expected {', '.join(missing)}; try bench/gpu.sh --wheels wheels, with a network")

@@ -1,8 +1,8 @@
-"""Measures facts of a GPU and its host that plans take for granted, each by itself, into one file.
+"""Measures facts of a GPU and its host that plans assume, one after another, and writes them to one file.
 
     .venv/bin/python -m bench.gpu_facts FILE [--device cpu]
 
-A fact that cannot be measured is its error, and the next one follows.
+If a fact cannot be measured, the file has the error in its place, and the next fact follows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from harness.devices import budgets, machine, tf32
 from harness.devices.streams import Device
 from methods.streaming.calibrate import median_seconds
 
-SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 64, 32)}  # of attention: the published one, and a small one
-PINNED_BYTES = {"cuda": 3 * GIB // 2, "cpu": GIB // 8}  # of which torch takes 2 GiB, by powers of two
+SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 64, 32)}  # shapes of attention: the published one and a small one
+PINNED_BYTES = {"cuda": 3 * GIB // 2, "cpu": GIB // 8}  # for 1.5 GiB torch takes 2 GiB, a power of two
 LAUNCHES = 1000
 
 
 def memory(device: str) -> dict[str, Any]:
-    """Return the device's bytes by NVML and by CUDA, and the context's: bare, and with the libraries of a layer."""
+    """Return the device's bytes as NVML and as CUDA count them, and the bytes of a CUDA context: bare, and with the
+    libraries that a layer loads.
+    """
     before, told = machine.gpu_free_bytes(), {"nvml_total": machine.gpu().get("gpu_bytes")}
     torch.zeros(1, device=device)
     told["context_bare"] = budgets.context_since(before)
@@ -49,7 +51,9 @@ def versions(device: str) -> dict[str, Any]:
 
 
 def products(device: str) -> dict[str, Any]:
-    """Return the error of a product in fp32, which TF32 makes a thousand times as large, and what asks for TF32."""
+    """Return the error of an fp32 matrix product, which is a thousand times as large with TF32, and the settings that
+    ask for TF32.
+    """
     a, b = torch.randn(2, 512, 512, device=device)
     exact = a.double() @ b.double()
     return {"relative_error": f"{float((a @ b - exact).norm() / exact.norm()):.1e}", "tf32_by": tf32.asked()}
@@ -103,7 +107,7 @@ def launches(device: str) -> dict[str, str]:
 
 
 def messages(device: str) -> dict[str, Any]:
-    """Make a group of one rank, as the engines need it."""
+    """Make a process group of one rank, as the engines do, and measure it."""
     started = time.perf_counter()
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -125,14 +129,14 @@ def main(file: Path, device: str) -> None:
     for measure in FACTS:
         try:
             found[measure.__name__] = measure(device)
-        except Exception as error:  # any: a driver's, a library's; it is the fact
+        except Exception as error:  # any error of a driver or library takes the place of the fact
             found[measure.__name__] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         write_whole(file, json.dumps(found, indent=1))
     print("\n".join(lines(found)))
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return each fact as a line, for people."""
+    """Return a readable line for each fact."""
     return [f"{name:12}{json.dumps(value)}" for name, value in found.items()]
 
 

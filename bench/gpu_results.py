@@ -1,7 +1,7 @@
-"""Packs what calls on a borrowed GPU have measured into one archive, by its places in this tree, and unpacks it.
+"""Packs the results of bench/gpu.py into one archive, with their paths below the project's folder, and unpacks it.
 
-The archive holds the folder of results, the machine's calibration and the kernel compiled there. If it would be too
-large, the largest traces are left out first, and named.
+The archive holds the folder of results, the machine's calibration and the kernel compiled there. If the archive would
+be too large, the largest traces are left out, and their names are returned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.base.whole_file import write_whole
 
 MOST_BYTES = 16 * 2**20
-BESIDE = ("results/calibration.json", ".venv/adam/*.so")  # beside the folder of results
+BESIDE = ("results/calibration.json", ".venv/adam/*.so")  # packed beside the folder of results
 
 
 def pack(results: Path, out: Path, most_bytes: int = MOST_BYTES) -> list[str]:

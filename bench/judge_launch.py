@@ -1,7 +1,7 @@
 """The gate for morphs: compares the record of a disturbed job, step by step, with that of one undisturbed process;
 standard library only.
 
-Each way to lose a part of the state shows in a fact of its own in the record, which names the fault.
+Each part of the state has a fact of its own in the record, so the first fact that differs names the part that was lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from methods.pipeline.launch.folder import read_lines
 
-TOLERANCE = 1e-6  # relative, of a loss: replicas and micro-batches sum in another order
+TOLERANCE = 1e-6  # relative difference of losses: replicas and micro-batches sum in another order
 # Facts that must agree at each step, causes before their effects.
 EXACT = (
     ("samples", "batch", "samples in the batch"),
@@ -44,7 +44,9 @@ def judge(
     steps: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]] = (),
     tolerance: float = TOLERANCE,
 ) -> Verdict:  # fmt: skip
-    """Judge a job. `lost`: steps that were repeated; their first results, too, must have been right."""
+    """Compare a job with the undisturbed one. `lost`: first results of steps that were repeated; these must also be
+    right.
+    """
     expected = {line["step"]: line for line in undisturbed}
     counts = Counter(line["step"] for line in steps)
     if twice := sorted(step for step, count in counts.items() if count > 1):
@@ -72,7 +74,7 @@ def judge(
 
 
 def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: float = TOLERANCE) -> Verdict:
-    """Judge the folders of two launched jobs. `most_lost`: steps that one death may cost."""
+    """Compare the folders of two launched jobs. `most_lost`: most steps that may be repeated after one process dies."""
     lost = read_lines(folder / "lost_steps.jsonl", "step", "round")
     steps, expected = (read_lines(each / "steps.jsonl", "step") for each in (folder, undisturbed))
     try:

@@ -1,8 +1,9 @@
-"""Kills runs at random moments and looks at what is left: python -m bench.kills [--kills 300], about five seconds each.
+"""Kills runs at random moments and checks that no process or torn file is left: python -m bench.kills [--kills 300],
+about five seconds each.
 
-A third of the kills comes within 200 ms after the last step, the others at any time of the call. Killed are the parent,
-the worker, or both, by SIGKILL, SIGTERM, SIGHUP to the parent, or SIGHUP to both, as a closed terminal sends it. No
-process may live on, and no file may be torn; after one more call, which is left alone, nothing else may be left.
+A third of the kills comes within 200 ms after the last step, the others at any time of the run. Each kills the parent,
+the worker or both by SIGKILL or SIGTERM, or sends SIGHUP to the parent or to both, as a closed terminal does. No
+process may live on, and no file may be torn. After one more run, which is not killed, no other file may be left.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --
 KINDS = [("parent", signal.SIGKILL), ("worker", signal.SIGKILL), ("both", signal.SIGKILL), ("parent", signal.SIGTERM),
          ("parent", signal.SIGHUP), ("both", signal.SIGHUP)]  # fmt: skip
 LAST_SECONDS = 0.2
-END_SECONDS = 90.0  # time in which an orphan has written its record, or was ended
+END_SECONDS = 90.0  # after this time a worker without parent has written its record or was ended
 
 
 class Call:
-    """A call in a session of its own that hears its first step, and its last."""
+    """One run in a session of its own; notices when its first and its last step end."""
 
     def __init__(self, folder: Path, words: Sequence[str] = WORDS) -> None:
         environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "HARNESS_LOCKS": str(folder), "KILLS": str(folder)}
         call = [sys.executable, "-m", "harness", *words, "--results", str(folder / "results")]
-        hears = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup's call would inherit that it is ignored
+        hears = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup's child would ignore it
         self.process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                                         env=environment, start_new_session=True, preexec_fn=hears)  # fmt: skip
         self.has_begun, self.has_trained = threading.Event(), threading.Event()
@@ -72,7 +73,7 @@ class Call:
 
 
 def of_these_runs(folder: Path) -> list[int]:
-    """Return the processes that carry this folder in their environment."""
+    """Return the processes whose environment names this folder."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -82,7 +83,7 @@ def of_these_runs(folder: Path) -> list[int]:
 
 
 def left_alive(folder: Path) -> int:
-    """Return the processes that still run after an orphan's time."""
+    """Return the processes that still run END_SECONDS later."""
     end = time.monotonic() + END_SECONDS
     while (alive := of_these_runs(folder)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -102,7 +103,7 @@ def main() -> None:
         began = time.monotonic()
         Call(folder).wait()
         length = time.monotonic() - began
-        with contextlib.suppress(KeyboardInterrupt):  # then print what was seen so far
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: print the results so far
             for kill in range(asked.kills):
                 (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
                 if kill % 3 == kill // len(KINDS) % 3:  # the same number of kills of each kind

@@ -1,10 +1,10 @@
-"""The gate for morphs, by random schedules of machines that leave, come and die, on this machine.
+"""Tests morphs with random schedules of machines that leave, come and die, all simulated on this machine.
 
     .venv/bin/python -m bench.morphs [--schedules 30] [--first 0]
 
-Each schedule has a seed, of which its first number of machines, its changes and their moments follow: some leave or
-come by the list, some leave by SIGTERM, some die by kill -9 without a word, and so does the launcher, which is started
-again. Each job must train as one process that nothing disturbed.
+The seed of a schedule determines its first number of machines, its changes and their moments. Machines come or leave by
+an edit of the list, leave after SIGTERM, or die by kill -9. The launcher, too, may die by kill -9; then it is started
+again. Each job must have the losses of one undisturbed process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXTS = {"death": "a machine's death", "launcher": "the launcher's death", "list
 
 
 def random_schedule(seed: int, num_steps: int) -> Schedule:
-    """Three to five changes."""
+    """Return a schedule of three to five changes."""
     draws = random.Random(seed)
     first = now = draws.randint(1, MOST_MACHINES)
     changes = []

@@ -1,9 +1,11 @@
-"""Pipelines in real processes: stages that sleep, against the simulation, and stages that compute on the cores here.
+"""Times pipelines in real processes: stages that sleep, compared with the simulation, and stages that compute on this
+machine's cores.
 
     .venv/bin/python -m bench.pipeline [--stages sleeping|real] [--micro-batches 12] [--unit 0.05] [--steps 5]
 
-Sleeping stages take no core, so that a step is what schedule and messages make of it. Bubbles are simulated. Of
-communication alone: a step whose passes take no time, as a share of one.
+Sleeping stages take no core, so that the step time depends on the schedule and the messages only. The bubbles in the
+table are simulated. The column for communication alone is the time of a step whose passes take no time, as a share of a
+normal step.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ WORKLOAD = Workload(num_layers=8, hidden_size=256, num_heads=4, seq_len=128, bat
 
 
 def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
-    """Return each rank's result. One process imports torch, and forks the ranks."""
+    """Run the function on each rank; return their results. One process imports torch and forks the ranks."""
     import torch.multiprocessing as processes
 
     with socket.socket() as free:
@@ -53,7 +55,9 @@ def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arg
 
 
 def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int) -> list[float]:
-    """Return the seconds of each step. `unit`: of a forward pass, and of a recompute; a backward pass takes two."""
+    """Return the seconds of each step. `unit`: seconds of a forward pass and of a recompute; a backward pass takes two
+    units.
+    """
     import torch.distributed as dist
 
     from methods.pipeline.transport import join
@@ -69,7 +73,7 @@ def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, 
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     dist.destroy_process_group()
-    return seconds[1:]  # without the first one, in which ranks meet
+    return seconds[1:]  # the first step does not count: ranks wait for one another there
 
 
 def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:
@@ -155,7 +159,7 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
 
 
 def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:
-    """Run rounds of all rows, so that a busy while of the machine hits each of them."""
+    """Run all rows in each round, so that other load on the machine hits all rows alike."""
     from methods.pipeline.simulate import simulate
 
     rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]

@@ -1,4 +1,5 @@
-"""The same job here and in a container, by turns: step time, whole call, peaks of the host by kind; medians.
+"""Compares one job on this machine and in a container, by turns: medians of step time, time of the whole call, and host
+peaks by kind.
 
 .venv/bin/python -m bench.places --image IMAGE [--rounds 5]
 """

@@ -1,8 +1,8 @@
-"""Kills one rank of a run at a random moment and looks at what is left: python -m bench.rank_kills [--kills 50], about
-fifteen seconds each.
+"""Kills one rank of a run at a random moment and checks that the record names it and that nothing is left: python -m
+bench.rank_kills [--kills 50], about fifteen seconds each.
 
-Methods take turns. Half of the kills come while the ranks train, the others at any time of the rank's life. The killed
-rank must be named in the record; every other process must end, and nothing may be left.
+Methods take turns. Half of the kills come while the ranks train, the others at any time between a rank's start and end.
+The record must name the killed rank; every other process must end, and no file may be left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def words_of(name: str, num_ranks: int) -> list[str]:
 
 
 def ranks_of(folder: Path) -> dict[int, psutil.Process]:
-    """Return the ranks of these runs by their numbers."""
+    """Return the processes that are ranks of runs in this folder, by rank."""
     found = {}
     for pid in of_these_runs(folder):
         with contextlib.suppress(psutil.Error):
@@ -47,7 +47,7 @@ def ranks_of(folder: Path) -> dict[int, psutil.Process]:
 
 
 def begun(call: Call, folder: Path, num_ranks: int) -> dict[int, psutil.Process]:
-    """Return the ranks of a call, once all have begun."""
+    """Wait until all ranks of a run have started; return their processes."""
     end = time.monotonic() + START_SECONDS
     while call.process.poll() is None and time.monotonic() < end:
         if len(found := ranks_of(folder)) == num_ranks:
@@ -57,7 +57,7 @@ def begun(call: Call, folder: Path, num_ranks: int) -> dict[int, psutil.Process]
 
 
 def life_seconds(words: list[str], folder: Path, num_ranks: int) -> float:
-    """Return how long the ranks of an undisturbed call live."""
+    """Return how long the ranks of an undisturbed run live."""
     call = Call(folder, words)
     ranks = begun(call, folder, num_ranks)
     began = time.monotonic()
@@ -68,7 +68,7 @@ def life_seconds(words: list[str], folder: Path, num_ranks: int) -> float:
 
 
 def told(record: Record | None, rank: int, num_ranks: int) -> str:
-    """Return how a record tells of this rank's end."""
+    """Return what a record says about the end of this rank."""
     if record is None:
         return "no record"
     is_named = record.evidence.get("rank") == rank and record.reason.startswith(f"rank {rank} of {num_ranks}: ")
@@ -76,7 +76,7 @@ def told(record: Record | None, rank: int, num_ranks: int) -> str:
 
 
 def newest(folder: Path, before: set[Path], name: str) -> Record | None:
-    """Return the record that a call of the method has added, if any."""
+    """Return the record that a run of this method has added to the folder, if any."""
     there, torn = read_all(folder)
     if torn:
         raise SystemExit(f"files that are no records: {torn}")
@@ -95,7 +95,7 @@ def main() -> None:
         (folder / "tmp").mkdir()
         shared = {*os.listdir("/dev/shm")}
         lives: dict[str, float] = {}
-        with contextlib.suppress(KeyboardInterrupt):  # then print what was seen so far
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: print the results so far
             while counts["kills"] < asked.kills:
                 method, num_ranks = METHODS[counts["calls"] % len(METHODS)]
                 words = words_of(method, num_ranks)

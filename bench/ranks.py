@@ -1,8 +1,10 @@
-"""Does every method train on several ranks as one process does? python -m bench.ranks [--results DIR] [--out FILE].
+"""Checks that every method trains on several ranks as one process does: python -m bench.ranks [--results DIR] [--out
+FILE].
 
 Trains a GPT of 4 layers x 64 at learning rates up to 3e-3, clipped at every step, in fp32, by each method on 2 and 4
-ranks and by what Megatron-LM splits. Tells the gate's verdict, and how far losses and gradient norms are from those of
-`resident` on the whole batch: the largest relative difference of any step. The same call runs what has no result.
+ranks and with each kind of parallelism of Megatron-LM. Prints the gate's verdict, and the largest relative difference
+at any step between losses and gradient norms and those of `resident` on the whole batch. Calling it again runs the jobs
+that have no result yet.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ WORKLOAD = Workload(
     num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512,
     learning_rate=LAST_RATE * LR_WARMUP_STEPS / STEPS, clip_norm=0.1,
 )  # fmt: skip
-# Options beside the number of ranks, for as many of them; the others are parts of the batch.
+# Options of further jobs, by number of ranks. Ranks that the options do not use split the batch.
 SPLITS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "megatron-lm": [
         (2, {"distributed_optimizer": True}), (2, {"tensor_parallel": 2}),
@@ -45,7 +47,7 @@ HEADS = ("method", "ranks", "options", "verdict", "losses", "gradient norms")
 
 
 def jobs() -> Iterator[Job]:
-    """Yield the reference's job, then those of each method that has ranks."""
+    """Yield the reference's job, then the jobs of each method that supports several ranks."""
     yield Job(method.reference(), WORKLOAD, device="cpu", steps=STEPS, warmup=2)
     for name in method.having("world_size"):
         splits = [(2, {}), (4, {}), *SPLITS.get(name, [])]

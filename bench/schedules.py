@@ -1,4 +1,4 @@
-"""How good Sharded-LRTF is, by simulation alone: ratios to the proved optimum, and the speed-up on up to 1,000 devices.
+"""Simulates how good Sharded-LRTF is: ratios to the proved optimum, and the speed-up on up to 1,000 devices.
 
     .venv/bin/python -m bench.schedules
 

@@ -1,4 +1,4 @@
-"""STRONGHOLD's schedule under the virtual clock, beside its bound: the table results/virtual.md.
+"""Writes the table results/virtual.md: STRONGHOLD's step time under the virtual clock beside its lower bound.
 
 .venv/bin/python -m bench.virtual [--machine NAME ...] [--layers 16,32,48,78,100] [--out FILE.md]
 """
@@ -13,8 +13,8 @@ import torch
 from harness.base.checkout import ROOT
 from methods.streaming.virtual_schedule import CLIP_NORMS, DTYPES, NAME, ScheduledStep, point
 
-# Of the H200 with 100 layers, by clipping: placement, bound and schedule in milliseconds while a resident parameter
-# took 16 bytes, and all resident layers were at the bottom.
+# An earlier state, on the H200 with 100 layers, by clipping: placement, bound and schedule in milliseconds. There a
+# resident parameter took 16 bytes, and all resident layers were at the bottom.
 BEFORE: dict[str | None, tuple[str, int, int]] = {
     None: ("R34P2W24~S40", 784, 840),
     "deferred": ("R35W65", 1023, 1029),
@@ -33,7 +33,7 @@ def line(machine: str, num_layers: int, clipping: str | None, found: ScheduledSt
 
 
 def before_and_after(found: dict[str | None, ScheduledStep | str]) -> list[str]:
-    """Return the rows of the H200 with 100 layers beside those of before."""
+    """Return the rows of the H200 with 100 layers beside the values of the earlier state."""
     lines = [
         "",
         "100 layers on h200 in bf16, before and after resident layers kept a weight once (14 bytes a parameter instead",

@@ -1,6 +1,7 @@
-"""The reference's training, written anew, with one of the faults that offloading has, or with other rounding.
+"""Trains as the reference does, but with one planted fault that an offloading method could have, or with other
+rounding.
 
-`--methods bench/faults -m planted --option fault=NAME` trains it like any method. Without a fault it trains the
+`--methods bench/faults -m planted --option fault=NAME` trains it like any method. Without a fault the result has the
 reference's bits, unless an option asks for kernels that round otherwise.
 """
 
@@ -36,7 +37,7 @@ class Planted(Method):
     rounding: str = ""  # one of methods/shared/roundings.py
     adam: str = "fused"  # or "foreach", "loop", "plain": written out
     threads: int = 0  # torch's threads; 0: unchanged
-    dropout_seed: int = 0  # other than 0: other elements than the reference's are dropped
+    dropout_seed: int = 0  # 0: drop the reference's elements; else drop others, by this seed
     promises: bool = False  # True: promises the reference's bits
 
     @property
@@ -60,7 +61,7 @@ class Planted(Method):
 
 
 class Loop:
-    """The training; a fault replaces one of its functions or numbers."""
+    """A training loop; a fault replaces one of the loop's functions or numbers."""
 
     def __init__(self, how: Planted, workload: Workload, device: str) -> None:
         import torch
@@ -81,8 +82,8 @@ class Loop:
         initialize(((name, master.data) for name, master in self.masters.items()), workload)
         self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
         self.step = 0
-        self.patches: list[Any] = []  # contexts in which the model computes
-        self.memory: dict[str, Any] = {}  # a fault's memory from step to step
+        self.patches: list[Any] = []  # context managers that are entered around the model's passes
+        self.memory: dict[str, Any] = {}  # values that a fault keeps from step to step
         if how.fault:
             conventions = convention_faults.of(workload)
             if how.fault in conventions:
@@ -205,7 +206,7 @@ class Loop:
         return [name for name in self.masters if name.startswith(starts)]
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the existing states, by the tensor's name."""
+        """Return the optimizer's states that exist so far, by the name of the parameter."""
         found = {name: self.optimizer.state[master] for name, master in self.masters.items()}
         return {name: state for name, state in found.items() if state}
 
@@ -249,7 +250,7 @@ def _patch(loop: Loop, name: str, function: Callable[..., Any]) -> None:
     loop.patches.append(lambda: replaced(F, name, functools.partial(function, getattr(F, name))))
 
 
-# The faults. Each changes a loop before it trains.
+# The faults. Each is a function that changes a Loop before its training begins.
 
 FAULTS: dict[str, Callable[[Loop], None]] = {}
 
@@ -495,7 +496,7 @@ FAULTS["moments in bf16"] = lambda loop: _rounded(
 
 
 def _swap(loop: Loop, pairs: dict[str, Any]) -> None:
-    """Swap the gradients of two layers, by their tensors' names."""
+    """Swap the gradients of two layers; each pair has the names of two tensors."""
     for name in [name for name in pairs if name.startswith(loop.layer)]:
         other = name.replace(loop.layer, loop.next)
         pairs[name], pairs[other] = pairs[other], pairs[name]
