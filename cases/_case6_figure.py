@@ -1,4 +1,4 @@
-"""The figure of case 6: two measured panels, two simulated ones."""
+"""Draws the figure of case 6: two measured panels, two simulated ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ SMALL_PRINT = (
 
 
 def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot.Figure:
-    """Draw speeds; schedules beside the optimum; the turns of a round; speed-up on many devices."""
+    """Draw four panels: speeds; schedules compared with the optimum; the turns of shards in one step; the speed-up on
+    many devices.
+    """
     speeds = [row for row in rows if row.metric == "samples_per_second"]
     with plot.empty(*SIZE_INCHES) as made:
         above = made.add_gridspec(1, 2, wspace=0.17, left=0.075, right=0.985, top=0.925, bottom=0.63)
@@ -69,7 +71,7 @@ def _speeds(axes: plot.Axes, rows: Sequence[FigureRow], note: str, methods: Sequ
 
 
 def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """Draw a rule's mean as a mark, with a line up to its largest ratio."""
+    """Draw for each rule a mark at its mean ratio to the optimum, and a line up to its largest ratio."""
     plot.title(axes, f"simulated (virtual clock), {INSTANCES} random instances each")
     axes.set_ylabel("Makespan / proved optimum")
     groups = list(dict.fromkeys(row.group for row in rows))
@@ -86,7 +88,7 @@ def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
 
 
 def _turns(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """Draw a line for each model, a box for each unit."""
+    """Draw a row for each model, with a box for each turn of one of its shards."""
     from matplotlib.patches import Patch
 
     models = list(dict.fromkeys(row.group for row in rows))

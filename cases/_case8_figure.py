@@ -1,4 +1,4 @@
-"""The figure of case 8: a panel for each method, with its throughput by ranks, and what was foretold."""
+"""Draws the figure of case 8: a panel for each method, with its measured and predicted throughput by ranks."""
 
 from __future__ import annotations
 

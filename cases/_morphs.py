@@ -1,5 +1,6 @@
-"""Plays a job on simulated machines that leave, come and die by a schedule: each is an agent of its own with one
-rank."""
+"""Runs a job on simulated machines that leave, come and die by a schedule. Each machine is a separate agent with one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +21,24 @@ from methods.pipeline.launch.folder import read_lines
 
 SCRIPT = ROOT / "cases" / "_paced_gpt.py"
 SMALL = ("--blocks", "3", "--width", "32", "--tokens", "16")
-FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step; slowest while machines come
+FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step; SLOWEST is used while machines come
 BATCH_SIZE, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 10
 LIMIT_SECONDS = 240.0
-CAUSES = ("death", "launcher", "list", "notice")  # death of the launcher, else of machines
+CAUSES = ("death", "launcher", "list", "notice")  # of a change: the launcher dies, or a machine changes
 
 
 class Change(NamedTuple):
-    """A change after this step: the number of machines becomes this; machines that go leave by the list, or die."""
+    """A change after `step`: the number of machines becomes `num_machines`, by the cause `by`."""
 
     step: int
     num_machines: int
-    by: str = "list"  # one of CAUSES; if the launcher dies, the number of machines stays
+    by: str = "list"  # one of CAUSES; the death of the launcher changes no number of machines
 
 
 class Schedule(NamedTuple):
-    """The changes of a job. `num_machines`: at its start; `num_stages`: if there are enough workers."""
+    """The changes of a job. `num_machines`: machines at the job's start; `num_stages`: stages if there are enough
+    workers for them.
+    """
 
     num_machines: int
     num_stages: int
@@ -48,12 +51,12 @@ class Schedule(NamedTuple):
 
 class Played(NamedTuple):
     code: int
-    seconds: dict[str, list[float]]  # by cause, from a change to the next round's first step
+    seconds: dict[str, list[float]]  # by cause: time from a change to the first step of the next round
     output: str
 
 
 class Machines:
-    """The list of machines, their agents, and the pace of their training."""
+    """The list of simulated machines, their agents, and the file that sets the pace of training."""
 
     def __init__(self, folder: Path, num_machines: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +71,7 @@ class Machines:
     def signal(self, number: int, kind: int) -> None:
         name = f"127.0.0.{number + 1}"
         agents = [line["agent"] for line in self.events("came") if line["machine"] == name]
-        with contextlib.suppress(ProcessLookupError):  # the agent has not come back yet
+        with contextlib.suppress(ProcessLookupError):  # the launcher has not restarted this agent yet
             os.kill(agents[-1], kind)
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
@@ -94,7 +97,7 @@ def command(machines: Machines, num_stages: int, script: Sequence[str]) -> list[
 
 
 def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str] = SMALL) -> Played:
-    """Run one job with these changes. Raises TimeoutError if it stops making progress."""
+    """Run one job with the changes of the schedule. Raises TimeoutError if the job stops making progress."""
     machines = Machines(folder, schedule.num_machines)
     write_whole(machines.pace, FAST)
     call = command(machines, schedule.num_stages, [*script, "--steps", str(num_steps)])
@@ -129,7 +132,7 @@ def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str]
                 seconds[change.by].append(machines.next_step(began) - began)
                 if machines.num_machines != change.num_machines:
                     machines.set(change.num_machines)
-                    time.sleep(1)  # lines that leave and come at once are no change
+                    time.sleep(1)  # so that the launcher sees the lines leave before they come back
                 write_whole(machines.pace, FAST)
             running.wait(LIMIT_SECONDS)
         finally:

@@ -1,4 +1,5 @@
-"""The proved optimum of small scheduling instances, by OR-tools' CP-SAT, and the ratio of each rule's makespan to it.
+"""Computes the proved optimum of small scheduling instances with OR-tools' CP-SAT, and the ratio of each rule's
+makespan to this optimum.
 
 Units are intervals and devices are alike, so a capacity constraint replaces the assignment of units to devices: where
 at most n intervals overlap at any time, n devices suffice.
@@ -25,7 +26,7 @@ def chain(shards: Sequence[float], minibatches: int) -> list[float]:
 
 
 def instance(seed: int, num_models: int) -> list[list[int]]:
-    """Return models of 2 to 4 unlike shards and 2 to 4 minibatches, in whole numbers."""
+    """Return random models of 2 to 4 shards with different times and 2 to 4 minibatches, in whole numbers."""
     rng = random.Random(seed)
     shards = ([rng.randint(1, 9) for _ in range(rng.randint(2, 4))] for _ in range(num_models))
     return [[int(unit) for unit in chain(each, rng.randint(2, 4))] for each in shards]
@@ -33,8 +34,9 @@ def instance(seed: int, num_models: int) -> list[list[int]]:
 
 @functools.cache
 def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
-    """Return the makespan over the optimum, by each rule and with models placed whole, for each instance proved in
-    time."""
+    """Return the ratio of makespan to optimum, by rule and for models placed whole, of each instance whose optimum was
+    proved in time.
+    """
     found: dict[str, list[float]] = {name: [] for name in (*POLICIES, WHOLE)}
     for seed in range(INSTANCES):
         chains = instance(1000 * num_devices + seed, num_models)
@@ -47,7 +49,7 @@ def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
 
 
 def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit: float = 10.0) -> int | None:
-    """Return the shortest makespan, for times in whole numbers; None if it is not proved within the limit.
+    """Return the shortest makespan of chains whose times are whole numbers; None if it is not proved within the limit.
 
     The limit is CP-SAT's deterministic time (about seconds), so that a loaded machine proves the same instances.
     """

@@ -1,4 +1,6 @@
-"""examples/own_gpt.py with steps as long as a file says at the moment: PACE_FILE holds seconds."""
+"""Runs examples/own_gpt.py with slowed steps: the file that PACE_FILE names holds the least seconds of a step, and may
+change at any time.
+"""
 
 from __future__ import annotations
 

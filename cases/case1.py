@@ -1,7 +1,7 @@
 """Figure 6a: how large a model does each method train in the same memories?
 
-The largest depth is searched by real runs; a cross is the smallest depth that failed above it. The paper's profile also
-tries the published sizes.
+Real runs search for the largest depth; a cross in the figure is the smallest larger depth that failed. The profile
+`paper` also tries the published sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LargestModel(Case):
         return [used.probe(*size) for size in PUBLISHED_DEPTHS.items()] if used.kind == "paper" else []
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return for each method its largest size, then the smallest above it that failed."""
+        """Return for each method the row of its largest size, then the row of the smallest larger size that failed."""
         rows = []
         for name in self.methods:
             is_final = measurements.is_searched(name, records)
@@ -38,8 +38,9 @@ class LargestModel(Case):
         return rows
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return each method's largest size that trained, with a passed gate if there is one, then the next that
-        failed."""
+        """Return for each method the largest size that trained (one that passed the gate, if there is any), then the
+        next larger size that failed.
+        """
         found = []
         for name in self.methods:
             own = sorted((row for row in rows if row.method == name), key=lambda row: row.value or 0.0)

@@ -1,6 +1,7 @@
 """Figure 7a: how fast is STRONGHOLD at the largest size of each baseline?
 
-The sizes are those that case 1 finds. A baseline that fails the gate shows its size alone: STRONGHOLD is not run there.
+The sizes are those that case 1 finds. For a baseline that fails the gate only its size is shown: STRONGHOLD is not run
+at that size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from harness.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
 OURS = "stronghold"
-STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: every layer streams; one clipping everywhere
+STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: all layers streamed, one clipping
 
 
 class SpeedAtLargestSizes(Case):
@@ -36,11 +37,11 @@ class SpeedAtLargestSizes(Case):
         return baselines + [used.job(OURS, depth, window_size=used.window_at(depth), **STREAMED) for depth in depths]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return the baselines, then STRONGHOLD at their depths."""
+        """Return the rows of the baselines, then those of STRONGHOLD at the baselines' depths."""
         rows = measurements.rows(self.metric, self.jobs(used, measurements.sizes(self.searches, records)), records)
         for name in BASELINES:
             largest, _ = measurements.largest(name, records)
-            if largest and not any(row.method == name for row in rows):  # its gate did not pass
+            if largest and not any(row.method == name for row in rows):  # no run of this baseline passed the gate
                 rows.append(row_of(self.metric, largest))
         still_searched = {name for name in BASELINES if not measurements.is_searched(name, records)}
         rows = [replace(row, is_final=row.method not in still_searched) for row in rows]
@@ -58,8 +59,10 @@ class SpeedAtLargestSizes(Case):
         plot.tilt(axes)
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return each baseline at its largest depth that trained, with a passed gate if there is one, and STRONGHOLD
-        there. A log's run counts with the speed that it had until it ended, as published of L2L."""
+        """Return the row of each baseline at its largest depth that trained (one that passed the gate, if there is
+        any), and of STRONGHOLD at this depth. A run that is known from a log counts with its speed until it ended, as
+        the paper counts L2L.
+        """
         found = []
         for name in BASELINES:
             own = [row for row in rows if row.method == name]

@@ -13,7 +13,7 @@ from harness.figures.profile import CaseProfile
 
 PUBLISHED_DEPTH = 32
 WINDOWED = "stronghold"
-QUICK = ("l2l", WINDOWED)  # methods of the shortest demo
+QUICK = ("l2l", WINDOWED)  # methods of the quick demo (harness/cli/demo.py)
 
 
 class SpeedAtOneSize(Case):
@@ -27,7 +27,9 @@ class SpeedAtOneSize(Case):
         return [used.job(name, depth, **(ours if name == WINDOWED else {})) for name in self.methods]
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return the rows at the depth that most methods have; of several such depths the largest."""
+        """Return the rows at the depth that the most methods were run at; at the largest such depth if there are
+        several.
+        """
         methods = {
             depth: {row.method for row in rows if row.num_layers == depth} for depth in {row.num_layers for row in rows}
         }

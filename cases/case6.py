@@ -1,9 +1,9 @@
-"""Model selection: many models trained by turns, beside the same models one after another.
+"""Model selection: trains many models by turns, and compares them with the same models trained one after another.
 
-Models differ in learning rate and batch size. At their depth all fit the host's memory at once; the device has a
-sixteenth of that memory, so no model fits it whole. The time one after another is the steps of one model of each batch
-size, timed alone (a learning rate changes no time); starting each model is left out. Two panels are simulated under a
-virtual clock, from the measured units.
+Models differ in learning rate and batch size. Their depth is chosen so that all models fit the host's memory at once;
+the device has a sixteenth of that memory, so no whole model fits the device. The time of training one after another is
+computed from one model of each batch size, timed alone (the learning rate changes no time); the start of each model is
+left out. Two panels are simulated under a virtual clock, from the measured times of shards.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from methods.sharding.scheduler import simulate
 BASELINES = ("resident", "zero-infinity", "stronghold")
 OURS = "hydra"
 METRIC = "samples_per_second"
-RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates
+RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates, by profile
 NUM_BATCH_SIZES = 2  # batch sizes for each rate: the profile's and half of it
-DEVICE_SHARE = 16  # the device's memory is the host's over this
-IN_DEMO = {"depth": 3, "host": 2}  # the least depth beyond the device; twice the profile's host for four models
+DEVICE_SHARE = 16  # the host's memory over the device's
+IN_DEMO = {"depth": 3, "host": 2}  # least depth beyond the device; factor of the profile's host memory, for 4 models
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
 MANY = 4000  # number of models for a thousand devices
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
@@ -47,12 +47,13 @@ class ModelSelection(Case):
         return [*(job for name in BASELINES for job in _alone(used, name)), *_together(used)]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return the speed of all models together by each method; then the turns of the last round of Hydra's last
-        run."""
+        """Return the speed of all models together by each method; then the turns of shards in the last step of Hydra's
+        last run.
+        """
         found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
             found += [replace(speed, series=series) for speed in measurements.rows(METRIC, [job], records)]
-        lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # rows beside the measured ones
+        lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # reasons why a value is missing
         refused = [
             FigureRow(
                 METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0, status="does-not-fit",
@@ -66,7 +67,9 @@ class ModelSelection(Case):
         return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
 
     def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Simulate each rule beside the proved optimum, and the round's measured units on one device to a thousand."""
+        """Compare each rule with the proved optimum, and simulate the measured turns of a step on one to a thousand
+        devices.
+        """
         chains: dict[str, list[float]] = {}
         for turn in rows:
             if turn.metric == "turn_seconds" and turn.value:
@@ -78,7 +81,9 @@ class ModelSelection(Case):
 
 
 def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
-    """Return three profiles: one model at a time; the same samples in half the batch; all models at once."""
+    """Return three profiles: one model alone with the whole batch; one model alone with half the batch; all models at
+    once.
+    """
     load, budget = used.workload, used.budget
     assert budget.device_bytes and budget.host_bytes  # every profile has both budgets
     host_bytes = budget.host_bytes
@@ -96,20 +101,22 @@ def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
 
 
 def _alone(used: CaseProfile, name: str) -> list[Job]:
-    """Return the jobs of one model of each batch size; none whose plan does not fit."""
+    """Return the jobs of one model of each batch size; jobs whose plan does not fit are left out."""
     its = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
     return [each.job(name, _depth(used)) for each in its]
 
 
 def _shortfall(used: CaseProfile, name: str) -> str | None:
-    """Tell what a model with the whole batch lacks by plan."""
+    """Return why a model with the whole batch does not fit by its plan."""
     alone = _profiles(used)[0]
     job = alone.job(name, _depth(used))
     return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)
 
 
 def _together(used: CaseProfile) -> list[Job]:
-    """Return the jobs of all models, with the second slot of the double buffer, and without it in the same shards."""
+    """Return the jobs of all models together, with the double buffer's second slot and without it, both with the same
+    shards.
+    """
     both = _profiles(used)[-1].job(OURS, _depth(used), **_options(used))
     return [both, replace(both, options={**both.options, "double_buffer": False})]
 
@@ -129,7 +136,9 @@ def _depth(used: CaseProfile) -> int:
 
 
 def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[FigureRow]:
-    """Return the row of a method; none if a batch size has no record. A run that failed gives the row its reason."""
+    """Return the row of a method that trains the models one after another; no row if a batch size has no record. If a
+    run failed, the row has its reason.
+    """
     measured = [measurements.repeats(job, records) for job in alone]
     if not measured or not all(measured):
         return []
@@ -146,14 +155,18 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
 
 
 def _speed(found: Sequence[Record]) -> float | None:
-    """Return samples per second of models that take the same number of samples in turn, each in batches of its own."""
+    """Return the samples per second of models that take the same number of samples one after another, each with its own
+    batch size.
+    """
     if not all(record.median_step_seconds for record in found):
         return None
     return len(found) / sum((record.median_step_seconds or 0) / record.samples_per_step for record in found)
 
 
 def _turns(record: Record) -> list[FigureRow]:
-    """Return each unit of the last round, model by model: its kind, its start, and its duration, in seconds."""
+    """Return a row for each turn of a shard in the last step, by model and start: the turn's kind (`series`, such as
+    forward), start (`x`) and duration (`value`) in seconds.
+    """
     turns = record.schedule.get("turns", [])
     if not turns:
         return []
@@ -178,7 +191,7 @@ def _quality() -> list[FigureRow]:
 
 
 def _speed_up(chains: list[list[float]]) -> list[FigureRow]:
-    """Return the speed-up over one device, of these models and of many such models."""
+    """Return the speed-up over one device, for these models and for MANY such models."""
     found = []
     for number in (len(chains), MANY):
         several = [chains[index % len(chains)] for index in range(number)]

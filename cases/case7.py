@@ -1,9 +1,10 @@
 """Varuna: pipelines on networks with jitter, and on machines that come and go.
 
-Measured: each number of stages with each micro-batch of two ranks, beside what AutoConfig foretells by a profile of the
-same model; and a job that morphed from two workers to one and back, over one that nothing disturbed. Profile and jobs
-are in results/case7_PROFILE, and measured again where that is removed. Simulated under a virtual clock: the three
-schedules under jitter, and samples per second through a trace of machines that was drawn.
+Measured on two ranks: each number of stages with each size of micro-batch, beside the step time that AutoConfig
+predicts by a profile of the same model. Also measured: a job that morphed from two workers to one and back, beside an
+undisturbed job. The folder results/case7_PROFILE keeps the profile and both jobs; if it is removed, they are measured
+again. Simulated under a virtual clock: the three schedules under jitter, and samples per second through a random trace
+of machines.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 METRIC = "step_seconds"
 OURS = "varuna"
-RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # numbers of micro-batches
+RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # numbers of micro-batches, by profile
 RANKS = {"cpu": 2, "cuda": 1}
 # Seconds of a message, if a forward pass takes one second; jitter is relative.
 STAGES, MICRO_BATCHES, JITTER = 9, 64, 0.3
@@ -48,7 +49,7 @@ STEPS, CHANGES = 40, (_morphs.Change(8, 1), _morphs.Change(16, 2))
 # The trace: 355 M parameters on up to 12 machines of one V100 each, batch 256.
 MODEL, MACHINES, BATCH, HOURS, THERE_HOURS, SEED = "varuna-355m", 12, 256, 60.0, 24.0, 7
 V100, V100_BYTES, NETWORK = Rates(30e12), 16 * 2**30, 1.25e9
-MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # from a change of machines until steps continue, if that is not measured
+MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # from a change of machines until steps continue, where not measured
 SIMULATED = FigureRow(
     METRIC, OURS, 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
 )  # fmt: skip
@@ -60,7 +61,7 @@ class Pipelines(Case):
     mixes_metrics = True
 
     def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
-        """Return the profiles on a CPU without a simulated device, which has one rank only."""
+        """Return the profiles; without a GPU they use the CPU, because the simulated device has one rank only."""
         return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
@@ -96,7 +97,7 @@ class Pipelines(Case):
             report({"event": "warning", "text": f"case 7: {error}"})
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return what was measured, and the schedules' steps as the claim defines them."""
+        """Return the measured rows, and the step times of the schedules as the claim defines them."""
         measured = [
             replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
             for job in self.jobs(used, {}) for row in measurements.rows(METRIC, [job], records)
@@ -173,7 +174,7 @@ def _mean_step(schedule: str, send_seconds: float) -> float:
 
 @functools.cache
 def _speed(num_machines: int) -> float:
-    """Return samples per second of the best configuration."""
+    """Return the samples per second of the best configuration for this number of machines."""
     if not num_machines:
         return 0.0
     workload = Workload(**load(MODEL).sizes, batch_size=1)
@@ -182,7 +183,9 @@ def _speed(num_machines: int) -> float:
 
 
 def _trace(morph_seconds: float) -> Iterator[FigureRow]:
-    """Return samples per second of each span, by morphing and by restart; and the number of machines."""
+    """Return the samples per second in each span of the trace, with morphing and with restarts, and the number of
+    machines in each span.
+    """
     trace = machine_trace.synthetic(HOURS, MACHINES, THERE_HOURS, SEED)
     for change in trace:
         yield replace(SIMULATED, metric="machines", value=float(change.num_machines), x=change.seconds / 3600)

@@ -1,8 +1,10 @@
-"""Ours: what do more ranks bring? Throughput of every method that has ranks, at 1, 2 and 4 of them.
+"""A case of this project: how much faster do more ranks train? Throughput of every method that supports ranks, on 1, 2
+and 4 of them.
 
 Strong scaling splits one batch over the ranks; weak scaling gives each rank one sample. Each rank has a GPU of its own,
-or a part of the CPU's cores: there nothing gets faster, and the figure shows what ranks cost. Foretold by the machine's
-rates (harness/forecast/step.py), where they are known; what ranks exchange is left out, but for Varuna's pipelines.
+or a part of the CPU's cores: on a CPU nothing gets faster, and the figure shows the overhead of ranks. Where the
+machine's rates are known, the throughput is also predicted (harness/forecast/step.py); the prediction leaves out
+communication between ranks, except for Varuna's pipelines.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class Scaling(Case):
     in_all = False
 
     def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
-        """Return a profile for each size of a batch. Without a GPU ranks are on the CPU, not on a simulated device,
-        which has one rank only."""
+        """Return a profile for each batch size. Without a GPU ranks use the CPU, because the simulated device has one
+        rank only.
+        """
         its = replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used
         sizes = dict.fromkeys([*RANKS, its.workload.batch_size])
         return tuple(replace(its, workload=replace(its.workload, batch_size=size)) for size in sizes)
@@ -45,8 +48,9 @@ class Scaling(Case):
         return [job for index, job in enumerate(found) if job not in found[:index]]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return what was measured, and after each point what was foretold of it. Methods that were not run on one rank
-        are left out: other cases have runs of ranks, too."""
+        """Return each measured row, followed by the row that was predicted for it. Methods without a run on one rank
+        are left out, because runs of several ranks may belong to other cases.
+        """
         found = []
         for series, num_ranks, job in self._points(used):
             own = [record for record in records if record.job.world_size == num_ranks]
@@ -66,13 +70,13 @@ class Scaling(Case):
         return _case8_figure.figure(rows, self.methods, note)
 
     def _points(self, used: CaseProfile) -> Iterator[tuple[str, int, Job]]:
-        """Yield each point: its series, its ranks, its job."""
+        """Yield for each point of the figure its series, its number of ranks and its job."""
         by_size = {each.workload.batch_size: each for each in self.profiles(used)}
         whole = used.workload.batch_size
         for name in self.methods:
             streamed = {"window_size": used.window_at(used.common), **STREAMED} if name == OURS else {}
             for series, sizes in ((STRONG, [whole] * len(RANKS)), (WEAK, RANKS)):
                 for num_ranks, size in zip(RANKS, sizes, strict=True):
-                    # A record of one rank may leave its number out.
+                    # The record of a run on one rank may lack the number of ranks.
                     options = streamed | ({"world_size": num_ranks} if num_ranks > 1 else {})
                     yield series, num_ranks, by_size[size].job(name, used.common, **options)

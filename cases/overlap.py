@@ -1,9 +1,11 @@
-"""What hides behind what: one step by streams and threads, measured here and under a virtual clock.
+"""Draws how much of the copies and updates overlaps with compute: one step by streams and threads, measured here and
+under a virtual clock.
 
-Timelines of a step: the device computes, copies go in and out, the host updates. Beside each the share of the step that
-copies and updates take while the device computes (hidden) and while it does not (exposed). The measured run is traced;
-the virtual ones are the same code on named machines (harness/simulation), where nothing is measured. This case is no
-figure of the papers and no part of `all`: main() does everything, and reports call the functions that it calls.
+A timeline of a step shows the device's compute, the copies in and out, and the host's updates. Beside each timeline
+stands the share of the step that copies and updates take while the device computes (hidden) and while it does not
+(exposed). The measured timeline is traced; the virtual ones run the same code on simulated machines
+(harness/simulation), where nothing is measured. This case is no figure of the papers, and `all` does not include it:
+main() does everything, and reports call the same functions.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 NAME = "overlap"
 METHODS = ("stronghold",)
 PUBLISHED_DEPTH = 92  # depth of the measured run
-RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # layers under the virtual clock
+RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # layers under the virtual clock, by profile
 MACHINES = ("v100-vm", "h200", "rtx4090")
 CLIPPING = "deferred"
 COLORS = {
@@ -41,10 +43,14 @@ COLORS = {
 }  # fmt: skip
 BUSY = {"compute": "#2F6DB0", "copies": "#57A773", "updates": "#8E5BD0", "disk": "#B58B6A"}
 EXPOSED: Any = {"facecolor": "white", "edgecolor": plot.CROSS, "hatch": "////"}
-LANES = {"inbound": "copies in", "outbound": "copies out", "update": "host update"}  # otherwise the track's name
+LANES = {
+    "inbound": "copies in",
+    "outbound": "copies out",
+    "update": "host update",
+}  # others keep their name
 WIDTH_INCHES, ROW_INCHES = 7.6, 1.3
 TOP_INCHES, BOTTOM_INCHES = 0.45, 0.8
-GAP_INCHES = 0.42  # between rows: a title and an axis
+GAP_INCHES = 0.42  # gap between rows, for a title and an axis
 
 
 class Shown(NamedTuple):
@@ -55,7 +61,7 @@ class Shown(NamedTuple):
 
     @property
     def step(self) -> Span:
-        """Return the last step but one, because the steps before and after it are traced, too."""
+        """Return the second to last step, because the steps before and after it are traced, too."""
         return self.timeline.steps[-2]
 
     @property
@@ -72,7 +78,7 @@ class Shown(NamedTuple):
 
 
 def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Trace what has no trace yet; virtual timelines are made anew if the method's code has changed."""
+    """Trace the jobs that have no trace yet; make virtual timelines again if the method's code has changed."""
     folder = results / "traces"
     folder.mkdir(parents=True, exist_ok=True)
     job = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))[0]
@@ -101,7 +107,7 @@ def _is_current(path: Path) -> bool:
 
 
 def profiles(records: Sequence[Record]) -> list[str]:
-    """Return the names of the profiles of the records' traces."""
+    """Return the names of the profiles whose records have traces."""
     names = (re.fullmatch(r"overlap_(.+)\.json", Path(record.job.trace or "").name) for record in records)
     return list(dict.fromkeys(found[1] for found in names if found and found[1].split("_")[0] in RUNS))
 
@@ -167,7 +173,7 @@ def figure(found: Sequence[Shown], note: str) -> plot.Figure:
 
 
 def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
-    """Draw the step by streams and threads; return the kinds of work that it shows."""
+    """Draw the step by streams and threads; return the kinds of work that were drawn."""
     step, spans = each.step, each.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
     lanes = sorted({span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track))
@@ -218,7 +224,7 @@ def _caption(found: Sequence[Shown], note: str) -> str:
 def main(
     used: CaseProfile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
 ) -> list[Record]:
-    """Run, write the table and draw the figure; `only` extract or draw does no run."""
+    """Run the jobs, write the table and draw the figure; with `only` extract or draw, no job runs."""
     finished = [] if only else run(used, results, report)
     found = shown(used.name, results, records_of(results))
     path = extract(found, used.name, out)
