@@ -21,6 +21,8 @@ from harness.base.checkout import ROOT
 
 # Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
+# By default CUDA counts a machine's GPUs from the fastest, NVML by their bus, and of both we take the first.
+GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def child_environment() -> dict[str, str]:
@@ -70,7 +72,7 @@ def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[st
     """Run the module in a session of its own, so that no compiler outlives an interrupted call."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True,
-        env=child_environment(), start_new_session=True,
+        env=GPU_ORDER | child_environment(), start_new_session=True,
     )  # fmt: skip
     try:
         told = process.communicate(json.dumps(arguments))

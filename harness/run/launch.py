@@ -22,7 +22,7 @@ from typing import IO, Any
 import psutil
 
 from harness.base import fork_server
-from harness.base.child_process import child_environment
+from harness.base.child_process import GPU_ORDER, child_environment
 from harness.core import failures, log_lines, method
 from harness.core.job import Job
 from harness.core.record import Record, new_stem
@@ -75,11 +75,11 @@ def launch(
 def environment(job: Job) -> dict[str, str]:
     """Return the worker's environment; the caller's own settings have priority.
 
-    On a CPU one thread computes small layers; ranks share the cores. On CUDA torch's allocator grows its segments
-    instead of adding new ones, which leaves fewer fragments; that forbids giving device memory to another process,
-    which no method does.
+    On a CPU one thread computes small layers; ranks share the cores. CUDA counts GPUs as NVML does; torch's
+    allocator there grows its segments instead of adding new ones, which leaves fewer fragments; that forbids giving
+    device memory to another process, which no method does.
     """
-    chosen = {}
+    chosen = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
         chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE
     if job.world_size > 1:

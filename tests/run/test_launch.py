@@ -22,6 +22,7 @@ import pytest
 
 from harness.base import fork_server
 from harness.base.checkout import ROOT
+from harness.base.child_process import ask
 from harness.core import method
 from harness.core.failures import End
 from harness.core.job import Budget, Job, Workload
@@ -371,6 +372,19 @@ def test_the_allocator_of_a_gpu_grows_its_segments_unless_it_is_set_otherwise(
     if given:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
     assert environment(Job("resident", TINY, device=device)).get("PYTORCH_ALLOC_CONF") == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+def test_the_first_gpu_of_a_job_and_of_a_calibration_is_nvmls_first_unless_the_caller_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", given)
+    (tmp_path / "tells_order.py").write_text('import json, os; print(json.dumps(os.environ["CUDA_DEVICE_ORDER"]))')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = environment(Job("resident", TINY, device="cuda"))["CUDA_DEVICE_ORDER"], ask("tells_order", None)
+    assert told == (expected, expected)
 
 
 def test_small_layers_are_computed_by_one_thread_in_any_batch_unless_the_caller_says_otherwise(
