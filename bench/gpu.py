@@ -67,11 +67,11 @@ class Scale(NamedTuple):
 
 
 def cuda(host_bytes: int, gpu_bytes: int) -> Scale:
-    """Return the published sizes. Jobs may use seven eighths of the host's memory."""
-    host_gib = min(90, host_bytes * 7 // 8 // GIB)
+    """Return the published sizes. Jobs may use seven eighths of either memory: more than a GPU has is refused."""
+    host_gib, gpu_gib = (min(most, size * 7 // 8 // GIB) for most, size in ((90, host_bytes), (32, gpu_bytes)))
     return Scale(
         "cuda", "-h 2048 -b 4", f"--device cuda --timeout 400 --host-memory {host_gib}GiB",
-        capped="--device-memory 32GiB", whole="",
+        capped=f"--device-memory {gpu_gib}GiB", whole="",
         steps={"fp32": "--steps 8 --warmup 3", "bf16": "--steps 25 --warmup 5"},
         small=8, half=24, headline=((48, "fp32"), (48, "bf16"), (32, "fp32")), deep=78,
         beyond=gpu_bytes * 5 // 4 // (16 * Workload().layer_params),

@@ -23,8 +23,9 @@ from bench import gpu, gpu_facts, gpu_results
 from bench.gpu import GpuCall, GpuStep
 from harness.base.checkout import ROOT
 from harness.cli.main import door
-from harness.core.job import GIB, Job, Workload
+from harness.core.job import GIB, Budget, Job, Workload
 from harness.core.record import read_all
+from harness.devices import budgets, machine
 from methods.streaming import calibrate
 from tests.support import records
 from tests.support.fake_cuda import FakeCuda
@@ -99,6 +100,16 @@ def test_every_job_on_a_gpu_has_a_limit_and_a_budget_of_the_host() -> None:
 
 def test_a_machine_with_less_memory_has_smaller_budgets() -> None:
     assert "--host-memory 56GiB" in gpu.cuda(64 * GIB, 16 * GIB).job
+
+
+@pytest.mark.parametrize("card_gib", [16, 24, 32, 40, 80])
+def test_no_step_asks_for_more_than_the_card_has(card_gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 40 GiB or more is capped at the published 32."""
+    FakeGpu(card_gib * GIB, 450 * 2**20, 500 * 2**20).install_nvml(monkeypatch)
+    scale = gpu.cuda(128 * GIB, machine.gpu()["gpu_bytes"])
+    asked = int(scale.capped.removeprefix("--device-memory ").removesuffix("GiB"))
+    budgets.check(Budget(asked * GIB), "cuda")
+    assert asked == 32 or card_gib < 40
 
 
 def test_a_done_step_is_done_again_only_if_its_own_code_has_changed(tmp_path: Path, results: Path) -> None:
