@@ -15,8 +15,10 @@ def asked() -> list[str]:
 
     found = [f"{name}=1" for name in VARIABLES if os.environ.get(name) == "1"]
     products: Any = torch.backends.cuda.matmul
-    if products.fp32_precision == "tf32":
-        found.append("torch.backends.cuda.matmul.fp32_precision")
+    # torch before 2.9, which a borrowed GPU's machine may bring, has the older switch alone.
+    name, tf32 = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
+    if getattr(products, name) == tf32:
+        found.append(f"torch.backends.cuda.matmul.{name}")
     return found
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from harness.core.job import GIB, Budget, Job
+from harness.devices import tf32
 from harness.devices.streams import Device, num_update_threads
 from harness.gate import inspect_training
 from harness.run import worker
@@ -280,3 +282,9 @@ def test_a_run_in_fp32_does_not_compute_in_tf32(
         record = worker.run(job, "", (tmp_path,), lambda event: None)
     assert record.status == ("crash" if dtype == "fp32" else "ok"), record.evidence
     assert ("got TF32 by" in record.reason) is (dtype == "fp32")
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_an_older_torchs_switch_to_tf32_is_read(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=is_on))
+    assert tf32.asked() == ["torch.backends.cuda.matmul.allow_tf32"] * is_on
