@@ -116,6 +116,7 @@ def lift(job: Job) -> dict[str, int]:
     if job.device == "cuda" and torch is not None:
         with contextlib.suppress(RuntimeError):  # CUDA's context itself may be gone
             found["device_free_bytes"], found["device_total_bytes"] = torch.cuda.mem_get_info()
+            torch.cuda.set_per_process_memory_fraction(1.0)
     return found
 
 

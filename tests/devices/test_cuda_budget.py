@@ -64,6 +64,12 @@ def test_the_cap_and_what_was_measured_are_on_record(gpu: FakeGpu) -> None:
     assert found["device_context"] == f"{768 * MIB} bytes planned, {500 * MIB} measured"
 
 
+def test_the_cap_ends_with_training_because_the_inspection_takes_memory_of_its_own(gpu: FakeGpu) -> None:
+    job = Job("resident", Workload(num_layers=1), budget=Budget(4 * GIB), device="cuda")
+    budgets._cap_device(job.budget.device_bytes)
+    assert budgets.lift(job)["device_total_bytes"] == gpu.cap_bytes == 80 * GIB - 450 * MIB
+
+
 def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> None:
     machine.keep_calibration({**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}})
     found = machine.room(Budget(4 * GIB), "cuda").device_bytes
