@@ -1,9 +1,10 @@
-"""Device locks: a timed run holds its device alone, untimed runs share it among themselves.
+"""Device locks: a timed run holds its devices alone, untimed runs share them among themselves.
 
-Each device has three files, in /tmp, whatever TMPDIR is: all callers share the device. The lock is taken alone or
-shared, and the worker inherits it: a device is free when its worker is gone, even if the parent went first. The queue
-is held by the process that waits for the lock, so that no stream of untimed runs keeps a timed one out. The list names
-the holders, for people, and counts arrivals: the seconds of an untimed run count if no other run arrived meanwhile.
+A job of several GPUs holds each of them. Each device has three files, in /tmp, whatever TMPDIR is: all callers share
+the device. The lock is taken alone or shared, and the worker inherits it: a device is free when its worker is gone,
+even if the parent went first. The queue is held by the process that waits for the lock, so that no stream of untimed
+runs keeps a timed one out. The list names the holders, for people, and counts arrivals: the seconds of an untimed run
+count if no other run arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # holders in a list; characters of a
 
 
 @dataclass
-class Turn:
-    """A run's turn on a device: `descriptor` is the lock's, for a worker to inherit; `number` counts the turns on this
-    device."""
+class HeldDevice:
+    """A run's turn on one device: `descriptor` is the lock's; `number` counts the turns on this device."""
 
     path: Path
     descriptor: int
@@ -45,6 +45,22 @@ class Turn:
         return self.began_shared or _read(self.path)["entered"] != self.number
 
 
+@dataclass
+class Turn:
+    """A run's turn on all devices that it uses."""
+
+    held: list[HeldDevice]
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Those of the locks, for a worker to inherit."""
+        return tuple(each.descriptor for each in self.held)
+
+    def is_shared(self) -> bool:
+        """True if another run was on one of the devices since this turn began."""
+        return any(each.is_shared() for each in self.held)
+
+
 def folder() -> Path:
     """Return the folder of the locks: $HARNESS_LOCKS, if several machines share one system, else /tmp."""
     shared = Path(os.environ.get("HARNESS_LOCKS", "/tmp"))
@@ -53,16 +69,25 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: float = 0.0) -> Iterator[Turn]:
-    """Hold the job's device, alone if the job is timed; a waiting call reports which processes hold it.
+    """Hold the job's devices, alone if the job is timed; a waiting call reports which processes hold one.
 
     An untimed run, too, holds a GPU alone, because the GPU's memory is not divided between processes. It also holds a
-    device alone if the list of holders belongs to another user, because nobody could tell who else was there.
+    device alone if the list of holders belongs to another user, because nobody could tell who else was there. All calls
+    take their devices in one order, so that no two wait for each other.
     """
-    path = _path(job)
+    with contextlib.ExitStack() as stack:
+        yield Turn([
+            stack.enter_context(_held(path, job, report, is_timed, foreseen_seconds)) for path in _paths(job)
+        ])  # fmt: skip
+
+
+@contextlib.contextmanager
+def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds: float) -> Iterator[HeldDevice]:
+    """Hold one device."""
     handle = _open(path)
     shares = not is_timed and job.device != "cuda" and _can_write(_list(path))
     told = f"{job.method}, {job.workload.num_layers} layers"
-    found = Turn(path, handle)
+    found = HeldDevice(path, handle)
     try:
         with _queued(path, job, report):
             if not _takes(handle, fcntl.LOCK_EX):
@@ -85,8 +110,9 @@ def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: floa
 
 
 def wait_seconds(job: Job) -> float:
-    """Return the seconds until the device is free, by its holders' own estimates; 0 if it is free or unknown."""
-    return max(map(_left, _holders(_path(job))), default=0.0)
+    """Return the seconds until the job's devices are free, by their holders' own estimates; 0 if they are free or that
+    is unknown."""
+    return max((_left(sign) for path in _paths(job) for sign in _holders(path)), default=0.0)
 
 
 def _left(sign: dict[str, Any]) -> float:
@@ -107,10 +133,30 @@ def _holders(path: Path) -> list[dict[str, Any]]:
     return [sign for sign in _read(path)["holders"] if psutil.pid_exists(sign["pid"])]
 
 
-def _path(job: Job) -> Path:
-    """Return the path of a device's lock: one for each GPU, one for all devices that compute on the CPU."""
-    name = machine.gpu().get("gpu_uuid", "0") if job.device == "cuda" else "cpu"
-    return folder() / f"harness-{name}.lock"
+def _paths(job: Job) -> list[Path]:
+    """Return the paths of the locks of a job's devices, sorted: one for each GPU, one for all devices that compute on
+    the CPU."""
+    names = {"cpu"}
+    if job.device == "cuda":
+        number = max(job.world_size, job.options.get("num_devices", 1))
+        names = {_uuid(name) for name in machine.visible_gpus()[:number]} or {"0"}
+    return [folder() / f"harness-{name}.lock" for name in sorted(names)]
+
+
+def _uuid(name: str) -> str:
+    """Return the whole UUID of a GPU that CUDA_VISIBLE_DEVICES names by its index or by the start of its UUID; 0 if the
+    driver does not know it."""
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        if name.startswith("MIG"):
+            return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByUUID(name)))
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            uuid = str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
+            if name == str(index) or uuid.startswith(name):
+                return uuid
+    return "0"
 
 
 @contextlib.contextmanager

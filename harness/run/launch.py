@@ -59,7 +59,7 @@ def launch(
         stem = stem or new_stem(results, job)
         path = Path(f"{stem}.json")
         with open(f"{stem}.txt", "w") as log:
-            watch = Watch(job, key, path, folders, log, report, held.descriptor)
+            watch = Watch(job, key, path, folders, log, report, held.descriptors)
             try:
                 watch.follow()
             finally:
@@ -122,8 +122,9 @@ class Watch:
     """One worker process, with its events, its memory and its end."""
 
     def __init__(
-        self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report, lock: int
-    ) -> None:
+        self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report,
+        locks: tuple[int, ...],
+    ) -> None:  # fmt: skip
         self.job, self.key, self.path, self.log, self.report = job, key, path, Path(log.name), report
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
         self.sampled = dict(self.peaks)
@@ -151,7 +152,7 @@ class Watch:
         reader, writer = os.pipe()
         self.scratch, held = scratch.make()
         try:
-            self.process = self._start(log, (writer, lock, held))
+            self.process = self._start(log, (writer, *locks, held))
         except BaseException:
             os.rmdir(self.scratch)
             raise
@@ -159,7 +160,7 @@ class Watch:
             os.close(held)  # only the worker's copy counts
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
-        order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "lock": lock,
+        order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "locks": locks,
                  "folders": list(map(str, folders))}  # fmt: skip
         assert self.process.stdin
         # follow() notices if the worker is dead already.

@@ -48,9 +48,10 @@ class JobAgent(OneRound):
 
     def __init__(self) -> None:
         self.order = json.loads(sys.stdin.readline())
-        self.events, lock = self.order["events"], self.order["lock"]
-        os.set_inheritable(lock, False)
-        super().__init__(self._pass_on, private=[self.events, lock])
+        self.events, locks = self.order["events"], self.order["locks"]
+        for lock in locks:
+            os.set_inheritable(lock, False)
+        super().__init__(self._pass_on, private=[self.events, *locks])
         self.watch(0, self._hear_parent)
         self.job, self.folder = Job.from_dict(self.order["job"]), folder_of(Path(self.order["record"]))
 

@@ -386,9 +386,10 @@ def main() -> None:
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, interrupt_once)
     order = json.loads(sys.stdin.readline())
-    # The device's lock is held until this process is gone; a child that outlives it must not hold the lock any longer.
-    os.set_inheritable(order["lock"], False)
-    os.register_at_fork(after_in_child=lambda: os.close(order["lock"]))
+    # The devices' locks are held until this process is gone; a child that outlives it must not hold them any longer.
+    for lock in order["locks"]:
+        os.set_inheritable(lock, False)
+        os.register_at_fork(after_in_child=functools.partial(os.close, lock))
     events = os.fdopen(order["events"], "w", buffering=1)
     when_closed(0, _end_orphan)
     job = Job.from_dict(order["job"])

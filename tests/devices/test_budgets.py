@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from harness.base.checkout import ROOT
@@ -170,6 +171,36 @@ def test_a_gpu_is_held_alone_by_untimed_runs_too(locks: Path) -> None:
             time.sleep(0.01)
         assert lines and not order
     thread.join(30)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    """NVML's answers on a machine with these GPUs."""
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(uuids))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", uuids.__getitem__)
+
+
+@pytest.mark.parametrize("options", [{"world_size": 2}, {"num_devices": 2}])
+def test_a_job_of_two_gpus_holds_both(locks: Path, monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+    with_gpus(monkeypatch, "GPU-b", "GPU-a", "GPU-c")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with device_lock.turn(Job("some", TINY, options, device="cuda"), print, True, 100.0) as held:
+        assert len(held.descriptors) == 2
+        for name, is_held in (("1", True), ("GPU-b", True), ("2", False)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+            assert (device_lock.wait_seconds(Job("some", TINY, device="cuda")) > 0) is is_held
+
+
+def test_jobs_take_several_gpus_in_one_order(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of two could wait for the other."""
+    with_gpus(monkeypatch, "GPU-b", "GPU-a")
+    orders = []
+    for visible in ("0,1", "1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with device_lock.turn(Job("some", TINY, {"world_size": 2}, device="cuda"), print) as held:
+            orders.append([each.path.name for each in held.held])
+    assert orders == [["harness-GPU-a.lock", "harness-GPU-b.lock"]] * 2
 
 
 def test_untimed_runs_that_come_later_do_not_pass_a_timed_one(locks: Path) -> None:
