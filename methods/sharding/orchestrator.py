@@ -280,9 +280,12 @@ class ModelOrchestrator:
         return Task(*given, **words)
 
     def _random(self, seed: int) -> Any:
-        """Return a model's random state: the CPU's and, with GPUs, the GPU's."""
-        names = ["cpu", *(["cuda"] if any(name.startswith("cuda") for name in self.devices) else [])]
-        return (*(torch.Generator(name).manual_seed(seed).get_state() for name in names), None)[:2]
+        """Return a model's random state: the CPU's and, with GPUs, the GPU's. That is its seed and an offset; a
+        generator of torch would make a context on the first GPU, whose memory its own process needs."""
+        on_gpu = None
+        if any(name.startswith("cuda") for name in self.devices):
+            on_gpu = torch.frombuffer(bytearray((seed % 2**64).to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+        return torch.Generator().manual_seed(seed).get_state(), on_gpu
 
 
 class _Progress:

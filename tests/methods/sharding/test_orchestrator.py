@@ -399,3 +399,11 @@ def test_a_saved_tensor_of_another_device_stays_there() -> None:
     task = ModelTask("seeded", model, criterion, batches, 0.05, 1)
     ModelOrchestrator([task], intermediates="saved").train_models()
     assert task.failure == ""
+
+
+def test_a_gpus_random_state_is_made_without_a_context() -> None:
+    """As CUDA's generator tells it: the seed and an offset of 0, 8 bytes each."""
+    orchestrator = ModelOrchestrator(tasks(["convolution"]), ["cuda:0", "cuda:1"])
+    on_cpu, on_gpu = orchestrator._random(258)
+    assert torch.equal(on_cpu, torch.Generator().manual_seed(258).get_state())
+    assert bytes(on_gpu.tolist()) == bytes([2, 1, *[0] * 14])
