@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.core.job import Plan, Room, Workload, several
 from harness.core.method import Method, Step, Trained, Training, largest_depth
+from harness.devices import cuda_budget
 from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
@@ -174,6 +175,8 @@ class Hydra(Method):
         boundary = workload.boundary_bytes
         at_home = page_locked(boundary, room)  # torch locks the pages of each copy that does not block
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
+        if self.num_devices > 1 and room.page_locks:  # GPUs, each with a process; this one has a context, too
+            device["buffers"] += cuda_budget.LEADING_BYTES
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
             activations = (SAVED_BOUNDARIES * workload.num_layers + 3) * at_home

@@ -14,6 +14,9 @@ CONTEXT_BYTES = 768 * 2**20
 # Not measured: the constant covers workspaces, one part in RESERVE_PARTS covers rounding and fragments.
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
 LEAST_TENSOR_BYTES = 256 * 2**20
+# Of a process that leads those of several devices, on the first one, not measured: its context, a workspace of cuBLAS
+# and the batches' tokens.
+LEADING_BYTES = CONTEXT_BYTES + 64 * 2**20
 
 
 def allocator_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:

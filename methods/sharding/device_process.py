@@ -20,6 +20,7 @@ import torch.multiprocessing  # connections then take tensors in shared memory
 
 from harness.base import fork_server
 from harness.base.child_process import child_environment
+from harness.devices import cuda_budget
 from harness.devices.budgets import device_peaks
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker
@@ -103,14 +104,26 @@ def start_processes(
     names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1
 ) -> list[Any]:
     """Start the devices of these torch names, each with a worker of its own; they are closed when the stack is left. Of
-    a GPU's memory each may take the share that this process may."""
-    share = torch.cuda.get_per_process_memory_fraction() if names[0].startswith("cuda") else 1.0
-    devices = [Elsewhere(make_worker, name, models, options, share, num_threads=num_threads) for name in names]
+    a GPU's memory each may take its share."""
+    devices = [
+        Elsewhere(make_worker, name, models, options, share, num_threads=num_threads)
+        for name, share in zip(names, shares(names), strict=True)
+    ]
     for device in devices:
         stack.callback(device.close)
     for device in devices:
         device.ready()
     return devices
+
+
+def shares(names: Sequence[str]) -> list[float]:
+    """Return the share of each device's memory that its process may take: what this process may, of its own GPU less
+    what it has taken itself. The question alone would make a context, so without one there is none to ask about."""
+    if not (names[0].startswith("cuda") and torch.cuda.is_initialized()):
+        return [1.0] * len(names)
+    whole, own = torch.cuda.get_per_process_memory_fraction(), torch.cuda.current_device()
+    left = max(0.0, whole - cuda_budget.LEADING_BYTES / torch.cuda.get_device_properties(own).total_memory)
+    return [left if torch.device(name).index in (None, own) else whole for name in names]
 
 
 def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any], share: float) -> Worker:

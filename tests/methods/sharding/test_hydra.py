@@ -6,13 +6,17 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from harness.core.job import Room, Workload
 from harness.core.method import Trained, create
+from harness.devices import cuda_budget
 from harness.devices.memory_rehearsal import predict
+from methods.sharding.device_process import shares
 from tests.methods.test_agree import difference
 from tests.support import planting
 from tests.support.races import find_races
@@ -133,6 +137,27 @@ def test_beside_a_gpu_each_copy_at_home_is_planned_as_torch_locks_it(intermediat
     assert workload.boundary_bytes == 3 * 2**20
     plan = create("hydra", {"intermediates": intermediates}).plan(workload, Room(page_locks=True))
     assert plan.host["activations"] == int(num_copies * 4 * 2**20)
+
+
+def test_with_several_gpus_the_leading_processs_context_is_planned() -> None:
+    plans = [create("hydra", {"num_devices": n}).plan(tiny(), Room(page_locks=True)) for n in (1, 2)]
+    assert plans[1].device_bytes - plans[0].device_bytes == cuda_budget.LEADING_BYTES > cuda_budget.CONTEXT_BYTES
+    on_cpu = [create("hydra", {"num_devices": n}).plan(tiny(), Room()).device_bytes for n in (1, 2)]
+    assert on_cpu[0] == on_cpu[1]
+
+
+@pytest.mark.parametrize(("has_context", "expected"), [(True, [0.375, 0.5]), (False, [1.0, 1.0])])
+def test_a_gpus_process_may_take_what_the_leading_process_leaves(
+    monkeypatch: pytest.MonkeyPatch, has_context: bool, expected: list[float]
+) -> None:
+    """Without a context the leading process takes nothing, and may not ask, which would make one."""
+    total = SimpleNamespace(total_memory=8 * cuda_budget.LEADING_BYTES)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_context)
+    if has_context:
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    assert shares(["cuda:0", "cuda:1"]) == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"double_buffer": False}], ids=str)
