@@ -16,13 +16,15 @@ from harness.devices.streams import Device, num_update_threads
 from harness.gate import inspect_training
 from harness.run import worker
 from harness.run.timeline import read
+from harness.simulation.batches import token_batches
+from methods.offload import adamw_cuda
 from methods.offload.transfer import copy, queue
 from methods.sharding import device_process, gpt
 from tests.support import bugs, planting
 from tests.support.bugs import Bug
 from tests.support.fake_cuda import FakeCuda, FakeEvent
 from tests.support.fake_gpu import FakeGpu
-from tests.support.training import TrainingResult, tiny, train, train_resident
+from tests.support.training import TrainingResult, settled, tiny, train, train_resident
 
 STEPS = 3
 
@@ -240,6 +242,19 @@ def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
     assert record.losses == train_resident(job.workload, 5).losses and len(record.timed_seconds) == 4
     assert record.num_alloc_retries == 2 and set(record.peaks) == {"device_allocated", "device_reserved"}
     assert len(read(file).steps) >= 2
+
+
+def test_a_gpus_kernel_is_compiled_before_the_first_step(running: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, workload = [], tiny(dtype="bf16")
+    monkeypatch.setattr(adamw_cuda, "_load", lambda device_index: told.append("compiled"))
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        told.append("step")
+        for inputs, targets in token_batches(workload, 1):
+            yield inputs.to("cuda"), targets.to("cuda")
+
+    next(settled("stronghold", {}, workload).train(workload, batches(), "cuda"))
+    assert told[0] == "compiled" and "step" in told
 
 
 @pytest.fixture
