@@ -135,8 +135,9 @@ class Hydra(Method):
                 devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
-                rehearsed = rehearse(models, [gpt.batch(mine, device) for mine in own], [words] * len(own), devices)
-                devices, splits = rehearsed
+                # A GPU's tensor would make every process that reads it a context on that GPU.
+                rows = [gpt.batch(mine, "cpu" if is_shared else device) for mine in own]
+                devices, splits = rehearse(models, rows, [words] * len(own), devices)
             tasks: list[Task] = []
             for number, (mine, shared) in enumerate(zip(own, tee(batches, len(own)), strict=True)):
                 parts = workload.batch_size // mine.batch_size

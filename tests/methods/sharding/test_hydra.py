@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from harness.core.job import Room, Workload
-from harness.core.method import Trained, create
+from harness.core.method import Trained, Unavailable, create
 from harness.devices import cuda_budget
 from harness.devices.memory_rehearsal import predict
+from methods.sharding import device_process, rehearsal
 from methods.sharding.device_process import shares
 from tests.methods.test_agree import difference
 from tests.support import planting
+from tests.support.fake_cuda import FakeCuda
 from tests.support.races import find_races
 from tests.support.training import TrainingResult, tiny, train, train_resident
 
@@ -158,6 +160,23 @@ def test_a_gpus_process_may_take_what_the_leading_process_leaves(
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
     assert shares(["cuda:0", "cuda:1"]) == expected
+
+
+def test_the_processes_of_several_gpus_are_sent_batches_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read elsewhere, a GPU's tensor would be on that GPU again."""
+    cuda, found = FakeCuda(2).install(monkeypatch), []
+
+    def rehearsing(models: Any, batches: Any, *_: Any) -> Any:
+        found.extend(tensor.device.type for batch in batches for tensor in batch)
+        raise Unavailable("the batches are known")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(device_process, "start_processes", lambda *_: [])
+    monkeypatch.setattr(rehearsal, "rehearse", rehearsing)
+    method = create("hydra", {"num_devices": 2, "shard_layers": 1})
+    with cuda.running(), pytest.raises(Unavailable, match="are known"):
+        next(method.train(tiny(), iter([]), "cuda"))
+    assert found == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("options", [{}, {"double_buffer": False}], ids=str)
