@@ -13,14 +13,6 @@ import torch
 from harness.base.checkout import ROOT
 from methods.streaming.virtual_schedule import CLIP_NORMS, DTYPES, NAME, ScheduledStep, point
 
-# An earlier state, on the H200 with 100 layers, by clipping: placement, bound and schedule in milliseconds. There a
-# resident parameter took 16 bytes, and all resident layers were at the bottom.
-BEFORE: dict[str | None, tuple[str, int, int]] = {
-    None: ("R34P2W24~S40", 784, 840),
-    "deferred": ("R35W65", 1023, 1029),
-    "speculate": ("R34P1W30~S35", 827, 883),
-}
-
 
 def line(machine: str, num_layers: int, clipping: str | None, found: ScheduledStep | str) -> str:
     title = f"| {machine} {DTYPES[machine]} | {num_layers} | {clipping or 'none'} |"
@@ -30,26 +22,6 @@ def line(machine: str, num_layers: int, clipping: str | None, found: ScheduledSt
         f"{title} {found.placement} | {found.binds} | {1000 * found.bound:.0f} | {1000 * found.schedule:.0f} |"
         f" {100 * found.share:.0f} % | {100 * found.resident / found.schedule:.0f} % |"
     )
-
-
-def before_and_after(found: dict[str | None, ScheduledStep | str]) -> list[str]:
-    """Return the rows of the H200 with 100 layers beside the values of the earlier state."""
-    lines = [
-        "",
-        "100 layers on h200 in bf16, before and after resident layers kept a weight once (14 bytes a parameter instead",
-        "of 16; 12 without clipping) and most of them lay among the streamed ones:",
-        "",
-        "| clipping | placement before | bound | schedule | placement after | bound | schedule | of its bound |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for clipping, (placement, bound, schedule) in BEFORE.items():
-        after = found.get(clipping)
-        if isinstance(after, ScheduledStep):
-            lines.append(
-                f"| {clipping or 'none'} | {placement} | {bound} | {schedule} | {after.placement} |"
-                f" {1000 * after.bound:.0f} | {1000 * after.schedule:.0f} | {100 * after.share:.0f} % |"
-            )
-    return lines
 
 
 @click.command()
@@ -74,17 +46,11 @@ def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out
         "| machine | layers | clipping | placement | bound by | bound | schedule | of its bound | of all resident |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    compared: dict[str | None, ScheduledStep | str] = {}
     for name in machines:
         for num_layers in map(int, layers.split(",")):
             for clipping in wanted:
-                found = point(name, num_layers, clipping)
-                if (name, num_layers) == ("h200", 100):
-                    compared[clipping] = found
-                lines.append(line(name, num_layers, clipping, found))
+                lines.append(line(name, num_layers, clipping, point(name, num_layers, clipping)))
                 print(lines[-1], flush=True)
-    if compared:
-        lines += before_and_after(compared)
     out.write_text("\n".join(lines) + "\n")
 
 
