@@ -129,7 +129,7 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
     grows = size_axis.OPTIONS[of]
     is_given = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
     given = max(words[grows]) if is_given else None
-    parts = words["micro_batches"] * (words["world_size"] or 1)
+    parts = size_axis.parts_of(words["micro_batches"], words["world_size"] or 1)
     least = {"num_layers": 1, "batch_size": parts, "seq_len": max(words["seq_len"])}[grows]
     jobs = make_jobs({**words, grows: [least]}, folders)
     budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.core import method
 from harness.core.job import OF_SEVERAL_MODELS, Job, Plan, Room
 from harness.devices import budgets, cuda_budget, machine
+
+T = TypeVar("T")
 
 
 def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) -> tuple[Job, Plan, str | None]:
@@ -64,17 +67,25 @@ def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
     return asked
 
 
+def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tuple[int, T] | None:
+    """Return the first size from this one that has a plan, and what `planned` makes of it; None if none of as many
+    sizes as there are ranks has one.
+
+    `planned` raises ValueError for a size without a plan: a window or a placement may be of more layers, and pipeline
+    stages, whose number divides that of the ranks, must divide the layers.
+    """
+    for each in range(size, size + num_ranks):
+        with contextlib.suppress(ValueError):
+            return each, planned(each)
+    return None
+
+
 def largest(trained: method.Method, job: Job, room: Room) -> int:
     """Layers of the deepest model of this job that fits the room by the method's plan; 0 if none does."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
-        for depth in range(num_layers, num_layers + job.world_size):  # stages may ask for as many layers in each
-            try:
-                plan = trained.plan(job.workload.at_depth(depth), room)
-            except ValueError:  # a window beyond these few layers, or a placement of another number of them
-                continue
-            return plan.shortfall(room) is None
-        return unplanned
+        found = next_planned(lambda depth: trained.plan(job.workload.at_depth(depth), room), num_layers, job.world_size)
+        return found[1].shortfall(room) is None if found else unplanned
 
     def may_fit(num_layers: int) -> bool:
         is_shallow = num_layers < job.world_size  # with fewer stages than ranks, each of which may need more

@@ -17,7 +17,8 @@ from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
-from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis
+from harness.forecast.fit import next_planned
+from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, parts_of
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
 
@@ -33,7 +34,7 @@ class Probes:
 
     def __init__(self, sweep: Sweep, job: Job, of: str = LAYERS) -> None:
         self.sweep, self.job = sweep, job
-        self.axis = SizeAxis(of, job.workload, parts=math.lcm(job.workload.micro_batches, job.world_size))
+        self.axis = SizeAxis(of, job.workload, parts_of(job.workload.micro_batches, job.world_size))
         self.room = machine.rank_room(job)
         self.records: list[Record] = []
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory, beyond the plan: size, phases
@@ -42,8 +43,16 @@ class Probes:
         self.least = 1
         if of in STEPPED:
             self.axis = self.axis.fitting(self.guess())
-        self.least = min(MOST_LAYERS, method.largest_depth(lambda size: not self._has_plan(size)) + 1)
+        self._start()
         self._check()
+
+    def _start(self) -> None:
+        """Set the least size, and let sizes be those that have a plan."""
+        least = min(MOST_LAYERS, method.largest_depth(lambda size: self._next(size) is None) + 1)
+        first, _ = self._next(least) or (least, None)
+        second, _ = self._next(first + 1) or (first + 1, None)
+        apart = math.gcd(first, second - first)
+        self.axis, self.least = self.axis.every(apart), first // apart
 
     def _check(self) -> None:
         """Raise the ValueError of options that fit no size, or of a placement that fits one depth only."""
@@ -51,7 +60,7 @@ class Probes:
             self._planned(self.least)
             return
         try:
-            self._planned(self.least + 1 if self._has_plan(self.least) else 1)
+            self._planned(self.least + 1 if self._next(self.least) else 1)
         except ValueError as error:
             told = "a search is over depths: leave --placement out, or give its last run no length, as in R2W"
             raise ValueError(f"{error}; {told}") from error
@@ -88,19 +97,19 @@ class Probes:
 
     def most(self, given: int | None) -> int:
         """The size at which what grows has this value; without one the most that there is."""
-        if given is None:
+        if given is None and self.axis.of != LAYERS:
             return MOST_LAYERS
-        asked: dict[str, Any] = {OPTIONS[self.axis.of]: given}
+        asked: dict[str, Any] = {OPTIONS[self.axis.of]: given or MOST_LAYERS}
         return max(1, self.axis.number(dataclasses.replace(self.job.workload, **asked)))
 
     def guess(self) -> int:
         """The largest size whose plan and expected excess fit."""
 
         def fits(size: int) -> bool:
-            try:
-                return size < self.least or self._fits(self._planned(size)[1], size)
-            except ValueError:  # longer than the model's samples
-                return False
+            if size < self.least:
+                return True
+            found = self._next(size)  # none is longer than the model's samples
+            return found is not None and self._fits(found[1][1], found[0])
 
         return method.largest_depth(fits)
 
@@ -118,12 +127,9 @@ class Probes:
                 self.excess.setdefault(memory, []).append((self.axis.number(record.job.workload), beyond))
         return self.guess()
 
-    def _has_plan(self, size: int) -> bool:
-        try:
-            self._planned(size)
-        except ValueError:  # such as a window beyond these few layers
-            return False
-        return True
+    def _next(self, size: int) -> tuple[int, tuple[Job, Plan]] | None:
+        """Return the next size that has a plan, from this one, with its job and plan."""
+        return next_planned(self._planned, size, self.job.world_size)
 
     def _planned(self, size: int) -> tuple[Job, Plan]:
         """The job of this size with the options that its method chooses in the room there is."""

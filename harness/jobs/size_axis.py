@@ -1,13 +1,15 @@
 """What `search largest` makes larger: layers, samples of a step, tokens of a sample, or tokens of a step.
 
-A search counts sizes from 1. Layers and samples are counted one by one, tokens in steps: a power of two that is at most
-a 32nd of what should fit, because nobody trains sequences that differ by a token.
+A search counts sizes from 1. Layers are counted one by one, samples by as many as the ranks' micro-batches are, tokens
+in steps: a power of two that is at most a 32nd of what should fit, because nobody trains sequences that differ by a
+token. Where only every so many of these can be planned, as with pipeline stages, those alone are sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from harness.core.job import Workload
 
@@ -18,10 +20,15 @@ STEPPED = (SEQ, TOKENS)  # counted in steps
 STEPS = 32  # steps of tokens up to the size that should fit, at least
 
 
+def parts_of(micro_batches: int, num_ranks: int) -> int:
+    """Return the micro-batches of all ranks in a step, which share its samples evenly."""
+    return micro_batches * num_ranks
+
+
 @dataclass(frozen=True)
 class SizeAxis:
-    """Workloads by their size. `parts`: samples are added by so many, which micro-batches and ranks share evenly.
-    `step`: tokens of one size more."""
+    """Workloads by their size. `parts`: samples are added by so many (parts_of). `step`: layers or tokens of one size
+    more."""
 
     of: str
     asked: Workload
@@ -35,12 +42,18 @@ class SizeAxis:
             return self
         return dataclasses.replace(self, step=1 << (tokens.bit_length() - 1))
 
+    def every(self, number: int) -> SizeAxis:
+        """Return the same with every so many sizes alone."""
+        counted = "parts" if self.of == BATCH else "step"
+        changes: dict[str, Any] = {counted: number * getattr(self, counted)}
+        return dataclasses.replace(self, **changes)
+
     def grown(self, number: int) -> Workload:
         """Return the workload of a size. Tokens of a step are those of one sample of each part up to --seq, then of
         more samples. Raises ValueError where the model takes no such size."""
         load = self.asked
         if self.of == LAYERS:
-            return load.at_depth(number)
+            return load.at_depth(number * self.step)
         if self.of == SEQ:
             return dataclasses.replace(load, seq_len=number * self.step)
         if self.of == BATCH:
@@ -53,7 +66,7 @@ class SizeAxis:
     def number(self, load: Workload) -> int:
         """Return the size of a workload, which grown() makes of it; of one between two sizes the smaller one."""
         if self.of == LAYERS:
-            return load.num_layers
+            return load.num_layers // self.step
         if self.of == SEQ or (self.of == TOKENS and load.seq_len < self.asked.seq_len):
             return load.seq_len // self.step
         samples = load.batch_size // self.parts

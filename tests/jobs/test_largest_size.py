@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from harness.core.job import Budget, Job, Plan, Room, Workload
 from harness.core.method import create
-from harness.core.record import read_all
+from harness.core.record import Record, read_all
 from harness.forecast.fit import resolve
 from harness.jobs.largest_size import Probes, find, texts
+from harness.jobs.size_search import SizeOutcome, search
 from harness.jobs.sweep import Sweep
 from methods.streaming.placement import placed_plan
 from tests.support.cli import run
@@ -164,6 +165,52 @@ def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
     rows = {row["method"]: row for row in map(json.loads, done.stdout.splitlines()) if row["event"] == "answer"}
     assert (rows["wall"]["largest"], rows["wall"]["fails_at"]) == (1, 2)
     assert "no_such_engine" in rows["absent"]["stopped"]
+
+
+class AsPlanned(Probes):
+    """Probes that end as the plan of their job says."""
+
+    def _run(self, job: Job) -> SizeOutcome:
+        return SizeOutcome(plan_of(job).shortfall(self.room) is None, "device")
+
+    def _learn(self, record: Record, plan: Plan) -> None:
+        """No run goes beyond its plan."""
+
+
+def plan_of(job: Job) -> Plan:
+    return create(job.method, job.options).plan(job.workload, Room())
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("groups", [1, 3, 4, 7])
+def test_depths_that_stages_do_not_divide_are_no_sizes(stages: int, groups: int, tmp_path: Path) -> None:
+    load = dataclasses.replace(SMALL, num_layers=1, batch_size=stages)
+    job = Job("megatron-lm", load, {"world_size": stages, "pipeline_parallel": stages}, device="cpu")
+    deepest = dataclasses.replace(job, workload=load.at_depth(stages * groups))
+    job = dataclasses.replace(job, budget=Budget(plan_of(deepest).device_bytes))
+    ends = AsPlanned(Sweep(tmp_path), job)
+    answer = search(ends, ends.guess(), least=ends.least, most=ends.most(None))
+    assert answer.is_sharp
+    assert [ends.axis.amount(size) for size in (ends.least, answer.largest, answer.failed_above or 0)] == [
+        stages, stages * groups, stages * (groups + 1),
+    ]  # fmt: skip
+
+
+def test_the_most_layers_asked_for_are_those_that_stages_divide(tmp_path: Path) -> None:
+    load = dataclasses.replace(SMALL, num_layers=1, batch_size=2)
+    ends = Probes(Sweep(tmp_path), Job("megatron-lm", load, {"world_size": 2, "pipeline_parallel": 2}, device="cpu"))
+    assert ends.axis.amount(ends.most(7)) == 6
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (3, 3), (2, 3)])
+def test_samples_are_added_by_the_micro_batches_of_all_ranks(ranks: int, micro_batches: int, tmp_path: Path) -> None:
+    load = dataclasses.replace(SMALL, num_layers=1, batch_size=ranks * micro_batches, micro_batches=micro_batches)
+    job = Job("l2l", load, {"world_size": ranks}, device="cpu")
+    ten = dataclasses.replace(job, workload=dataclasses.replace(load, batch_size=10 * ranks * micro_batches))
+    job = dataclasses.replace(job, budget=Budget(plan_of(ten).device_bytes))
+    ends = AsPlanned(Sweep(tmp_path), job, "batch")
+    answer = search(ends, ends.guess(), least=ends.least, most=ends.most(None))
+    assert (ends.axis.amount(answer.largest), answer.is_sharp) == (ten.workload.batch_size, True)
 
 
 @pytest.mark.parametrize(

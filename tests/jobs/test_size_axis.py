@@ -28,14 +28,14 @@ def test_each_size_is_larger_than_the_one_before_and_is_that_of_its_workload(
 @pytest.mark.parametrize(
     ("of", "sizes"),
     [
-        ("layers", [(1, 2, 16), (2, 2, 16), (3, 2, 16), (4, 2, 16)]),
+        ("layers", [(8, 2, 16), (16, 2, 16), (24, 2, 16), (32, 2, 16)]),
         ("batch", [(3, 2, 16), (3, 4, 16), (3, 6, 16), (3, 8, 16)]),
         ("seq", [(3, 2, 8), (3, 2, 16), (3, 2, 24), (3, 2, 32)]),
         ("tokens", [(3, 2, 8), (3, 2, 16), (3, 4, 16), (3, 6, 16)]),  # one sample of each part, then more of them
     ],
 )
 def test_what_grows_grows_alone(of: str, sizes: list[tuple[int, int, int]]) -> None:
-    """Layers, samples and tokens of the first four sizes, in two parts and steps of 8 tokens."""
+    """Layers, samples and tokens of the first four sizes, in two parts and steps of 8 layers or tokens."""
     loads = [SizeAxis(of, LOAD, 2, 8).grown(number) for number in range(1, 5)]
     assert [(load.num_layers, load.batch_size, load.seq_len) for load in loads] == sizes
 
