@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.base.checkout import ROOT
@@ -19,6 +20,7 @@ from harness.core.record import Record
 from harness.jobs.sweep import Sweep
 from harness.run import worker
 from harness.run.prepare import prepare
+from methods.hydra import ModelOrchestrator, ModelTask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,3 +118,9 @@ def test_blocking_launches_change_no_bit(dtype: str) -> None:
         assert "BITS" in done.stdout, done.stderr[-2000:]
         told.append(done.stdout.split("BITS")[1])
     assert told[0] == told[1]
+
+
+def test_hydras_random_state_of_a_gpu_is_that_of_torchs_generator() -> None:
+    task = ModelTask("linear", nn.Sequential(nn.Linear(2, 2)), nn.functional.mse_loss, [()], 0.1)
+    _, on_gpu = ModelOrchestrator([task], [f"{DEVICE}:0"])._random(258)
+    assert torch.equal(on_gpu, torch.Generator(DEVICE).manual_seed(258).get_state())
